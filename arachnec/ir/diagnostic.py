@@ -1,0 +1,78 @@
+"""Errors as data: one frozen dataclass per mistake a user can make, rendered as place, line, carets, message, remedy.
+
+A subclass states its texts as format strings over its own fields::
+
+    @dataclass(frozen=True)
+    class UnknownKey(Diagnostic):
+        title: ClassVar[str] = "unknown key `{key}`"
+        label: ClassVar[str] = "no such key"
+        help: ClassVar[str] = "did you mean `{suggestion}`?"
+        key: str
+        suggestion: str
+
+    raise UserError(UnknownKey(span, key="fps", suggestion="frames"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from arachnec.ir.nodes import Span
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """The place of a mistake (None where there is no file to point at) and, in subclasses, what it was."""
+
+    title: ClassVar[str]
+    label: ClassVar[str] = ""
+    help: ClassVar[str] = ""
+    span: Span | None
+
+    def text(self, template: str) -> str:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return template.format(**fields)
+
+
+class UserError(Exception):
+    """What a command raises for bad input: it is printed, the exit code is 2, and there is no traceback."""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        super().__init__("\n".join(d.text(d.title) for d in diagnostics))
+        self.diagnostics = diagnostics
+
+
+def render(diagnostic: Diagnostic, source: str | None = None) -> str:
+    """The message as a person reads it. ``source`` is the file's text; without it the file is read if it is there."""
+    lines = [f"error: {diagnostic.text(diagnostic.title)}"]
+    span = diagnostic.span
+    if span is not None:
+        lines.append(f"  --> {span.file}:{span.line}:{span.column}")
+        lines += _excerpt(span, source, diagnostic.text(diagnostic.label))
+    if diagnostic.help:
+        lines.append(f"  help: {diagnostic.text(diagnostic.help)}")
+    return "\n".join(lines)
+
+
+def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
+    if source is None:
+        path = Path(span.file)
+        if not path.is_file():
+            return [f"   = {label}"] if label else []
+        source = path.read_text(encoding="utf-8", errors="replace")
+    rows = source.splitlines()
+    if not 1 <= span.line <= len(rows):
+        return [f"   = {label}"] if label else []
+    row = rows[span.line - 1]
+    end = span.end_column if span.end_line == span.line else len(row) + 1
+    carets = "^" * max(1, end - span.column)
+    gutter = str(span.line)
+    pad = " " * len(gutter)
+    return [
+        f" {pad} |",
+        f" {gutter} | {row}",
+        f" {pad} | {' ' * (span.column - 1)}{carets} {label}".rstrip(),
+    ]

@@ -1,0 +1,289 @@
+"""The nodes of the cascade IR. Frozen; a pass returns a new module.
+
+What a node *is* stands in its fields; what passes *decided about it* stands in its attributes, and
+``arachnec.ir.verify`` says, as one table per level, which attributes a level requires and allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum
+
+from arachnec.ir.values import Attributes, Formula, Quantity, Value
+
+
+class Level(IntEnum):
+    """How far a module has been lowered. Each level keeps what the earlier ones hold."""
+
+    TRACED = 0
+    PARTITIONED = 1
+    COSTED = 2
+    SCHEDULED = 3
+    PLACED = 4
+    LOWERED = 5
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+class Phase(str, Enum):
+    """What a cascade does with its stage."""
+
+    ENCODE = "encode"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"  # the weight-gradient half of a split backward
+    TRAIN = "train"  # forward and backward together
+    DENOISE = "denoise"  # a run of sampling steps
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a node stood in the text it was parsed from; lines and columns count from 1, the end is exclusive."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+
+NO_ATTRIBUTES = Attributes()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``cluster @pod { nodes = 2, gpus = 8, device = "h100-80g", memory = 80 GiB, intra = 450 GB/s, ... }``."""
+
+    name: str
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def nodes(self) -> int:
+        return integer(self.attrs["nodes"])
+
+    @property
+    def gpus(self) -> int:
+        """Devices per node."""
+        return integer(self.attrs["gpus"])
+
+    @property
+    def world(self) -> int:
+        """Ranks in the cluster."""
+        return self.nodes * self.gpus
+
+    @property
+    def memory(self) -> float:
+        """GiB of one device."""
+        return quantity(self.attrs["memory"])
+
+
+@dataclass(frozen=True)
+class Clip:
+    """``clip 7 : 81 x 480 x 832 text 226 tokens 32760 { name = "a" }``; frames, height, width in pixels."""
+
+    id: int
+    frames: int
+    height: int
+    width: int
+    text: int
+    tokens: int
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model that is placed as a whole: ``stage @dit trained { ... }``."""
+
+    name: str
+    trained: bool
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """``bf16[B, S, 1536]``; a dimension is a number or an expression over symbols."""
+
+    dtype: str
+    dims: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """``%hidden : f32[B, S, 1536]`` in a graph's parameter list."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class GraphOp:
+    """``%3 = "aten.linear.default"(%hidden, %weight) : f32[B, S, 1536] { ... }``.
+
+    ``operands`` are the names of the tensors it reads; every other argument is in ``attrs``.
+    """
+
+    name: str
+    target: str
+    operands: tuple[str, ...]
+    type: TensorType | None
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The graph of one block class, traced once with symbolic sizes: ``graph @Block (inputs) -> (%9) { ops }``."""
+
+    name: str
+    inputs: tuple[GraphInput, ...]
+    ops: tuple[GraphOp, ...]
+    outputs: tuple[str, ...]
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """One stage applied to one micro-batch in one phase, the unit that is scheduled.
+
+    ``%1 = train @dit clips [7] : 1 x 118800 text 256 (%0) { degree = 8, ... }``. ``inputs`` name the cascades whose
+    outputs this one reads. The name stands without its ``%``.
+    """
+
+    name: str
+    phase: Phase
+    stage: str
+    clips: tuple[int, ...]
+    batch: int
+    tokens: int
+    text: int
+    inputs: tuple[str, ...] = ()
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def degree(self) -> int:
+        return integer(self.attrs["degree"])
+
+    @property
+    def start(self) -> float:
+        """ms from the start of the iteration."""
+        return quantity(self.attrs["start"])
+
+    @property
+    def end(self) -> float:
+        """ms from the start of the iteration."""
+        return quantity(self.attrs["end"])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return integers(self.attrs["ranks"])
+
+    @property
+    def recompute(self) -> bool:
+        return self.attrs.get("recompute", False) is True
+
+    def with_attrs(self, **values: Value | None) -> Cascade:
+        return replace(self, attrs=self.attrs.updated(**values))
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """``reduce @dit (%1, %3) { ranks = [0..15] }``: the sum of a stage's gradients over these cascades."""
+
+    stage: str
+    inputs: tuple[str, ...]
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``step @dit``: the optimizer's update of a stage."""
+
+    stage: str
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a rank's program.
+
+    ``op`` is a word of ``INSTRUCTIONS``; ``target`` is a cascade's name, or a stage's for reduce and step. ``peers``
+    are the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``) or the whole group, this rank
+    included, of anything that several ranks do together (``forward %1 on [0..2]``).
+    """
+
+    op: str
+    target: str
+    peers: tuple[int, ...] = ()
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "send", "receive", "reduce", "step", "free")
+
+
+@dataclass(frozen=True)
+class Program:
+    """``program rank 0 { state = 12 GiB } [ instructions ]``: everything one rank does in one iteration, in order."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One training iteration at one level."""
+
+    name: str
+    level: Level
+    cluster: Cluster | None = None
+    clips: tuple[Clip, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    graphs: tuple[Graph, ...] = ()
+    cascades: tuple[Cascade, ...] = ()
+    reductions: tuple[Reduce, ...] = ()
+    steps: tuple[Step, ...] = ()
+    programs: tuple[Program, ...] = ()
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def with_attrs(self, **values: Value | None) -> Module:
+        return replace(self, attrs=self.attrs.updated(**values))
+
+
+def integer(value: Value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected an integer attribute, got {value!r}")
+    return value
+
+
+def integers(value: Value) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise TypeError(f"expected a list of integers, got {value!r}")
+    return tuple(integer(item) for item in value)
+
+
+def quantity(value: Value) -> float:
+    """The number of a quantity whose unit the verifier has already held to the table."""
+    if not isinstance(value, Quantity):
+        raise TypeError(f"expected a quantity, got {value!r}")
+    return value.value
+
+
+def formula(value: Value) -> Formula:
+    if not isinstance(value, Formula):
+        raise TypeError(f"expected a formula, got {value!r}")
+    return value

@@ -1,0 +1,94 @@
+"""Attribute values of the cascade IR: quantities with units, symbols, formulas, and the attribute mapping itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, Union
+
+UNITS = ("ms", "us", "GiB", "MiB", "GB/s", "TFLOP", "TFLOP/s")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with its unit, written ``4950 ms``. Never converted silently: a table says which unit it wants."""
+
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A reference to a named part of the module, written ``@dit``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """``coefficient * variable^power * ...``; powers are sorted by variable and positive."""
+
+    coefficient: float
+    powers: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A polynomial in the sizes of one cascade, with a unit: ``1.9e-09*B*S^2 + 2.4e-05*B*S + 1.1 ms``.
+
+    Variables are ``B`` (clips in the micro-batch), ``S`` (tokens of one clip) and ``T`` (text tokens of one clip).
+    """
+
+    terms: tuple[Term, ...]
+    unit: str
+
+    def __call__(self, *, B: float, S: float, T: float = 0.0) -> float:
+        sizes = {"B": B, "S": S, "T": T}
+        return math.fsum(
+            term.coefficient * math.prod(sizes[name] ** power for name, power in term.powers) for term in self.terms
+        )
+
+    @property
+    def constant(self) -> float:
+        """The part that no size scales: launch overhead, fixed buffers."""
+        return math.fsum(term.coefficient for term in self.terms if not term.powers)
+
+
+Value: TypeAlias = Union[bool, int, float, str, Quantity, Symbol, Formula, tuple["Value", ...], "Attributes"]
+
+
+@dataclass(frozen=True)
+class Attributes(Mapping[str, Value]):
+    """An immutable, hashable, ordered mapping from attribute name to value."""
+
+    pairs: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, **values: Value | None) -> Attributes:
+        """Build from keywords; a keyword that is None is left out."""
+        return cls(tuple((key, value) for key, value in values.items() if value is not None))
+
+    def __getitem__(self, key: str) -> Value:
+        for name, value in self.pairs:
+            if name == key:
+                return value
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attributes) and self.pairs == other.pairs
+
+    def updated(self, **values: Value | None) -> Attributes:
+        """A copy with these attributes set in place, new ones appended, and those given as None removed."""
+        kept = tuple((k, values.get(k, v)) for k, v in self.pairs)
+        new = tuple((k, v) for k, v in values.items() if k not in self)
+        return Attributes(tuple((k, v) for k, v in kept + new if v is not None))

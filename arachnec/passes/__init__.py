@@ -1,0 +1,1 @@
+"""Floor 2: passes over the cascade IR, one file each."""
