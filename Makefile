@@ -1,0 +1,45 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test golden bench lint format docs clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "arachnec needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "arachnec needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusers,plots,parquet,test,demo,dev]'
+	@touch $@
+
+demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos, on 4 processes
+	$(BIN)/python -m examples.demo.run
+
+test: $(READY) ## every test that this machine can run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+golden: $(READY) ## write the golden files again; read the diff before you commit it
+	$(BIN)/python -m pytest -q tests/golden --update-golden
+
+bench: $(READY) ## the measurements that the documentation quotes
+	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## rewrite the sources in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY) ## check that every link between the pages of docs/ leads somewhere
+	$(BIN)/python -m pytest -q tests/house/test_docs.py
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
