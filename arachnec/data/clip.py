@@ -1,0 +1,42 @@
+"""The clip as a user's ``sample`` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VideoClip:
+    """One training video.
+
+    ``frames``, ``height`` and ``width`` are pixels of the training clip, not of the file: a file is scaled and cropped
+    to them from its frame ``start`` on. ``text_tokens`` is the caption's length in tokens. ``path`` is a video, or a
+    ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
+    name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders.
+    """
+
+    id: str | int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int
+    caption: str | None = None
+    path: Path | None = None
+    start: int = 0
+    encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What equal clips share: frames, height, width, text tokens."""
+        return self.frames, self.height, self.width, self.text_tokens
+
+
+def caption_tokens(caption: str) -> int:
+    """Tokens of a caption as ByT5 counts them (arXiv 2105.13626): its UTF-8 bytes and the end of the sequence."""
+    return len(caption.encode()) + 1

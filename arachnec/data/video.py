@@ -1,0 +1,112 @@
+"""Decoding clips out of video files with PyAV (FFmpeg)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class UnreadableVideo(Diagnostic):
+    title: ClassVar[str] = "the video `{path}` cannot be decoded: {reason}"
+    help: ClassVar[str] = "check that it plays; if it was copied, copy it again"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TooFewFrames(Diagnostic):
+    title: ClassVar[str] = "the video `{path}` gave {found} of the {wanted} frames wanted from frame {start} on"
+    help: ClassVar[str] = "{remedy}"
+    path: str
+    found: int
+    wanted: int
+    start: int
+    remedy: str
+
+
+@dataclass(frozen=True)
+class VideoHeader:
+    """Frames as the header states them (counted where it does not), and pixels."""
+
+    frames: int
+    height: int
+    width: int
+
+
+def probe(path: str | Path) -> VideoHeader:
+    """Read a video's sizes from its header. Raises ``UserError`` for a file without a readable video stream."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            stream = _stream(container, path)
+            frames = stream.frames or sum(packet.pts is not None for packet in container.demux(stream))
+            return VideoHeader(frames, stream.height, stream.width)
+    except (av.error.FFmpegError, OSError) as error:
+        raise UserError(UnreadableVideo(None, str(path), _reason(error))) from None
+
+
+def read_frames(path: str | Path, start: int, frames: int, height: int, width: int) -> Tensor:
+    """Decode ``frames`` consecutive frames from frame ``start`` on, as uint8 RGB ``[3, frames, height, width]``.
+
+    Each is scaled, keeping its aspect, to cover ``height`` x ``width`` (bicubic) and cropped at the centre. Raises
+    ``UserError`` where the file is corrupt, or ends before the last frame.
+    """
+    import av
+    import numpy
+    import torch
+
+    pictures = []
+    failure = ""
+    try:
+        with av.open(str(path)) as container:
+            stream = _stream(container, path)
+            stated = stream.frames
+            for number, frame in enumerate(_frames(container, stream)):
+                if number >= start:
+                    pictures.append(_fitted(frame, height, width))
+                if len(pictures) == frames:
+                    break
+    except (av.error.FFmpegError, OSError) as error:
+        if not pictures:
+            raise UserError(UnreadableVideo(None, str(path), _reason(error))) from None
+        failure = _reason(error)
+    if len(pictures) < frames:
+        promised = f"its header promises {stated}: the file is truncated or damaged; copy it again"
+        short = "take fewer frames or an earlier start"
+        damaged = failure or stated >= start + frames
+        raise UserError(TooFewFrames(None, str(path), len(pictures), frames, start, promised if damaged else short))
+    return torch.from_numpy(numpy.stack(pictures, axis=1))
+
+
+def _stream(container: Any, path: str | Path) -> Any:
+    if not container.streams.video:
+        raise UserError(UnreadableVideo(None, str(path), "it has no video stream"))
+    stream = container.streams.video[0]
+    stream.codec_context.thread_count = 1  # ranks decode side by side; results do not depend on threads
+    return stream
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    yield from container.decode(stream)
+
+
+def _fitted(frame: Any, height: int, width: int) -> Any:
+    """uint8 ``[3, height, width]``."""
+    scale = max(height / frame.height, width / frame.width)
+    tall, wide = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
+    pixels = frame.to_ndarray(format="rgb24", height=tall, width=wide, interpolation="BICUBIC")
+    top, left = (tall - height) // 2, (wide - width) // 2
+    return pixels[top : top + height, left : left + width].transpose(2, 0, 1)
+
+
+def _reason(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error).lower()

@@ -1,0 +1,171 @@
+"""From equal clips to one forward's arguments, the same whatever plan runs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import ModelFile
+
+
+@dataclass(frozen=True)
+class BadSample(Diagnostic):
+    title: ClassVar[str] = "`sample` returned {found}"
+    label: ClassVar[str] = "for clip {clip}"
+    help: ClassVar[str] = "return (dict of forward's keyword arguments for one clip, target tensor)"
+    clip: str | int
+    found: str
+
+
+@dataclass(frozen=True)
+class UnequalArgument(Diagnostic):
+    title: ClassVar[str] = "`{name}` has no batch dimension and differs between the equal clips {first} and {second}"
+    label: ClassVar[str] = "{found}"
+    help: ClassVar[str] = "give it a first dimension of 1, or make it depend on the clip's size alone"
+    name: str
+    first: str | int
+    second: str | int
+    found: str
+
+
+def clip_seed(seed: int, step: int, clip: str | int) -> int:
+    """63 bits of BLAKE2b over ``"seed/step/clip"``: the same on every machine, rank and plan."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{clip}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def clip_generator(seed: int, step: int, clip: str | int) -> torch.Generator:
+    """The CPU generator that a clip's noise and timestep are drawn from in one step."""
+    return torch.Generator("cpu").manual_seed(clip_seed(seed, step, clip))
+
+
+def make_batch(
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    seed: int,
+    step: int,
+    device: torch.device | str,
+    *,
+    encoded: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[dict[str, Any], Tensor]:
+    """The forward's keyword arguments and the target of a micro-batch of equal clips.
+
+    ``encoded`` maps an encoder's name to its output ``[len(clips), ...]``. ``sample`` runs once per clip, on the CPU,
+    or on the meta device if ``device`` is meta. Tensor arguments whose dim 0 is 1, and targets, are joined along dim 0;
+    everything else must be equal for all clips and is passed once. ``dtype`` casts the floating-point batched arguments
+    of two or more dimensions (not timesteps, not tables); the target keeps its precision. Raises ``UserError`` for what
+    ``sample`` gets wrong.
+    """
+    device = torch.device(device)
+    home = torch.device("meta" if device.type == "meta" else "cpu")
+    samples = []
+    with home:
+        for index, clip in enumerate(clips):
+            own = {name: value[index : index + 1].to(home) for name, value in (encoded or {}).items()}
+            given = replace(clip, encoded=own) if own else clip
+            samples.append(_checked(model_file, clip, model_file.sample(given, clip_generator(seed, step, clip.id))))
+    arguments = {
+        name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
+        for name in _names(model_file, clips, samples)
+    }
+    batched = {name for name, value in samples[0][0].items() if _is_batched(value)}
+    kwargs = {
+        name: _moved(value, device, dtype if name in batched and dtype is not None else None)
+        for name, value in arguments.items()
+    }
+    target = _joined(model_file, "target", clips, [target for _, target in samples])
+    return kwargs, target.to(device)
+
+
+def prediction_of(output: Any) -> Tensor:
+    """The prediction in a forward's output: the output, or its first element."""
+    if isinstance(output, Mapping):
+        output = next(iter(output.values()))
+    elif isinstance(output, tuple | list):
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise TypeError(f"the model's output is {type(output).__name__}, not a tensor or a tuple that starts with one")
+    return output
+
+
+def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
+    span = model_file.span("sample")
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(BadSample(span, clip.id, f"{type(result).__name__}, not a pair"))
+    kwargs, target = result
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise UserError(BadSample(span, clip.id, f"{type(kwargs).__name__} in place of keyword arguments"))
+    if not isinstance(target, Tensor):
+        raise UserError(BadSample(span, clip.id, f"{type(target).__name__} in place of a target tensor"))
+    return kwargs, target
+
+
+def _names(
+    model_file: ModelFile, clips: Sequence[VideoClip], samples: Sequence[tuple[dict[str, Any], Tensor]]
+) -> list[str]:
+    names = list(samples[0][0])
+    for clip, (kwargs, _) in zip(clips, samples, strict=True):
+        other = sorted(set(names) ^ set(kwargs))
+        if other:
+            found = "given for one of them only"
+            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, found))
+    return names
+
+
+def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values: Sequence[Any]) -> Any:
+    first = values[0]
+    if len(values) == 1:
+        return first
+    span = model_file.span("sample")
+    if _is_batched(first):
+        for clip, value in zip(clips, values, strict=True):
+            if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
+                found = f"{_described(first)} and {_described(value)}"
+                raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, found))
+        return torch.cat(list(values))
+    for clip, value in zip(clips, values, strict=True):
+        if not _equal(first, value):
+            found = f"{_described(first)} and {_described(value)}"
+            raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, found))
+    return first
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return a.device.type == "meta" or torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor):
+        cast = dtype is not None and value.is_floating_point() and value.ndim >= 2
+        return value.to(device, dtype) if cast else value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device, None) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device, None) for item in value)
+    return value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,240 @@
+"""What the adapters share: latent sizes, where latents and text embeddings come from, the flow-matching objective."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+
+@dataclass(frozen=True)
+class NoDiffusers(Diagnostic):
+    title: ClassVar[str] = "this model file needs Diffusers, and `{package}` is not installed"
+    help: ClassVar[str] = "pip install 'arachnec[diffusers]'"
+    package: str
+
+
+@dataclass(frozen=True)
+class UnknownModel(Diagnostic):
+    title: ClassVar[str] = "there is no configuration named `{name}`"
+    label: ClassVar[str] = "{suggestion}"
+    help: ClassVar[str] = "the names are {names}; without a name, give the configuration as keywords"
+    name: str
+    suggestion: str
+    names: str
+
+
+@dataclass(frozen=True)
+class UnknownConfigKey(Diagnostic):
+    title: ClassVar[str] = "`{model}` has no configuration key `{key}`"
+    label: ClassVar[str] = "no such key"
+    help: ClassVar[str] = "{suggestion}"
+    model: str
+    key: str
+    suggestion: str
+
+
+@dataclass(frozen=True)
+class NoText(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has no text tokens, and {model} attends to text"
+    help: ClassVar[str] = "give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1"
+    clip: str | int
+    model: str
+
+
+@dataclass(frozen=True)
+class TooMuchText(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
+    help: ClassVar[str] = "shorten the caption, or raise `text_length`"
+    clip: str | int
+    model: str
+    found: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class WrongLatents(Diagnostic):
+    title: ClassVar[str] = "the latents of clip `{clip}` are {found}, expected {expected}"
+    help: ClassVar[str] = (
+        "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
+    )
+    clip: str | int
+    found: str
+    expected: str
+    frames: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class UnreadableLatents(Diagnostic):
+    title: ClassVar[str] = "the latents `{path}` of clip `{clip}` cannot be read: {reason}"
+    help: ClassVar[str] = "a .safetensors file of latents has one tensor named `latents`"
+    path: str
+    clip: str | int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How pixels become latents and latents become tokens; triples are (time, height, width)."""
+
+    channels: int
+    patch: tuple[int, int, int]
+    stride: tuple[int, int, int] = (4, 8, 8)
+
+    def patches(self, clip: VideoClip) -> tuple[int, int, int]:
+        """Tokens along each axis. Both divisions round up: 1080 pixels are 135 latents and 68 patches."""
+        pixels = (clip.frames, clip.height, clip.width)
+        latent = [-(-size // stride) for size, stride in zip(pixels, self.stride, strict=True)]
+        time, height, width = (-(-size // patch) for size, patch in zip(latent, self.patch, strict=True))
+        return time, height, width
+
+    def tokens(self, clip: VideoClip) -> int:
+        time, height, width = self.patches(clip)
+        return time * height * width
+
+    def latent_shape(self, clip: VideoClip) -> tuple[int, int, int, int]:
+        """``(channels, frames, height, width)`` of the clip's latents, whole patches."""
+        time, height, width = (n * patch for n, patch in zip(self.patches(clip), self.patch, strict=True))
+        return self.channels, time, height, width
+
+    @property
+    def multiple(self) -> int:
+        """Heights and widths are rounded up to a multiple of this many pixels, at which videos are decoded."""
+        return self.stride[1] * self.patch[1]
+
+
+def constructor(module: str, name: str) -> Any:
+    """A class of Diffusers, imported when it is first needed."""
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UserError(NoDiffusers(None, error.name or "diffusers")) from None
+
+
+def configuration(
+    model: str, parameters: Any, named: Mapping[str, Mapping[str, Any]], name: str | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The constructor's defaults, then a named configuration, then ``given``, every key held to its parameters."""
+    if name is not None and name not in named:
+        near = difflib.get_close_matches(name, named, n=1)
+        raise UserError(UnknownModel(None, name, f"did you mean `{near[0]}`?" if near else "", ", ".join(named)))
+    defaults = {key: p.default for key, p in list(inspect.signature(parameters.__init__).parameters.items())[1:]}
+    known = list(defaults)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
+            raise UserError(UnknownConfigKey(None, model, key, suggestion))
+    return {**defaults, **(named[name] if name else {}), **given}
+
+
+def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
+    """``[1, channels, frames, height, width]``: the VAE encoder's output, precomputed, or synthetic.
+
+    Synthetic latents are unit Gaussian noise seeded by the clip's id alone: the same data in every step. They stand in
+    for a clip that has no video, to plan and to measure, not to learn from.
+    """
+    shape = (1, *geometry.latent_shape(clip))
+    if "vae" in clip.encoded:
+        found = clip.encoded["vae"]
+    elif clip.path is not None and clip.path.suffix == ".safetensors":
+        found = _precomputed(clip, clip.path, shape)
+    else:
+        return synthetic(shape, f"latents/{clip.id}")
+    if tuple(found.shape) != shape:
+        pixels = [n * p * s for n, p, s in zip(geometry.patches(clip), geometry.patch, geometry.stride, strict=True)]
+        frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
+        raise UserError(
+            WrongLatents(
+                None, clip.id, " x ".join(map(str, found.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+            )
+        )
+    return found
+
+
+def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None) -> tuple[Tensor, int]:
+    """``[1, T, width]`` and how many of the T are the caption's.
+
+    T is the clip's ``text_tokens``, or ``length``, to which shorter captions are padded with zeros. The embeddings are
+    the text encoder's output; without one they are Gaussian noise seeded by the caption (or the clip's id).
+    """
+    real = clip.text_tokens
+    if real < 1:
+        raise UserError(NoText(None, clip.id, model))
+    if length is not None and real > length:
+        raise UserError(TooMuchText(None, clip.id, model, real, length))
+    if "text" in clip.encoded:
+        found = clip.encoded["text"]
+        real = found.shape[1]
+    else:
+        found = synthetic((1, real, width), f"text/{clip.id if clip.caption is None else clip.caption}")
+    if length is not None and length > real:
+        found = torch.cat([found, found.new_zeros(1, length - real, found.shape[2])], dim=1)
+    return found, real
+
+
+def flow_matching(x0: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """One training point on the straight path from data to noise (Flow Matching, arXiv 2210.02747).
+
+    t is uniform on [0, 1); x_t = (1 - t) x0 + t noise; the target is the path's velocity, noise - x0.
+    Returns x_t, the timestep 1000 t of shape [1], and the target.
+    """
+    t = draw_uniform(generator)
+    noise = draw_normal(x0.shape, generator)
+    return (1 - t) * x0 + t * noise, 1000 * t, noise - x0
+
+
+def draw_normal(shape: tuple[int, ...] | torch.Size, generator: torch.Generator) -> Tensor:
+    """Standard normal float32 on the generator's device; on the meta device, while planning, a shape and no draw."""
+    if planning():
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+
+
+def draw_uniform(generator: torch.Generator) -> Tensor:
+    """float32 ``[1]`` on [0, 1)."""
+    if planning():
+        return torch.empty(1, dtype=torch.float32, device="meta")
+    return torch.rand(1, generator=generator, dtype=torch.float32, device=generator.device)
+
+
+def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
+    """Standard normal float32 that depends on ``name`` and nothing else."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+    return draw_normal(shape, torch.Generator("cpu").manual_seed(seed))
+
+
+def planning() -> bool:
+    return torch.get_default_device().type == "meta"
+
+
+def mean_squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """Scalar, in float32 whatever the model's precision."""
+    return torch.nn.functional.mse_loss(prediction.float(), target.float())
+
+
+def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    if planning():
+        return torch.empty(shape, device="meta")
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored: Tensor = file.get_tensor("latents").float()
+    except (SafetensorError, OSError) as error:
+        raise UserError(UnreadableLatents(None, str(path), clip.id, str(error).splitlines()[0])) from None
+    return stored if stored.ndim == 5 else stored[None]

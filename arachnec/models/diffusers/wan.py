@@ -1,0 +1,73 @@
+"""Wan (arXiv 2503.20314) in Diffusers: ``WanTransformer3DModel``, trained by flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arachnec.data.clip import VideoClip
+from arachnec.models.diffusers import common
+
+MODULE = "diffusers.models.transformers.transformer_wan"
+WAN_2_1 = {
+    "patch_size": (1, 2, 2),
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "eps": 1e-6,
+    "rope_max_seq_len": 1024,
+}
+# The transformer/config.json of Wan-AI's checkpoints, e.g. huggingface.co/Wan-AI/Wan2.1-T2V-14B-Diffusers.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "Wan2.1-T2V-1.3B": {**WAN_2_1, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "Wan2.1-T2V-14B": {**WAN_2_1, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+}
+
+
+@dataclass(frozen=True)
+class WanTextToVideo:
+    """``build``, ``sample`` and ``loss`` of a model file. See ``text_to_video``."""
+
+    config: Mapping[str, Any]
+    text_length: int | None
+
+    @property
+    def geometry(self) -> common.Geometry:
+        time, height, width = self.config["patch_size"]
+        return common.Geometry(self.config["in_channels"], (time, height, width))
+
+    def build(self) -> torch.nn.Module:
+        model: torch.nn.Module = common.constructor(MODULE, "WanTransformer3DModel")(**self.config)
+        return model
+
+    def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
+        x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
+        text, _ = common.text_embeddings(clip, "Wan", self.config["text_dim"], self.text_length)
+        arguments = {
+            "hidden_states": x_t,
+            "timestep": timestep,
+            "encoder_hidden_states": text,
+            "return_dict": False,
+        }
+        return arguments, target
+
+    loss = staticmethod(common.mean_squared_error)
+
+
+def text_to_video(name: str | None = None, /, *, text_length: int | None = None, **config: Any) -> WanTextToVideo:
+    """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
+
+    The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
+    all captions with zeros to one length instead, as the model was pretrained. Raises ``UserError`` for an unknown name
+    or key.
+    """
+    model = common.constructor(MODULE, "WanTransformer3DModel")
+    return WanTextToVideo(common.configuration("Wan", model, CONFIGURATIONS, name, config), text_length)

@@ -1,0 +1,198 @@
+"""A user's ``model.py``: loaded, held to the expected functions, its own exceptions shown at its own lines."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from arachnec.data.clip import VideoClip
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": ()}
+REQUIRED = ("build", "sample", "loss")
+
+
+@dataclass(frozen=True)
+class NoModelFile(Diagnostic):
+    title: ClassVar[str] = "there is no model file `{path}`"
+    help: ClassVar[str] = "give a Python file with build(), sample(clip, generator) and loss(prediction, target)"
+    path: str
+
+
+@dataclass(frozen=True)
+class MissingFunction(Diagnostic):
+    title: ClassVar[str] = "the model file has no `{name}`"
+    label: ClassVar[str] = "found here: {found}"
+    help: ClassVar[str] = "add `def {name}({arguments})`; docs/your_model.md says what it returns"
+    name: str
+    arguments: str
+    found: str
+
+
+@dataclass(frozen=True)
+class WrongSignature(Diagnostic):
+    title: ClassVar[str] = "`{name}` cannot be called as {name}({arguments})"
+    label: ClassVar[str] = "it is {name}{signature}"
+    help: ClassVar[str] = "change it to `def {name}({arguments})`"
+    name: str
+    arguments: str
+    signature: str
+
+
+@dataclass(frozen=True)
+class ModelFileRaised(Diagnostic):
+    title: ClassVar[str] = "the model file raised {exception} in {where}"
+    label: ClassVar[str] = "raised here"
+    help: ClassVar[str] = "{remedy}"
+    exception: str
+    where: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The functions of a model file; each reports the file's own exceptions as a ``UserError`` at the line that raised.
+
+    ``digest`` is the SHA-256 of the source, in hexadecimal.
+    """
+
+    build: Callable[[], torch.nn.Module]
+    sample: Callable[[VideoClip, torch.Generator], tuple[dict[str, object], torch.Tensor]]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    encoders: Callable[[], dict[str, torch.nn.Module]] | None
+    path: Path
+    digest: str
+
+    def span(self, name: str) -> Span | None:
+        """Where the file defines ``name``."""
+        return definition(self.path, name)
+
+
+def load_model_file(path: str | Path) -> ModelFile:
+    """Import ``path`` as a module of its own. Raises ``UserError`` for anything wrong with it; runs the file's code."""
+    path = Path(path).absolute()
+    if not path.is_file():
+        raise UserError(NoModelFile(None, str(path)))
+    source = path.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()
+    module = _import(path, digest)
+    functions = {name: _function(module, path, name) for name in ARGUMENTS}
+    return ModelFile(**functions, path=path, digest=digest)
+
+
+def definition(path: Path, name: str) -> Span | None:
+    """The first line of the top-level ``def`` or assignment of ``name``."""
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return _line_span(path, node.lineno)
+        if isinstance(node, ast.Assign) and any(
+            isinstance(leaf, ast.Name) and leaf.id == name for target in node.targets for leaf in ast.walk(target)
+        ):
+            return _line_span(path, node.lineno)
+    return None
+
+
+def _import(path: Path, digest: str) -> ModuleType:
+    name = f"arachnec_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{digest[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(NoModelFile(None, str(path)))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except UserError as error:
+        sys.modules.pop(name)
+        raise _placed(error, path) from None
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name)
+        raise UserError(_raised(error, path, "its import")) from error
+    return module
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Any:
+    function = getattr(module, name, None)
+    arguments = ", ".join(ARGUMENTS[name])
+    if function is None:
+        if name not in REQUIRED:
+            return None
+        found = ", ".join(
+            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
+        )
+        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, found or "no functions"))
+    if not callable(function):
+        raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError:
+        raise UserError(WrongSignature(definition(path, name), name, arguments, str(signature))) from None
+    return _guarded(function, path, name)
+
+
+def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            if not _frames(error, path):
+                raise  # not the user's code: a bug of ours keeps its traceback
+            raise UserError(_raised(error, path, f"{name}()")) from error
+
+    return guarded
+
+
+def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+
+
+def _placed(error: UserError, path: Path) -> UserError:
+    """A diagnostic of an adapter, shown at the line of the model file that called it."""
+    frames = _frames(error, path)
+    span = _line_span(path, frames[-1].lineno or 1) if frames else None
+    return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
+
+
+def _raised(error: BaseException, path: Path, where: str) -> ModelFileRaised:
+    frames = _frames(error, path)
+    line = frames[-1].lineno or 1 if frames else 1
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        line = error.lineno or 1
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ModelFileRaised(
+        _line_span(path, line), f"{type(error).__name__}{': ' if message else ''}{message}", where, _remedy(error)
+    )
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return "install that package, or put its folder on PYTHONPATH (an executable carries the model file alone)"
+    return "correct the model file; it runs alone with `python FILE`"
+
+
+def _line_span(path: Path, line: int) -> Span:
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    row = rows[line - 1] if line <= len(rows) else ""
+    return Span(str(path), line, len(row) - len(row.lstrip()) + 1, line, len(row) + 1)
