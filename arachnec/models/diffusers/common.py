@@ -187,6 +187,13 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     return found, real
 
 
+def pooled_text(clip: VideoClip, width: int) -> Tensor:
+    """``[1, width]``: the output of the encoder named ``pooled``, or noise seeded by the caption (or the clip's id)."""
+    if "pooled" in clip.encoded:
+        return clip.encoded["pooled"]
+    return synthetic((1, width), f"pooled/{clip.id if clip.caption is None else clip.caption}")
+
+
 def flow_matching(x0: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """One training point on the straight path from data to noise (Flow Matching, arXiv 2210.02747).
 

@@ -1,0 +1,158 @@
+"""CogVideoX (arXiv 2408.06072) in Diffusers: ``CogVideoXTransformer3DModel``, trained by v-prediction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arachnec.data.clip import VideoClip
+from arachnec.models.diffusers import common
+
+MODULE = "diffusers.models.transformers.cogvideox_transformer_3d"
+EMBEDDINGS = "diffusers.models.embeddings"
+PIPELINE = "diffusers.pipelines.cogvideo.pipeline_cogvideox"
+SCHEDULER = "diffusers.schedulers.scheduling_ddim_cogvideox"
+COGVIDEOX_1_0 = {
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "sample_frames": 49,
+    "sample_height": 60,
+    "sample_width": 90,
+    "temporal_compression_ratio": 4,
+    "text_embed_dim": 4096,
+    "time_embed_dim": 512,
+    "max_text_seq_length": 226,
+    "spatial_interpolation_scale": 1.875,
+    "temporal_interpolation_scale": 1.0,
+    "use_learned_positional_embeddings": False,
+}
+# The transformer/config.json of huggingface.co/THUDM/CogVideoX-2b and CogVideoX-5b.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "CogVideoX-2B": {
+        **COGVIDEOX_1_0,
+        "num_attention_heads": 30,
+        "num_layers": 30,
+        "use_rotary_positional_embeddings": False,
+    },
+    "CogVideoX-5B": {
+        **COGVIDEOX_1_0,
+        "num_attention_heads": 48,
+        "num_layers": 42,
+        "use_rotary_positional_embeddings": True,
+    },
+}
+# The one value in which the two checkpoints' scheduler/scheduler_config.json differ.
+SNR_SHIFT = {"CogVideoX-2B": 3.0, "CogVideoX-5B": 1.0}
+TIMESTEPS = 1000
+
+
+@dataclass(frozen=True)
+class CogVideoXTextToVideo:
+    """``build``, ``sample`` and ``loss`` of a model file. See ``text_to_video``."""
+
+    config: Mapping[str, Any]
+    text_length: int | None
+    snr_shift: float
+
+    @property
+    def geometry(self) -> common.Geometry:
+        patch, stride = self.config["patch_size"], self.config["temporal_compression_ratio"]
+        return common.Geometry(
+            self.config["in_channels"], (self.config["patch_size_t"] or 1, patch, patch), (stride, 8, 8)
+        )
+
+    def build(self) -> torch.nn.Module:
+        model: torch.nn.Module = common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config)
+        return model
+
+    def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
+        x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
+        x_t, timestep, target = velocity_prediction(x0, alphas_cumprod(self.snr_shift), generator)
+        text, _ = common.text_embeddings(clip, "CogVideoX", self.config["text_embed_dim"], self.text_length)
+        arguments: dict[str, object] = {
+            "hidden_states": x_t,
+            "encoder_hidden_states": text,
+            "timestep": timestep,
+            "return_dict": False,
+        }
+        if self.config["use_rotary_positional_embeddings"]:
+            arguments["image_rotary_emb"] = self._rotary(clip, x0.device)
+        if self.config["ofs_embed_dim"]:
+            arguments["ofs"] = torch.full((1,), 2.0, device=x0.device)  # the constant of the 1.5 pipelines
+        return arguments, target
+
+    loss = staticmethod(common.mean_squared_error)
+
+    def _rotary(self, clip: VideoClip, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[tokens, head_dim]``, as the pipeline's ``_prepare_rotary_positional_embeddings``."""
+        table = common.constructor(EMBEDDINGS, "get_3d_rotary_pos_embed")
+        time, height, width = self.geometry.patches(clip)
+        base = tuple(self.config[size] // self.config["patch_size"] for size in ("sample_height", "sample_width"))
+        placed: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": base}
+        if self.config["patch_size_t"] is None:
+            region = common.constructor(PIPELINE, "get_resize_crop_region_for_grid")
+            placed = {"crops_coords": region((height, width), base[1], base[0])}
+        cos, sin = table(
+            embed_dim=self.config["attention_head_dim"],
+            grid_size=(height, width),
+            temporal_size=time,
+            device=device,
+            **placed,
+        )
+        return cos, sin
+
+
+def text_to_video(
+    name: str | None = None, /, *, text_length: int | None = None, snr_shift: float | None = None, **config: Any
+) -> CogVideoXTextToVideo:
+    """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
+
+    With rotary positions the model reads a clip's ``text_tokens`` text tokens as they are, and ``text_length`` pads all
+    captions with zeros to one length. Without, its position table starts after ``max_text_seq_length`` text tokens, so
+    captions are always padded to that. ``snr_shift`` is the scheduler's ``snr_shift_scale``: 3 for the 2B, else 1.
+    Raises ``UserError`` for an unknown name or key.
+    """
+    model = common.constructor(MODULE, "CogVideoXTransformer3DModel")
+    config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)
+    if not config["use_rotary_positional_embeddings"]:
+        text_length = config["max_text_seq_length"]
+    return CogVideoXTextToVideo(config, text_length, snr_shift or SNR_SHIFT.get(name or "", 1.0))
+
+
+def velocity_prediction(
+    x0: Tensor, alphas: tuple[float, ...], generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One training point of v-prediction (Salimans and Ho, arXiv 2202.00512, section 4).
+
+    The timestep is uniform on 0..999; with a its cumulated alpha, x_t = sqrt(a) x0 + sqrt(1 - a) noise and the target
+    is sqrt(a) noise - sqrt(1 - a) x0. Returns x_t, the timestep of shape [1] (int64), and the target.
+    """
+    timestep = (common.draw_uniform(generator) * len(alphas)).long()
+    noise = common.draw_normal(x0.shape, generator)
+    alpha = torch.tensor(alphas, device=x0.device)[timestep]
+    signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
+    return signal * x0 + spread * noise, timestep, signal * noise - spread * x0
+
+
+@functools.cache
+def alphas_cumprod(snr_shift: float) -> tuple[float, ...]:
+    """The cumulated alphas of CogVideoX's scheduler: scaled linear betas, shifted, with zero terminal SNR."""
+    with torch.device("cpu"):
+        scheduler = common.constructor(SCHEDULER, "CogVideoXDDIMScheduler")(
+            num_train_timesteps=TIMESTEPS,
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            snr_shift_scale=snr_shift,
+            timestep_spacing="trailing",
+        )
+    return tuple(scheduler.alphas_cumprod.tolist())

@@ -1,0 +1,100 @@
+"""Encoders of a model file: pixels to latents, captions to embeddings.
+
+``load`` reads what an encoder needs for one clip, on the CPU, and is cheap on the meta device; ``forward`` runs the
+network on a micro-batch of loaded clips joined along dim 0. Neither draws anything, so an encoder's output does not
+depend on the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.video import read_frames
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+
+@dataclass(frozen=True)
+class NoVideo(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has no video, and the model file has a video encoder"
+    help: ClassVar[str] = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
+    clip: str | int
+
+
+@dataclass(frozen=True)
+class NoCaption(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has no caption, and the model file has a text encoder"
+    help: ClassVar[str] = (
+        "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
+    )
+    clip: str | int
+
+
+class VideoEncoder(nn.Module):
+    """A frozen Diffusers video VAE.
+
+    ``multiple`` is what heights and widths are rounded up to before decoding: the VAE's spatial stride times the
+    transformer's patch (an adapter's ``geometry.multiple``).
+    """
+
+    def __init__(self, vae: nn.Module, multiple: int = 16) -> None:
+        super().__init__()
+        self.vae = vae.requires_grad_(False).eval()
+        self.multiple = multiple
+
+    def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
+        """uint8 ``[1, 3, frames, height, width]``, sizes rounded up. Raises ``UserError`` for an unreadable video."""
+        height, width = (-(-size // self.multiple) * self.multiple for size in (clip.height, clip.width))
+        if torch.device(device).type == "meta":
+            return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
+        if clip.path is None:
+            raise UserError(NoVideo(None, clip.id))
+        return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+
+    @torch.no_grad()
+    def forward(self, loaded: Tensor) -> Tensor:
+        """Latents ``[B, channels, frames, height, width]``: the posterior's mode, scaled as the VAE's config says."""
+        vae: Any = self.vae
+        pixels = loaded.to(next(vae.parameters()).dtype) / 127.5 - 1
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        config = vae.config
+        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
+            mean, std = (mode.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+            return (mode - mean) / std
+        shift = getattr(config, "shift_factor", None) or 0.0
+        return (mode - shift) * getattr(config, "scaling_factor", 1.0)
+
+
+class TextEncoder(nn.Module):
+    """A frozen transformers text encoder and its tokenizer.
+
+    A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
+    that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count.
+    """
+
+    def __init__(self, tokenizer: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.model = model.requires_grad_(False).eval()
+
+    def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
+        """int64 ``[1, 2, text_tokens]``: token ids and their attention mask. Raises ``UserError`` without a caption."""
+        if torch.device(device).type == "meta":
+            return torch.empty((1, 2, clip.text_tokens), dtype=torch.int64, device=device)
+        if clip.caption is None:
+            raise UserError(NoCaption(None, clip.id))
+        tokens = self.tokenizer(
+            clip.caption, padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt"
+        )
+        return torch.stack([tokens["input_ids"], tokens["attention_mask"]], dim=1).to(device)
+
+    @torch.no_grad()
+    def forward(self, loaded: Tensor) -> Tensor:
+        """The last hidden state ``[B, text_tokens, width]``; what stands for padding is zero."""
+        ids, mask = loaded.unbind(1)
+        hidden: Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden * mask[..., None].to(hidden.dtype)
