@@ -1,0 +1,68 @@
+"""Process groups, made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from arachnec.kernels.sequence_shard import SequenceShard, ring_positions, ulysses_positions
+
+
+def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[tuple[int, ...], ...]:
+    """Every group that a cascade on ``ranks`` with this grid communicates in, the single ranks left out."""
+    degree = len(ranks)
+    wanted = [
+        ranks,
+        *(tuple(ranks[p] for p in ulysses_positions(i, ulysses)) for i in range(0, degree, ulysses)),
+        *(tuple(ranks[p] for p in ring_positions(i, ulysses, ring)) for i in range(ulysses)),
+    ]
+    return tuple(dict.fromkeys(group for group in wanted if len(group) > 1))
+
+
+class ProcessGroups:
+    """The process groups of a run by their ranks.
+
+    Making a group is collective over *all* ranks of the run, members or not, so every rank calls ``ensure`` with the
+    same list in the same order; using one is not.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
+
+    def ensure(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Make those of the groups that do not exist yet. Collective."""
+        for ranks in wanted:
+            key = frozenset(ranks)
+            if len(key) < 2 or key in self._groups:
+                continue
+            group = dist.new_group(sorted(key), timeout=self._timeout)
+            self._groups[key] = group if dist.get_rank() in key else None
+
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks, in whatever order; None for a single rank.
+
+        Raises KeyError where it was never made, ValueError where this rank is not in it.
+        """
+        if len(ranks) == 1:
+            return None
+        group = self._groups[frozenset(ranks)]
+        if group is None:
+            raise ValueError(f"rank {dist.get_rank()} is not one of {ranks}")
+        return group
+
+    def shard(self, ranks: tuple[int, ...], tokens: tuple[int, ...], ulysses: int, ring: int) -> SequenceShard:
+        """This rank's view of a cascade on ``ranks``, whose ``subgroups`` exist."""
+        index = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
+        heads = tuple(ranks[p] for p in ulysses_positions(index, ulysses))
+        circle = tuple(ranks[p] for p in ring_positions(index, ulysses, ring))
+        return SequenceShard(ranks, index, tokens, ulysses, ring, self.get(ranks), self.get(heads), self.get(circle))
+
+    def close(self) -> None:
+        """Destroy the groups. Every rank closes when it needs none of them any more."""
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()

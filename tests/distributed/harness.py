@@ -1,0 +1,153 @@
+"""Running a function on several gloo ranks, for tests.
+
+Ranks are processes that are started once per degree and kept. They are forked from a server that has imported torch
+and nothing else has run in, so a pool is up in well under a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ["torch", "torch.distributed", "pytest", "hypothesis"]
+
+
+class RankError(AssertionError):
+    """What went wrong on one rank, with that rank's traceback."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank = rank
+
+
+class RankPool:
+    """``ranks`` processes in one gloo world, one thread each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """``function(*args)`` on every rank at once; the results by rank.
+
+        ``function`` stands at the top of a module; ``dist.get_rank()`` tells it where it is. The first failure of any
+        rank is raised as RankError and ends all ranks; the next call starts new ones.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        try:
+            return self._collect(timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Let every rank end by itself."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        store = str(Path(self._folder.name) / "store")
+        known = list(sys.path)
+        if str(ROOT) not in known:
+            sys.path.append(str(ROOT))  # for the children, who import the tests by name
+        try:
+            for rank in range(self.ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.ranks, store, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        finally:
+            sys.path[:] = known
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout
+        while len(results) < self.ranks:
+            waiting = {self._pipes[r]: r for r in range(self.ranks) if r not in results}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                missing = sorted(waiting.values())
+                raise RankError(missing[0], f"no answer in {timeout:g} s, nor from any of ranks {missing}")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    failed, answer = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    raise RankError(rank, "the process died") from None
+                if failed:
+                    raise RankError(rank, answer)
+                results[rank] = answer
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            break
+        try:
+            function, args = pickle.loads(message)
+            answer = (False, function(*args))
+            encoded = pickle.dumps(answer)
+        except BaseException:
+            encoded = pickle.dumps((True, traceback.format_exc()))
+        pipe.send_bytes(encoded)
+    dist.destroy_process_group()
+
+
+_POOLS: dict[int, RankPool] = {}
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """``RankPool.run`` on a pool of ``ranks`` processes that all tests of this process share."""
+    if ranks not in _POOLS:
+        _POOLS[ranks] = RankPool(ranks)
+    return _POOLS[ranks].run(function, *args, timeout=timeout)
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _POOLS.values():
+        pool.close()

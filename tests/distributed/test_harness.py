@@ -1,0 +1,51 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.harness import RankError, RankPool, run_ranks
+
+
+def total(value: float) -> float:
+    x = torch.tensor([value * (dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return float(x)
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_every_rank_runs_the_function_and_answers_in_order() -> None:
+    assert run_ranks(3, total, 2.0) == [12.0, 12.0, 12.0]
+
+
+def test_the_first_error_of_a_rank_is_raised_with_its_traceback_and_the_pool_recovers() -> None:
+    pool = RankPool(2)
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*fail_on.*KeyError: 'lost'"):
+        pool.run(fail_on, 1)
+    assert pool.run(total, 1.0) == [3.0, 3.0]
+    with pytest.raises(RankError, match="rank 0: the process died"):
+        pool.run(die_on, 0)
+    pool.close()
+
+
+def test_a_rank_that_hangs_ends_the_run() -> None:
+    pool = RankPool(2)
+    pool.run(total, 1.0)
+    with pytest.raises(RankError, match="no answer"):
+        pool.run(hang_on_0, timeout=0.5)
+
+
+def hang_on_0() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), 1)
