@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.ir.nodes import Span
+from arachnec.ir.span import Span
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def render(diagnostic: Diagnostic, source: str | None = None) -> str:
 
 
 def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
+    source = span.source if source is None else source
     if source is None:
         path = Path(span.file)
         if not path.is_file():

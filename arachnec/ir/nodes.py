@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
-from arachnec.ir.values import Attributes, Formula, Quantity, Value
+from arachnec.ir.span import Span as Span
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
 
 class Level(IntEnum):
@@ -36,17 +37,6 @@ class Phase(str, Enum):
     WEIGHT = "weight"  # the weight-gradient half of a split backward
     TRAIN = "train"  # forward and backward together
     DENOISE = "denoise"  # a run of sampling steps
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a node stood in the text it was parsed from; lines and columns count from 1, the end is exclusive."""
-
-    file: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
 
 
 NO_ATTRIBUTES = Attributes()
@@ -137,7 +127,10 @@ class GraphOp:
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of one block class, traced once with symbolic sizes: ``graph @Block (inputs) -> (%9) { ops }``."""
+    """The graph of one block class, traced once with symbolic sizes.
+
+    ``graph @Block (inputs) -> (%9) { attributes } [ ops ]``.
+    """
 
     name: str
     inputs: tuple[GraphInput, ...]
@@ -284,6 +277,9 @@ def quantity(value: Value) -> float:
 
 
 def formula(value: Value) -> Formula:
+    """A plain quantity stands for a formula without variables."""
+    if isinstance(value, Quantity):
+        return Formula((Term(value.value),), value.unit)
     if not isinstance(value, Formula):
         raise TypeError(f"expected a formula, got {value!r}")
     return value

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, Union
+
+from arachnec.ir.span import Span
 
 UNITS = ("ms", "us", "GiB", "MiB", "GB/s", "TFLOP", "TFLOP/s")
 
@@ -27,10 +29,18 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Term:
-    """``coefficient * variable^power * ...``; powers are sorted by variable and positive."""
+    """``coefficient * variable^power * ...``; powers are brought to one form: sorted by variable, merged, positive."""
 
     coefficient: float
     powers: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        total: dict[str, int] = {}
+        for name, power in self.powers:
+            if power < 0:
+                raise ValueError(f"a formula is a polynomial, it has no {name}^{power}")
+            total[name] = total.get(name, 0) + power
+        object.__setattr__(self, "powers", tuple(sorted((n, p) for n, p in total.items() if p)))
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Attributes(Mapping[str, Value]):
     """An immutable, hashable, ordered mapping from attribute name to value."""
 
     pairs: tuple[tuple[str, Value], ...] = ()
+    spans: tuple[Span, ...] = field(default=(), compare=False, repr=False)
+    """Where each name stood in the text, in the order of ``pairs``; empty where nothing was parsed."""
 
     @classmethod
     def of(cls, **values: Value | None) -> Attributes:
@@ -86,6 +98,10 @@ class Attributes(Mapping[str, Value]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Attributes) and self.pairs == other.pairs
+
+    def span(self, key: str) -> Span | None:
+        """Where this attribute stood in the text, if it was parsed."""
+        return next((span for (name, _), span in zip(self.pairs, self.spans, strict=False) if name == key), None)
 
     def updated(self, **values: Value | None) -> Attributes:
         """A copy with these attributes set in place, new ones appended, and those given as None removed."""

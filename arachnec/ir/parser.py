@@ -1,0 +1,411 @@
+"""The text of a module, read back: ``parse_module(print_module(m)) == m``.
+
+The grammar is ``grammar.lark`` (LALR with a contextual lexer); nodes are built while it parses. A node's span is its
+head, up to its attributes; every attribute's own span is in ``Attributes.spans``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+from lark import Lark, Token, Transformer
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from arachnec.ir import syntax_errors
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import (
+    INSTRUCTIONS,
+    NO_ATTRIBUTES,
+    Cascade,
+    Clip,
+    Cluster,
+    Graph,
+    GraphInput,
+    GraphOp,
+    Instruction,
+    Level,
+    Module,
+    Phase,
+    Program,
+    Reduce,
+    Stage,
+    Step,
+    TensorType,
+)
+from arachnec.ir.span import Span
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
+
+LONGEST_RANGE = 1 << 20
+LEVELS = ", ".join(level.word for level in Level)
+Parts: TypeAlias = list[Any]
+Node = TypeVar("Node")
+
+_WHERE: ContextVar[tuple[str, str]] = ContextVar("the file being parsed and its text")
+
+
+def parse_module(text: str, file: str = "<string>") -> Module:
+    """The module that ``text`` says. ``file`` is the name that spans and messages show.
+
+    Raises UserError with one diagnostic where the text is not a module. Nothing is verified beyond the syntax: see
+    ``arachnec.ir.verify``.
+    """
+    token = _WHERE.set((file, text))
+    try:
+        return cast(Module, _lark().parse(text))
+    except UnexpectedInput as error:
+        raise UserError(_diagnose(error, text, file)) from None
+    finally:
+        _WHERE.reset(token)
+
+
+def parse_file(path: Path) -> Module:
+    """``parse_module`` of a UTF-8 file."""
+    return parse_module(path.read_text(encoding="utf-8"), str(path))
+
+
+@functools.cache
+def _lark() -> Lark:
+    grammar = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
+    return Lark(grammar, start="module", parser="lalr", lexer="contextual", transformer=_Builder())
+
+
+def _span(first: Token, last: Token | None = None) -> Span:
+    file, text = _WHERE.get()
+    end = first if last is None else last
+    return Span(file, first.line or 1, first.column or 1, end.end_line or 1, end.end_column or 1, text)
+
+
+def _name(token: Token) -> str:
+    """The name of a ``@symbol`` or ``%value``."""
+    return _string(token, token[1:]) if token[1] == '"' else str(token[1:])
+
+
+def _string(token: Token, text: str) -> str:
+    try:
+        return cast(str, json.loads(text, strict=False))
+    except ValueError:
+        raise UserError(syntax_errors.BadEscape(_span(token))) from None
+
+
+def _number(token: Token, text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise UserError(syntax_errors.BadNumber(_span(token), written=text))
+    return value
+
+
+def _integer(token: Token) -> int:
+    if len(token) > 4000:
+        raise UserError(syntax_errors.BadNumber(_span(token), written=f"{token[:12]}..."))
+    return int(token)
+
+
+def _range(token: Token, text: str) -> range:
+    first, _, last = text.partition("..")
+    low, high = int(first), int(last or first)
+    if high < low or high - low >= LONGEST_RANGE:
+        raise UserError(syntax_errors.BadRange(_span(token), written=text, most=LONGEST_RANGE))
+    return range(low, high + 1)
+
+
+def _integers(values: Sequence[object], node: Span) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise UserError(syntax_errors.NotIntegers(node))
+    return tuple(cast("Sequence[int]", values))
+
+
+def _dimension(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+
+
+def _tensor_type(token: Token) -> TensorType:
+    dtype, _, rest = token[:-1].partition("[")
+    dims, depth, start = [], 0, 0
+    for at, char in enumerate(rest):
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            dims.append(rest[start:at])
+            start = at + 1
+    last = rest[start:]
+    if last.strip():
+        dims.append(last)
+    return TensorType(str(dtype), tuple(_dimension(dim.strip()) for dim in dims))
+
+
+class _Builder(Transformer[Token, Module]):
+    """Called by lark once per rule, with the rule's parts in order; an absent optional part is None."""
+
+    # values
+
+    def integer(self, parts: Parts) -> int:
+        return _integer(parts[0])
+
+    def floating(self, parts: Parts) -> float:
+        return _number(parts[0], parts[0])
+
+    def quantity(self, parts: Parts) -> Quantity:
+        value, _, unit = parts[0].partition(" ")
+        return Quantity(_number(parts[0], value), unit.strip())
+
+    def text(self, parts: Parts) -> str:
+        return _string(parts[0], parts[0])
+
+    def true(self, parts: Parts) -> bool:
+        return True
+
+    def false(self, parts: Parts) -> bool:
+        return False
+
+    def reference(self, parts: Parts) -> Symbol:
+        return Symbol(_name(parts[0]))
+
+    def integers(self, parts: Parts) -> tuple[int, ...]:
+        token = parts[0]
+        items = token[1:-1].split(",")
+        if ".." not in token:
+            return tuple(map(int, items))
+        return tuple(value for item in items for value in _range(token, item.strip()))
+
+    def integer_range(self, parts: Parts) -> range:
+        return _range(parts[0], parts[0])
+
+    def list(self, parts: Parts) -> tuple[Value, ...]:
+        found: Parts = []
+        for part in parts:
+            if isinstance(part, range):
+                found.extend(part)
+            elif part is not None:
+                found.append(part)
+        return tuple(found)
+
+    def formula(self, parts: Parts) -> Formula:
+        terms, unit = parts
+        return Formula(terms or (), str(unit))
+
+    def sum(self, parts: Parts) -> tuple[Term, ...]:
+        terms = [parts[0]]
+        for sign, term in zip(parts[1::2], parts[2::2], strict=True):
+            terms.append(term if sign == "+" else Term(-term.coefficient, term.powers))
+        return tuple(terms)
+
+    def sign(self, parts: Parts) -> str:
+        return str(parts[0])
+
+    def term(self, parts: Parts) -> Term:
+        coefficient, powers = 1.0, []
+        for part in parts:
+            if isinstance(part, tuple):
+                powers.append(part)
+            elif part.type == "VARIABLE":
+                powers.append((str(part), 1))
+            else:
+                coefficient *= _number(part, part)
+        return Term(coefficient, tuple(powers))
+
+    def power(self, parts: Parts) -> tuple[str, int]:
+        return str(parts[0]), _integer(parts[1])
+
+    def attr(self, parts: Parts) -> tuple[Token, Value]:
+        return parts[0], parts[1]
+
+    def attrs(self, parts: Parts) -> Attributes:
+        pairs, spans = [], []
+        seen = set()
+        for key, value in filter(None, parts):
+            name = _string(key, key) if key.type == "STRING" else str(key)
+            if name in seen:
+                raise UserError(syntax_errors.TwiceGiven(_span(key), what=f"attribute `{name}`"))
+            seen.add(name)
+            pairs.append((name, value))
+            spans.append(_span(key))
+        return Attributes(tuple(pairs), tuple(spans))
+
+    def values(self, parts: Parts) -> tuple[str, ...]:
+        return tuple(_name(part) for part in parts if part is not None)
+
+    # nodes
+
+    def cluster(self, parts: Parts) -> Cluster:
+        word, name, attrs = parts
+        return Cluster(_name(name), attrs or NO_ATTRIBUTES, _span(word, name))
+
+    def clip(self, parts: Parts) -> Clip:
+        word, *numbers, attrs = parts
+        clip, frames, height, width, text, tokens = map(_integer, numbers)
+        return Clip(clip, frames, height, width, text, tokens, attrs or NO_ATTRIBUTES, _span(word, numbers[-1]))
+
+    def stage(self, parts: Parts) -> Stage:
+        word, name, kind, attrs = parts
+        return Stage(_name(name), kind == "trained", attrs or NO_ATTRIBUTES, _span(word, kind))
+
+    def graph(self, parts: Parts) -> Graph:
+        word, name, inputs, outputs, attrs, *ops = parts
+        return Graph(_name(name), inputs or (), tuple(ops), outputs, attrs or NO_ATTRIBUTES, _span(word, name))
+
+    def graph_inputs(self, parts: Parts) -> tuple[GraphInput, ...]:
+        return tuple(part for part in parts if part is not None)
+
+    def graph_input(self, parts: Parts) -> GraphInput:
+        return GraphInput(_name(parts[0]), _tensor_type(parts[1]))
+
+    def op(self, parts: Parts) -> GraphOp:
+        name, target, operands, kind, attrs = parts
+        result = None if kind is None else _tensor_type(kind)
+        span = _span(name, target)
+        return GraphOp(_name(name), _string(target, target), operands, result, attrs or NO_ATTRIBUTES, span)
+
+    def cascade(self, parts: Parts) -> Cascade:
+        name, phase, stage, clips, batch, tokens, text, inputs, attrs = parts
+        span = _span(name, tokens if text is None else text)
+        return Cascade(
+            _name(name),
+            Phase(str(phase)),
+            _name(stage),
+            _integers(clips, span),
+            _integer(batch),
+            _integer(tokens),
+            0 if text is None else _integer(text),
+            inputs or (),
+            attrs or NO_ATTRIBUTES,
+            span,
+        )
+
+    def reduction(self, parts: Parts) -> Reduce:
+        word, stage, inputs, attrs = parts
+        return Reduce(_name(stage), inputs or (), attrs or NO_ATTRIBUTES, _span(word, stage))
+
+    def step(self, parts: Parts) -> Step:
+        word, stage, attrs = parts
+        return Step(_name(stage), attrs or NO_ATTRIBUTES, _span(word, stage))
+
+    def program(self, parts: Parts) -> Program:
+        word, rank, attrs, *instructions = parts
+        return Program(_integer(rank), tuple(instructions), attrs or NO_ATTRIBUTES, _span(word, rank))
+
+    def instruction(self, parts: Parts) -> Instruction:
+        word, target, peers, attrs = parts
+        span = _span(word, target)
+        if isinstance(peers, Token):
+            peers = (_integer(peers),)
+        elif peers is not None:
+            peers = _integers(peers, span)
+        return Instruction(str(word), _name(target), peers or (), attrs or NO_ATTRIBUTES, span)
+
+    def module(self, parts: Parts) -> Module:
+        name, attrs, *items = parts
+        kinds: dict[type, Parts] = {kind: [] for kind in _KINDS}
+        for item in items:
+            kinds[type(item)].append(item)
+        if len(kinds[Cluster]) > 1:
+            raise UserError(syntax_errors.TwiceGiven(kinds[Cluster][1].span, what="the cluster"))
+        return Module(
+            _name(name),
+            _level(attrs, name),
+            next(iter(kinds[Cluster]), None),
+            *(tuple(kinds[kind]) for kind in _KINDS[1:]),
+            attrs=_without(attrs, "level"),
+            span=_span(name),
+        )
+
+
+_KINDS = (Cluster, Clip, Stage, Graph, Cascade, Reduce, Step, Program)
+
+
+def _without(attrs: Attributes, name: str) -> Attributes:
+    kept = [(pair, span) for pair, span in zip(attrs.pairs, attrs.spans, strict=True) if pair[0] != name]
+    return Attributes(tuple(pair for pair, _ in kept), tuple(span for _, span in kept))
+
+
+def _level(attrs: Attributes, module: Token) -> Level:
+    if "level" not in attrs:
+        raise UserError(syntax_errors.NoLevel(_span(module), name=_name(module), levels=LEVELS))
+    word = attrs["level"]
+    for level in Level:
+        if level.word == word:
+            return level
+    raise UserError(syntax_errors.UnknownLevel(attrs.span("level"), found=json.dumps(str(word)), levels=LEVELS))
+
+
+# what went wrong
+
+_WORDS = {
+    "SYMBOL": ["a name such as `@dit`"],
+    "VALUE": ["a name such as `%0`"],
+    "KEY": ["an attribute's name"],
+    "STRING": ["a string"],
+    "INT": ["an integer"],
+    "FLOAT": ["a number"],
+    "QUANTITY": ["a number with its unit"],
+    "VARIABLE": ["a variable such as `S`"],
+    "UNIT": ["a unit such as `ms`"],
+    "TENSOR": ["a tensor type such as `f32[B, S, 64]`"],
+    "INTS": ["a list of integers"],
+    "RANGE": ["a range such as `0..3`"],
+    "KIND": ["`trained`", "`frozen`"],
+    "PHASE": [f"`{phase.value}`" for phase in Phase],
+    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", "reduce", "step")],
+    "STAGE_OP": ["`reduce`", "`step`"],
+    "$END": ["the end of the text"],
+}
+_VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
+
+
+def _expected(terminals: set[str]) -> list[str]:
+    if terminals >= _VALUE_STARTS:
+        return ["a value"] + (["`]`"] if "RSQB" in terminals else [])
+    if "INTS" in terminals:
+        terminals = terminals - {"LSQB"}
+    words = [word for name in sorted(terminals, key=_order) for word in _WORDS.get(name) or [f"`{_literal(name)}`"]]
+    return list(dict.fromkeys(words))
+
+
+def _order(terminal: str) -> tuple[bool, str]:
+    return terminal not in _WORDS, terminal
+
+
+def _literal(terminal: str) -> str:
+    pattern = _lark().get_terminal(terminal).pattern
+    return str(pattern.value)
+
+
+def _joined(words: list[str]) -> str:
+    if len(words) > 12:
+        words = [*words[:12], "..."]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _diagnose(error: UnexpectedInput, text: str, file: str) -> syntax_errors.Diagnostic:
+    if not re.sub(r"//[^\n]*", "", text).strip():
+        return syntax_errors.NoModule(None, file=file)
+    accepts = error.accepts if isinstance(error, UnexpectedToken) else getattr(error, "allowed", None)
+    words = _expected(set(accepts or ()))
+    if isinstance(error, UnexpectedToken) and error.token.type == "$END":
+        rows = text.rstrip().split("\n")
+        span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
+        return syntax_errors.TextEnds(span, expected=_joined(words))
+    if isinstance(error, UnexpectedCharacters):
+        found = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
+        span = Span(file, error.line, error.column, error.line, error.column + 1, text)
+        if found == '"':
+            return syntax_errors.OpenString(span)
+    else:
+        token = cast(UnexpectedToken, error).token
+        found, span = str(token), _token_span(token, file, text)
+    bare = [word.strip("`") for word in words if word.startswith("`")]
+    close = difflib.get_close_matches(found, bare, 1)
+    shown = "the end of the line" if found == "\n" else f"`{found.splitlines()[0] if found else found}`"
+    if close:
+        return syntax_errors.UnknownWord(span, expected=_joined(words), found=shown, suggestion=close[0])
+    return syntax_errors.UnexpectedText(span, expected=_joined(words), found=shown)
+
+
+def _token_span(token: Token, file: str, text: str) -> Span:
+    return Span(file, token.line or 1, token.column or 1, token.end_line or 1, token.end_column or 1, text)
