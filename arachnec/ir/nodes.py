@@ -7,7 +7,7 @@ What a node *is* stands in its fields; what passes *decided about it* stands in 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 
 from arachnec.ir.span import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
@@ -28,7 +28,7 @@ class Level(IntEnum):
         return self.name.lower()
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """What a cascade does with its stage."""
 
     ENCODE = "encode"

@@ -1,0 +1,52 @@
+"""What a pass is: a frozen dataclass whose fields are its options, with one pure method.
+
+Class ``ScheduleZ3`` has the name ``schedule-z3`` and lives in ``passes/schedule_z3.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NewType
+
+from arachnec.ir.nodes import Level, Module
+
+Duration = NewType("Duration", float)
+"""An option that is a time: ms in Python, written with its unit in a pipeline (``500ms``, ``20s``, ``2min``)."""
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """Module in, module out.
+
+    A pass that raises the level (``gives > needs``) takes a module of exactly the level it needs. One that keeps it
+    (``gives == needs``) takes that level or any later one, and gives back the level it was given.
+
+    Options may be bool, int, float, str, ``Duration``, ``Literal`` of strings, tuples of int or str, and ``X | None``;
+    all have defaults.
+    """
+
+    needs: ClassVar[Level]
+    gives: ClassVar[Level]
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = pass_name(cls.__name__)
+
+    @abstractmethod
+    def run(self, module: Module) -> Module:
+        """The module after this pass. Never changes its argument; a user's mistake is raised as UserError."""
+
+    def accepts(self, level: Level) -> bool:
+        return level == self.needs if self.gives > self.needs else level >= self.needs
+
+    def result(self, level: Level) -> Level:
+        """The level of the module this pass gives for a module of ``level``."""
+        return self.gives if self.gives > self.needs else level
+
+
+def pass_name(class_name: str) -> str:
+    """``ScheduleZ3`` to ``schedule-z3``."""
+    return "-".join(re.findall(r"[A-Z][a-z0-9]*", class_name)).lower()
