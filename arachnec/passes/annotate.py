@@ -1,0 +1,136 @@
+"""Costs for every stage: fitted from a profile, or derived from FLOPs and a device's data sheet.
+
+From a data sheet, one forward takes the stage's TFLOP over the cluster's sustained TFLOP/s and a constant per block;
+a backward takes twice that (two matrix products for each one of forward).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.passes.base import Pass
+from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.profile_file import Profile, StageNotProfiled, find_fit, formula_of, read_profile
+
+BACKWARD = 2.0  # backward over forward
+BLOCK_OVERHEAD = 0.15  # ms, where the device has no data sheet
+
+
+@dataclass(frozen=True)
+class NoCluster(Diagnostic):
+    title: ClassVar[str] = "the module has no cluster, so nothing can be costed"
+    help: ClassVar[str] = "add a `cluster` to the module, or compile with `--cluster`"
+
+
+@dataclass(frozen=True)
+class NoFlops(Diagnostic):
+    title: ClassVar[str] = "stage `@{stage}` has neither `flops` nor an entry in a profile"
+    label: ClassVar[str] = "what it takes is unknown"
+    help: ClassVar[str] = "give the stage a `flops` formula, or its cascades measured `times`, or profile it"
+    stage: str
+
+
+@dataclass(frozen=True)
+class Annotate(Pass):
+    """Gives every stage its ``forward`` and ``backward`` time as formulas in B, S and T.
+
+    ``profile`` is a file made by ``arachnec profile``, the name of a device with a data sheet, or empty for the data
+    sheet of the cluster's device.
+    """
+
+    needs: ClassVar[Level] = Level.PARTITIONED
+    gives: ClassVar[Level] = Level.COSTED
+
+    profile: str = ""
+
+    def run(self, module: Module) -> Module:
+        if module.cluster is None:
+            raise UserError(NoCluster(None))
+        sheet = find_data_sheet(self.profile) if self.profile and not Path(self.profile).is_file() else None
+        if sheet is not None:
+            flops, overhead = sheet.sustained, sheet.block_overhead
+        else:
+            known = find_data_sheet(str(module.cluster.attrs.get("device")))
+            flops = quantity(module.cluster.attrs["flops"])
+            overhead = known.block_overhead if known else BLOCK_OVERHEAD
+        profile = read_profile(self.profile) if self.profile and sheet is None else None
+        measured = {cascade.stage for cascade in module.cascades if "times" in cascade.attrs}
+        measured -= {cascade.stage for cascade in module.cascades if "times" not in cascade.attrs}
+        stages = []
+        for stage in module.stages:
+            if stage.name in measured:
+                stages.append(_with(stage, forward=_zero(), backward=_zero() if stage.trained else None, costs="table"))
+            elif profile is not None and find_fit(profile, stage.name, "forward") is not None:
+                stages.append(from_profile(stage, profile))
+            else:
+                stages.append(from_data_sheet(stage, flops, overhead))
+        cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
+        return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages))
+
+
+def from_data_sheet(stage: Stage, flops: float, overhead: float) -> Stage:
+    """``flops`` are the device's sustained TFLOP/s, ``overhead`` ms for each block; raises UserError without FLOPs."""
+    work = stage.attrs.get("flops")
+    if not isinstance(work, Formula):
+        raise UserError(NoFlops(stage.span, stage.name))
+    forward = _scaled(work, 1e3 / flops, overhead * max(1, block_count(stage)))
+    backward = _scaled(forward, BACKWARD, 0.0) if stage.trained else None
+    return _with(stage, forward=forward, backward=backward, costs="data sheet")
+
+
+def from_profile(stage: Stage, profile: Profile) -> Stage:
+    """Raises UserError where a trained stage's backward was not measured."""
+    forward = find_fit(profile, stage.name, "forward")
+    backward = find_fit(profile, stage.name, "backward")
+    if forward is None or (stage.trained and backward is None):
+        known = ", ".join(f"`{entry.stage}` {entry.phase}" for entry in profile.stages)
+        raise UserError(StageNotProfiled(stage.span, stage.name, known))
+    return _with(
+        stage,
+        forward=formula_of(forward.coefficients),
+        backward=formula_of(backward.coefficients) if stage.trained and backward is not None else None,
+        costs="profile",
+    )
+
+
+def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
+    links = profile.links
+    if links is None:
+        return cluster
+    measured: dict[str, Value | None] = {
+        "intra": Quantity(links.intra, "GB/s"),
+        "latency": Quantity(links.latency, "us"),
+    }
+    if links.inter is not None:
+        measured["inter"] = Quantity(links.inter, "GB/s")
+    if links.inter_latency is not None:
+        measured["inter_latency"] = Quantity(links.inter_latency, "us")
+    return replace(cluster, attrs=cluster.attrs.updated(**measured))
+
+
+def block_count(stage: Stage) -> int:
+    """Blocks that one forward of the stage runs; 0 where it lists none."""
+    blocks = stage.attrs.get("blocks")
+    if not isinstance(blocks, tuple):
+        return 0
+    return sum(pair[1] for pair in blocks if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int))
+
+
+def _scaled(formula: Formula, factor: float, constant: float) -> Formula:
+    terms = [Term(term.coefficient * factor, term.powers) for term in formula.terms if term.powers]
+    total = formula.constant * factor + constant
+    return Formula((*terms, Term(total)) if total or not terms else tuple(terms), "ms")
+
+
+def _zero() -> Formula:
+    return Formula((Term(0.0),), "ms")
+
+
+def _with(stage: Stage, *, forward: Formula, backward: Formula | None, costs: str) -> Stage:
+    attrs: Attributes = stage.attrs.updated(forward=forward, backward=backward, costs=costs)
+    return replace(stage, attrs=attrs)

@@ -1,0 +1,330 @@
+"""What a cascade costs at a degree: the only code that turns stage formulas or measured times into time and memory.
+
+::
+
+    cost = CostModel(module)
+    cost.time(cascade, 4)                     # ms on four ranks of one node
+    cost.time(cascade, 16, recompute=True)    # ms, packed on as few nodes as hold it
+    cost.memory(cascade, 4)                   # GiB per rank while it runs, beside the rank's state
+    cost.legal_degrees(cascade)               # (1, 2, 3, 4, ...)
+
+Compute is the stage's formula over the degree: terms without S (launch overhead, what every rank does in full for
+the caption) are not divided, terms linear in S wait for the rank with the most tokens, terms in S^2 and S*T for the
+rank with the most heads. Communication is alpha-beta: Ulysses all-to-all (arXiv 2309.14509, section 3) and
+ring attention (arXiv 2310.01889), each over the links that its groups really use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integers, quantity
+from arachnec.ir.values import Formula, Value
+from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
+
+GIB = 2**30
+RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
+ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where there is no data sheet
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How the ranks of a cascade share its attention: ``degree = ulysses * ring``."""
+
+    ulysses: int
+    ring: int
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Time in ms and memory in GiB for every cascade of a costed module."""
+
+    module: Module
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        if self.module.cluster is None:
+            raise ValueError("a module without a cluster has no costs")
+        return self.module.cluster
+
+    @cached_property
+    def stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.module.stages}
+
+    @cached_property
+    def _memo(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    # -- degrees ---------------------------------------------------------------------------------------------------
+
+    def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
+        """Degrees at which this cascade can run on this cluster, ascending; memory is not asked."""
+        world = self.cluster.world
+        times = times_of(cascade)
+        if times:
+            return tuple(sorted(degree for degree in times if degree <= world))
+        listed = self.stages[cascade.stage].attrs.get("degrees")
+        if listed is not None:
+            return tuple(sorted(degree for degree in integers(listed) if degree <= world))
+        if cascade.phase is Phase.ENCODE:
+            return (1,)
+        return tuple(range(1, min(world, max(1, cascade.tokens)) + 1))
+
+    def best_attention(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Attention:
+        """The cheapest product of Ulysses and ring on these ranks (default: packed); ties go to more Ulysses."""
+        return min(
+            self._splits(cascade, degree),
+            key=lambda split: (self._attention_time(cascade, degree, split, ranks), -split.ulysses),
+        )
+
+    def _splits(self, cascade: Cascade, degree: int) -> list[Attention]:
+        heads = self._number(cascade, "heads") or degree
+        return [Attention(u, degree // u) for u in range(1, degree + 1) if degree % u == 0 and u <= heads]
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def time(
+        self,
+        cascade: Cascade,
+        degree: int,
+        *,
+        spans_nodes: int | None = None,
+        ranks: tuple[int, ...] | None = None,
+        ulysses: int | None = None,
+        ring: int | None = None,
+        recompute: bool = False,
+    ) -> float:
+        """ms that the cascade holds its ``degree`` ranks.
+
+        Without ``ranks`` they are packed on as few nodes as possible, or spread evenly over ``spans_nodes``. Without
+        ``ulysses`` and ``ring`` the cheaper product is taken. Measured ``times`` stand as they were measured.
+
+        Raises ValueError where the degree is not one of ``legal_degrees``.
+        """
+        times = times_of(cascade)
+        if times:
+            if degree not in times:
+                raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
+            return times[degree]
+        if ranks is None and spans_nodes is not None:
+            ranks = packed_ranks(self.cluster, degree, spans_nodes)
+        key = (
+            cascade.stage,
+            cascade.phase,
+            cascade.batch,
+            cascade.tokens,
+            cascade.text,
+            degree,
+            ranks,
+            ulysses,
+            recompute,
+        )
+        found = self._memo.get(key)
+        if found is None:
+            split = (
+                self.best_attention(cascade, degree, ranks)
+                if ulysses is None
+                else Attention(ulysses, degree // ulysses)
+            )
+            if ring is not None and split.ring != ring:
+                raise ValueError(f"ulysses {split.ulysses} times ring {ring} is not degree {degree}")
+            found = self._time(cascade, degree, split, ranks, recompute)
+            self._memo[key] = found
+        return found
+
+    def _time(
+        self, cascade: Cascade, degree: int, split: Attention, ranks: tuple[int, ...] | None, recompute: bool
+    ) -> float:
+        forward, backward = self._passes(cascade)
+        if recompute and backward:
+            forward *= 2
+        compute = 0.0
+        for count, name in ((forward, "forward"), (backward, "backward")):
+            if count:
+                compute += count * self._compute(cascade, name, degree, split)
+        return compute + self._communication(cascade, degree, split, ranks, forward, backward)
+
+    def _attention_time(self, cascade: Cascade, degree: int, split: Attention, ranks: tuple[int, ...] | None) -> float:
+        if not self._number(cascade, "attentions"):
+            return 0.0
+        return self._time(cascade, degree, split, ranks, recompute=False)
+
+    def _passes(self, cascade: Cascade) -> tuple[float, float]:
+        """How many forwards and backwards of its stage this cascade is."""
+        return {
+            Phase.ENCODE: (1.0, 0.0),
+            Phase.FORWARD: (1.0, 0.0),
+            Phase.DENOISE: (1.0, 0.0),
+            Phase.BACKWARD: (0.0, 1.0),
+            Phase.WEIGHT: (0.0, 0.5),
+            Phase.TRAIN: (1.0, 1.0),
+        }[cascade.phase]
+
+    def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention) -> float:
+        formula = self._formula(cascade, name)
+        if formula is None:
+            raise ValueError(f"stage {cascade.stage} has no `{name}` formula; run `annotate` first")
+        tokens = uneven(cascade.tokens, degree)
+        heads = self._number(cascade, "heads") or split.ulysses
+        pairs = uneven(heads, split.ulysses) / split.ring
+        total = 0.0
+        for term in formula.terms:
+            value = term.coefficient * math.prod(_size(cascade, symbol) ** power for symbol, power in term.powers)
+            powers = dict(term.powers)
+            if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
+                value *= pairs
+            elif "S" in powers:
+                value *= tokens
+            total += value
+        return total
+
+    def _communication(
+        self,
+        cascade: Cascade,
+        degree: int,
+        split: Attention,
+        ranks: tuple[int, ...] | None,
+        forward: float,
+        backward: float,
+    ) -> float:
+        calls = self._number(cascade, "attentions")
+        if degree == 1 or not calls:
+            return 0.0
+        where = ranks if ranks is not None else packed_ranks(self.cluster, degree)
+        share = self._evaluate(cascade, "traffic") * GIB / degree  # bytes of q, k, v and output on one rank
+        contention = penalty(self.cluster, where)
+        total = 0.0
+        if split.ulysses > 1:
+            heads = self._number(cascade, "heads") or split.ulysses
+            sent = share * uneven(heads, split.ulysses) * split.ulysses
+            link = ulysses_link(self.cluster, where, split.ulysses)
+            total += (forward + backward) * _collective(link, sent, split.ulysses, 2 * calls, contention)
+        if split.ring > 1:
+            link = ring_link(self.cluster, where, split.ulysses)
+            hop = _hop(link, share / 2, calls, contention)  # keys and values; backward also carries their gradients
+            total += (forward + 2 * backward) * (split.ring - 1) * hop
+        # the shards of the last block's output are gathered once, and their gradients scattered in backward
+        gathered = self._evaluate(cascade, "traffic") * GIB / (4 * calls)
+        link = group_link(self.cluster, where)
+        return total + (forward + backward) * _collective(link, gathered, degree, 1, contention)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def memory(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
+        """GiB that each of the cascade's ranks holds while it runs, beside its ``state``."""
+        share = uneven(cascade.tokens, degree)
+        total = 0.0
+        if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
+            recomputed = recompute and "saved_recompute" in self.stages[cascade.stage].attrs
+            total += self._shared(cascade, "saved_recompute" if recomputed else "saved", share)
+        total += self._shared(cascade, "workspace", share)
+        if cascade.phase is Phase.ENCODE:
+            total += self.output(cascade)
+        return total + sum(self.output(self._named[name]) for name in cascade.inputs if name in self._named)
+
+    def output(self, cascade: Cascade) -> float:
+        """GiB of what an encoder hands off to each rank of a consumer."""
+        return self._evaluate(cascade, "output")
+
+    @cached_property
+    def state(self) -> float:
+        """GiB on every rank, always: parameters, gradients, optimizer state of all stages, and the reserve."""
+        resident = math.fsum(_gib(stage.attrs.get("state")) for stage in self.module.stages)
+        return resident + RESERVE * self.cluster.memory
+
+    @cached_property
+    def room(self) -> float:
+        """GiB that cascades may use on one rank."""
+        return self.cluster.memory - self.state
+
+    def can_recompute(self, cascade: Cascade) -> bool:
+        return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
+
+    # -- the end of the iteration ----------------------------------------------------------------------------------
+
+    def reduce_time(self, stage: Stage, ranks: tuple[int, ...]) -> float:
+        """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes)."""
+        size = gradient_bytes(stage)
+        if len(ranks) < 2 or not size:
+            return 0.0
+        return 2 * _collective(group_link(self.cluster, ranks), size, len(ranks), 1, penalty(self.cluster, ranks))
+
+    def step_time(self, stage: Stage) -> float:
+        """ms of the optimizer, which reads and writes the stage's state once."""
+        sheet = find_data_sheet(str(self.cluster.attrs.get("device")))
+        bandwidth = sheet.bandwidth if sheet else ASSUMED_BANDWIDTH
+        return 2 * _gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
+
+    # -- what the stage says ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _named(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
+
+    def _number(self, cascade: Cascade, name: str) -> int:
+        value = self.stages[cascade.stage].attrs.get(name, 0)
+        return value if isinstance(value, int) else 0
+
+    def _formula(self, cascade: Cascade, name: str) -> Formula | None:
+        value = self.stages[cascade.stage].attrs.get(name)
+        return value if isinstance(value, Formula) else None
+
+    def _evaluate(self, cascade: Cascade, name: str) -> float:
+        formula = self._formula(cascade, name)
+        return formula(B=cascade.batch, S=cascade.tokens, T=cascade.text) if formula else 0.0
+
+    def _shared(self, cascade: Cascade, name: str, share: float) -> float:
+        formula = self._formula(cascade, name)
+        if formula is None:
+            return 0.0
+        return math.fsum(
+            term.coefficient
+            * math.prod(_size(cascade, symbol) ** power for symbol, power in term.powers)
+            * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
+            for term in formula.terms
+        )
+
+
+def times_of(cascade: Cascade) -> dict[int, float]:
+    """The measured ms per degree that stand on a cascade instead of its stage's formulas; empty without."""
+    value = cascade.attrs.get("times")
+    if not isinstance(value, tuple):
+        return {}
+    pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
+    return {int(degree): float(ms) for degree, ms in pairs if isinstance(degree, int) and isinstance(ms, (int, float))}
+
+
+def uneven(things: int, parts: int) -> float:
+    """The largest share of any part when whole things are dealt out: 1/parts where they divide, more where not."""
+    return math.ceil(things / parts) / things if things else 1.0
+
+
+def gradient_bytes(stage: Stage) -> float:
+    """Bytes of a stage's gradients as they are summed over ranks, in fp32."""
+    params = stage.attrs.get("params", 0)
+    return 4.0 * params if stage.trained and isinstance(params, int) else 0.0
+
+
+def _size(cascade: Cascade, symbol: str) -> float:
+    return {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}[symbol]
+
+
+def _gib(value: Value | None) -> float:
+    return quantity(value) if value is not None else 0.0
+
+
+def _collective(link: Link, size: float, ranks: int, calls: int, contention: float) -> float:
+    """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
+    inside = size * link.inside / (link.intra * 1e9)
+    outside = size * link.outside / (link.inter * 1e9) * contention
+    steps = math.ceil(math.log2(ranks)) * calls
+    return (inside + outside) * 1e3 + steps * link.latency * 1e-3
+
+
+def _hop(link: Link, size: float, calls: int, contention: float) -> float:
+    """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
+    speed = link.inter / contention if link.outside else link.intra
+    return size / (speed * 1e9) * 1e3 + calls * link.latency * 1e-3

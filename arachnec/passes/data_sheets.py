@@ -1,0 +1,60 @@
+"""What is known of a device before anybody has measured it: the vendor's data sheet, and how much of it lasts.
+
+A data sheet's peak is never reached. ``efficiency`` is the part of it that a video transformer sustains, and ``source``
+says where that number is from: derived from a published run, or an assumption. ``arachnec profile`` replaces all of
+this by measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """One device, and the links of a usual server with such devices: per device, in one direction."""
+
+    name: str
+    peak: float  # TFLOP/s, dense bf16
+    efficiency: float  # sustained / peak
+    source: str  # of the efficiency
+    memory: float  # GiB that a program gets, a little less than the vendor's GB
+    bandwidth: float  # GB/s of its own memory
+    intra: float  # GB/s to another device of the node
+    inter: float  # GB/s to a device of another node
+    latency: float  # us, within a node
+    inter_latency: float  # us, between nodes
+    block_overhead: float  # ms that one forward of one transformer block takes however small it is
+    nics: str | None = None  # NIC of each device of a node of eight
+
+    @property
+    def sustained(self) -> float:
+        """TFLOP/s."""
+        return self.peak * self.efficiency
+
+
+# HunyuanVideo, 720p, 129 frames, 50 steps, one device: 1904 s (H100), 6639 s (H20), 6044 s (L20) in xDiT's table.
+_XDIT = "derived from xDiT's HunyuanVideo times on one device"
+_LIKE_H100 = "assumed as on an H100"
+_ASSUMED = "assumption"
+_NICS = "AABBCCDD"
+
+DATA_SHEETS = {
+    sheet.name: sheet
+    for sheet in (
+        DataSheet("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, _NICS),
+        DataSheet("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, _NICS),
+        DataSheet("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, _NICS),
+        DataSheet("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, _NICS),
+        DataSheet("l20-48g", 119.5, 0.84, _XDIT, 44, 864, 32, 25, 15, 25, 0.15),
+        DataSheet("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
+    )
+}
+
+ALIASES = {"h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "h20": "h20-96g", "l20": "l20-48g"}
+
+
+def find_data_sheet(name: str) -> DataSheet | None:
+    """The data sheet of a device by its full or short name, in either case; None where there is none."""
+    lowered = name.lower()
+    return DATA_SHEETS.get(ALIASES.get(lowered, lowered))

@@ -1,0 +1,172 @@
+"""Clips to micro-batches to cascades.
+
+Clips of equal frames, height, width and caption length may share a micro-batch. How many do is the policy's decision:
+
+* ``single``: one clip per micro-batch.
+* ``equal-token``: B*S <= ``tokens``.
+* ``dual``: B*S <= M_mem and B*S^p <= M_comp (AdaptiveLoad, arXiv 2605.17923, section 3): memory grows with the tokens,
+  time with a power p of them between 1 and 2.
+
+Every policy keeps every clip; a clip that alone exceeds a limit is a micro-batch of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
+from arachnec.ir.values import Formula
+from arachnec.passes.base import Pass
+from arachnec.passes.profile_file import exponent_of, read_profile
+
+POLICIES = ("dual", "equal-token", "single")
+# Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
+MICRO_BATCHES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class UnknownPolicy(Diagnostic):
+    title: ClassVar[str] = "unknown policy `{policy}` of `{name}`"
+    help: ClassVar[str] = "choose one of {known}"
+    policy: str
+    name: str
+    known: str
+
+
+@dataclass(frozen=True)
+class NoClips(Diagnostic):
+    title: ClassVar[str] = "there are no clips to train on"
+    help: ClassVar[str] = "the manifest needs at least one clip"
+
+
+@dataclass(frozen=True)
+class NothingToTrain(Diagnostic):
+    title: ClassVar[str] = "no stage of the module is trained"
+    help: ClassVar[str] = "at least one parameter must require a gradient"
+
+
+@dataclass(frozen=True)
+class ExponentOutOfRange(Diagnostic):
+    title: ClassVar[str] = "the exponent p = {p} of `partition` is not between 1 and 3"
+    help: ClassVar[str] = "time grows at least with the tokens and at most with a little more than their square"
+    p: str
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Clips to micro-batches of equal shape, and those to encode and train cascades.
+
+    ``tokens`` is M_mem, the most tokens of a micro-batch; 0 means those of the longest clip. ``p`` is the exponent of
+    ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or empty to fit it to the stage's
+    FLOPs over the lengths at hand.
+    """
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.PARTITIONED
+
+    policy: str = "dual"
+    tokens: int = 0
+    p: str = ""
+    profile: str = ""
+
+    def run(self, module: Module) -> Module:
+        if self.policy not in POLICIES:
+            raise UserError(UnknownPolicy(None, self.policy, "partition", ", ".join(POLICIES)))
+        if not module.clips:
+            raise UserError(NoClips(None))
+        trained = [stage for stage in module.stages if stage.trained]
+        if not trained:
+            raise UserError(NothingToTrain(None))
+        batches = self._batches(module, trained[0])
+        return replace(module, level=Level.PARTITIONED, cascades=cascades(batches, module.stages))
+
+    def _batches(self, module: Module, stage: Stage) -> list[tuple[Clip, ...]]:
+        if self.policy == "single":
+            return [(clip,) for clip in module.clips]
+        longest = max(clip.tokens for clip in module.clips)
+        most_tokens = float(self.tokens or longest)
+        if self.policy == "equal-token":
+            return micro_batches(module.clips, lambda clip: most_tokens / clip.tokens)
+        p = self._exponent(module, stage)
+        work = math.fsum(clip.tokens**p for clip in module.clips)
+        world = module.cluster.world if module.cluster else 1
+        most_work = min(float(longest) ** p, work / (MICRO_BATCHES_PER_RANK * world))
+        return micro_batches(
+            module.clips, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
+        )
+
+    def _exponent(self, module: Module, stage: Stage) -> float:
+        if not self.p and not self.profile:
+            return fitted_exponent(stage, module.clips)
+        if self.p in ("", "profile"):
+            return exponent_of(read_profile(self.profile), stage.name)
+        try:
+            p = float(self.p)
+        except ValueError:
+            p = 0.0
+        if not 1 <= p <= 3:
+            raise UserError(ExponentOutOfRange(None, self.p))
+        return p
+
+
+def micro_batches(clips: Sequence[Clip], most: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
+    """Clips of equal shape in runs of at most ``most(clip)`` clips (never less than one), as even as possible.
+
+    The order is that of each shape's first clip, and within a shape that of the clips.
+    """
+    shapes: dict[tuple[int, int, int, int], list[Clip]] = {}
+    for clip in clips:
+        shapes.setdefault((clip.frames, clip.height, clip.width, clip.text), []).append(clip)
+    batches: list[tuple[Clip, ...]] = []
+    for members in shapes.values():
+        limit = max(1, math.floor(most(members[0]) + 1e-9))
+        count = math.ceil(len(members) / limit)
+        bounds = [len(members) * part // count for part in range(count + 1)]
+        batches += [tuple(members[a:b]) for a, b in pairwise(bounds)]
+    return batches
+
+
+def cascades(batches: Sequence[tuple[Clip, ...]], stages: Sequence[Stage]) -> tuple[Cascade, ...]:
+    """One `encode` per encoder and micro-batch, then one `train` per trained stage, which reads them."""
+    encoders = [stage for stage in stages if not stage.trained and "output" in stage.attrs]
+    trained = [stage for stage in stages if stage.trained]
+    made: list[Cascade] = []
+    for batch in batches:
+        first = batch[0]
+        inputs: list[str] = []
+        for stage in [*encoders, *trained]:
+            name = str(len(made))
+            made.append(
+                Cascade(
+                    name=name,
+                    phase=Phase.TRAIN if stage.trained else Phase.ENCODE,
+                    stage=stage.name,
+                    clips=tuple(clip.id for clip in batch),
+                    batch=len(batch),
+                    tokens=first.tokens,
+                    text=first.text,
+                    inputs=tuple(inputs) if stage.trained else (),
+                )
+            )
+            if not stage.trained:
+                inputs.append(name)
+    return tuple(made)
+
+
+def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:
+    """p of FLOPs ~ S^p between the shortest and the longest clip, by the stage's own formula; 2 where it has none."""
+    flops = stage.attrs.get("flops")
+    short = min(clips, key=lambda clip: clip.tokens)
+    long = max(clips, key=lambda clip: clip.tokens)
+    if not isinstance(flops, Formula) or short.tokens == long.tokens:
+        return 2.0
+    low = flops(B=1, S=short.tokens, T=short.text)
+    high = flops(B=1, S=long.tokens, T=long.text)
+    if low <= 0 or high <= low:
+        return 1.0
+    return min(2.0, max(1.0, math.log(high / low) / math.log(long.tokens / short.tokens)))

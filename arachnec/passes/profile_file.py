@@ -1,0 +1,218 @@
+"""Profiles: what was measured on a machine, and the formulas fitted to it, as a JSON file.
+
+Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B T + f`` with no negative coefficient,
+by least squares on the relative error. The file keeps the measurements, the residuals and the error on points that were
+held out, so that anybody can see how far to trust it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+from arachnec.ir.values import Formula, Term
+
+LARGEST_FILE = 16 * 2**20  # bytes
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One timed run: ``batch`` clips of ``tokens`` and ``text`` tokens on ``degree`` ranks took ``ms``."""
+
+    batch: int
+    tokens: int
+    text: int
+    degree: int
+    ms: float
+
+
+class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The formula of one stage and phase, and how well it fits.
+
+    ``coefficients``: ms per unit of ``B*S^2``, ``B*S*T``, ``B*S``, ``B*T`` and ``1``. ``residuals``: (predicted -
+    measured) / measured of each measurement. ``held_out``: mean absolute relative error of predicting each measurement
+    from the others. ``exponent``: p of time ~ S^p over the measured range, the constant taken off.
+    """
+
+    coefficients: dict[str, float]
+    residuals: list[float]
+    held_out: float | None
+    exponent: float | None
+
+
+class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stage: str
+    phase: str  # forward or backward
+    measurements: list[Measurement]
+    fit: Fit
+
+
+class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Alpha-beta of the links: us and GB/s."""
+
+    latency: float
+    intra: float
+    inter_latency: float | None = None
+    inter: float | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    machine: str
+    device: str
+    stages: list[StageProfile]
+    links: LinkProfile | None = None
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class ProfileNotFound(Diagnostic):
+    title: ClassVar[str] = "`{profile}` is neither a profile file nor a device with a data sheet"
+    help: ClassVar[str] = "make a profile with `arachnec profile`, or name one of {known}"
+    profile: str
+    known: str
+
+
+@dataclass(frozen=True)
+class BadProfile(Diagnostic):
+    title: ClassVar[str] = "`{profile}` is not a profile: {reason}"
+    help: ClassVar[str] = "make a new one with `arachnec profile`"
+    profile: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StageNotProfiled(Diagnostic):
+    title: ClassVar[str] = "the profile has no stage `{stage}`"
+    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's data sheet"
+    stage: str
+    known: str
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises UserError where the file is missing, too large, or not a profile."""
+    file = Path(path)
+    if not file.is_file():
+        from arachnec.passes.data_sheets import DATA_SHEETS
+
+        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DATA_SHEETS))))
+    span = Span(str(path), 1, 1, 1, 2)
+    if file.stat().st_size > LARGEST_FILE:
+        raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(BadProfile(span, str(path), str(error))) from error
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+
+
+_POWERS: dict[str, tuple[tuple[str, int], ...]] = {
+    "B*S^2": (("B", 1), ("S", 2)),
+    "B*S*T": (("B", 1), ("S", 1), ("T", 1)),
+    "B*S": (("B", 1), ("S", 1)),
+    "B*T": (("B", 1), ("T", 1)),
+    "1": (),
+}
+
+
+def fit_profile(
+    measurements: Sequence[tuple[str, str, Sequence[Measurement]]],
+    *,
+    machine: str,
+    device: str,
+    links: LinkProfile | None = None,
+) -> Profile:
+    """A profile of (stage, phase, measurements) triples, each fitted.
+
+    Raises ValueError for a triple without measurements or with a time that is not positive.
+    """
+    return Profile(
+        machine,
+        device,
+        [StageProfile(stage, phase, list(runs), fit(runs)) for stage, phase, runs in measurements],
+        links,
+    )
+
+
+def fit(measurements: Sequence[Measurement]) -> Fit:
+    """Non-negative least squares on the relative error (each row divided by its measured time)."""
+    if not measurements or min(run.ms for run in measurements) <= 0:
+        raise ValueError("a fit needs measurements with positive times")
+    coefficients = _solve(measurements)
+    residuals = [(predict(coefficients, run) - run.ms) / run.ms for run in measurements]
+    return Fit(coefficients, residuals, _held_out(measurements), _exponent(coefficients, measurements))
+
+
+def predict(coefficients: dict[str, float], run: Measurement) -> float:
+    """ms of one run by a fit's coefficients."""
+    return math.fsum(value * _basis(name, run) for name, value in coefficients.items())
+
+
+def _basis(name: str, run: Measurement) -> float:
+    sizes = {"B": run.batch, "S": run.tokens, "T": run.text}
+    value = math.prod(float(sizes[symbol]) ** power for symbol, power in _POWERS[name])
+    return value / run.degree if "S" in name else value
+
+
+def _solve(measurements: Sequence[Measurement]) -> dict[str, float]:
+    import numpy as np
+    from scipy.optimize import nnls
+
+    names = list(_POWERS)
+    rows = np.array([[_basis(name, run) for name in names] for run in measurements])
+    rows /= np.array([run.ms for run in measurements])[:, None]
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(rows / scale, np.ones(len(measurements)))
+    return {name: float(value / size) for name, value, size in zip(names, solution, scale, strict=True) if value > 0}
+
+
+def _held_out(measurements: Sequence[Measurement]) -> float | None:
+    if len(measurements) < 3:
+        return None
+    errors = []
+    for index, run in enumerate(measurements):
+        rest = [*measurements[:index], *measurements[index + 1 :]]
+        errors.append(abs(predict(_solve(rest), run) - run.ms) / run.ms)
+    return math.fsum(errors) / len(errors)
+
+
+def _exponent(coefficients: dict[str, float], measurements: Sequence[Measurement]) -> float | None:
+    lengths = sorted({(run.tokens, run.text) for run in measurements})
+    (short, short_text), (long, long_text) = lengths[0], lengths[-1]
+    varying = {name: value for name, value in coefficients.items() if name != "1"}
+    low = predict(varying, Measurement(1, short, short_text, 1, 0.0))
+    high = predict(varying, Measurement(1, long, long_text, 1, 0.0))
+    if short == long or low <= 0 or high <= 0:
+        return None
+    return math.log(high / low) / math.log(long / short)
+
+
+def formula_of(coefficients: dict[str, float]) -> Formula:
+    """The ms formula of a fit, as a stage carries it."""
+    terms = tuple(Term(coefficients[name], _POWERS[name]) for name in _POWERS if name in coefficients)
+    return Formula(terms or (Term(0.0),), "ms")
+
+
+def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
+    return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
+
+
+def exponent_of(profile: Profile, stage: str) -> float:
+    """The p of ``dual`` that this profile says for a stage, its phases taken together.
+
+    Raises UserError where the stage was not profiled at two lengths.
+    """
+    found = [entry.fit.exponent for entry in profile.stages if entry.stage == stage and entry.fit.exponent is not None]
+    if not found:
+        known = ", ".join(sorted({f"`{entry.stage}`" for entry in profile.stages})) or "none"
+        raise UserError(StageNotProfiled(None, stage, known))
+    return min(2.0, max(1.0, math.fsum(found) / len(found)))

@@ -1,0 +1,160 @@
+"""The cluster as a graph, and which of its links a group of ranks uses.
+
+Rank r is device ``r % gpus`` of node ``r // gpus``. The graph has a vertex for every rank, NIC, NUMA domain and node
+and one for the fabric between nodes; an edge carries GB/s, us and what it connects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from typing import TypeAlias
+
+import networkx as nx
+
+from arachnec.ir.nodes import Cluster, quantity
+
+Vertex: TypeAlias = tuple[str | int, ...]
+
+# Contention between the nodes of one group, as Arachne models it: 1 within a node, else 1 + A exp(-B overlap).
+CONTENTION = 0.21138606
+CONTENTION_DECAY = 1.47904728
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank of a group sends, as fractions of its bytes, and over which links."""
+
+    inside: float  # to other ranks of its node
+    outside: float  # to ranks of other nodes
+    intra: float  # GB/s
+    inter: float  # GB/s
+    latency: float  # us of the slowest link used
+
+
+def node_of(cluster: Cluster, rank: int) -> int:
+    return rank // cluster.gpus
+
+
+def packed_ranks(cluster: Cluster, degree: int, spans_nodes: int | None = None) -> tuple[int, ...]:
+    """Ranks of an empty cluster on as few nodes as hold them, or as evenly as possible over ``spans_nodes``.
+
+    Raises ValueError where the cluster has not that many.
+    """
+    if degree > cluster.world:
+        raise ValueError(f"degree {degree} on {cluster.world} ranks")
+    if spans_nodes is None:
+        return tuple(range(degree))
+    if not math.ceil(degree / cluster.gpus) <= spans_nodes <= min(degree, cluster.nodes):
+        raise ValueError(f"degree {degree} cannot span {spans_nodes} nodes of {cluster.gpus}")
+    each, extra = divmod(degree, spans_nodes)
+    return tuple(
+        node * cluster.gpus + device
+        for node in range(spans_nodes)
+        for device in range(each + (1 if node < extra else 0))
+    )
+
+
+def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
+    """The link of a collective over all these ranks, for the rank that sends most to other nodes."""
+    return _link(cluster, [ranks])
+
+
+def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
+    """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
+    return _link(cluster, [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)])
+
+
+def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
+    """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
+    rings = [ranks[first::ulysses] for first in range(ulysses)]
+    crossing = any(
+        node_of(cluster, a) != node_of(cluster, b)
+        for ring in rings
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True)
+    )
+    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0)
+
+
+def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> Link:
+    worst = (0.0, 0.0)
+    for group in groups:
+        counts: dict[int, int] = {}
+        for rank in group:
+            node = node_of(cluster, rank)
+            counts[node] = counts.get(node, 0) + 1
+        least = min(counts.values())
+        worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
+    outside, inside = worst
+    return _with_fractions(cluster, inside, outside)
+
+
+def _with_fractions(cluster: Cluster, inside: float, outside: float) -> Link:
+    attrs = cluster.attrs
+    latency = quantity(attrs["inter_latency"]) if outside else quantity(attrs["latency"])
+    return Link(inside, outside, quantity(attrs["intra"]), quantity(attrs["inter"]), latency)
+
+
+def penalty(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """Slowdown of a group's traffic between nodes: 1 within a node, 1.05 to 1.21 by how its nodes' NICs match.
+
+    ``overlap`` is the intersection of the nodes' NIC sets over the largest NIC set; where a group is on more than two
+    nodes the worst pair counts.
+    """
+    nodes: dict[int, set[str]] = {}
+    for rank in ranks:
+        nodes.setdefault(node_of(cluster, rank), set()).add(nic_of(cluster, rank))
+    if len(nodes) < 2:
+        return 1.0
+    sets = sorted({tuple(sorted(nics)) for nics in nodes.values()})
+    if len(sets) == 1:
+        return _contention(1.0)
+    overlap = min(len(set(a) & set(b)) / max(len(a), len(b)) for a, b in combinations(sets, 2))
+    return _contention(overlap)
+
+
+def _contention(overlap: float) -> float:
+    return 1.0 + CONTENTION * math.exp(-CONTENTION_DECAY * overlap)
+
+
+def nic_of(cluster: Cluster, rank: int) -> str:
+    """The letter of the NIC that a rank's device sits on; without a map each node has one."""
+    nics = cluster.attrs.get("nics")
+    return nics[rank % cluster.gpus] if isinstance(nics, str) else "A"
+
+
+def numa_of(cluster: Cluster, rank: int) -> int:
+    """The NUMA domain of a rank's NIC: the first half of the NIC letters is on domain 0."""
+    nics = cluster.attrs.get("nics")
+    if not isinstance(nics, str):
+        return 0
+    letters = sorted(set(nics))
+    return int(letters.index(nics[rank % cluster.gpus]) >= (len(letters) + 1) // 2)
+
+
+@lru_cache(maxsize=16)
+def topology(cluster: Cluster) -> nx.Graph[Vertex]:
+    """The links of a cluster as a graph; vertices are tuples such as ("rank", 3), ("nic", 0, "A"), ("fabric",)."""
+    intra, inter = quantity(cluster.attrs["intra"]), quantity(cluster.attrs["inter"])
+    latency, inter_latency = quantity(cluster.attrs["latency"]), quantity(cluster.attrs["inter_latency"])
+    graph: nx.Graph[Vertex] = nx.Graph()
+    for rank in range(cluster.world):
+        node = node_of(cluster, rank)
+        nic, numa = ("nic", node, nic_of(cluster, rank)), ("numa", node, numa_of(cluster, rank))
+        graph.add_edge(("rank", rank), ("switch", node), bandwidth=intra, latency=latency / 2)
+        graph.add_edge(("rank", rank), nic, bandwidth=inter, latency=0.0)
+        graph.add_edge(nic, numa, bandwidth=inter, latency=0.0)
+        graph.add_edge(numa, ("fabric",), bandwidth=math.inf, latency=inter_latency / 2)
+    return graph
+
+
+def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> float:
+    """ms to move ``size`` bytes from one rank to another; 0 on the same rank."""
+    if source == target:
+        return 0.0
+    same = node_of(cluster, source) == node_of(cluster, target)
+    speed = quantity(cluster.attrs["intra" if same else "inter"])
+    return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same else "inter_latency"]) * 1e-3
