@@ -1,0 +1,451 @@
+"""Finds the repeated blocks of a model, captures one graph per structure, and says what every dimension in it is.
+
+The blocks are the classes that the model names in ``_repeated_blocks`` or ``_no_split_modules`` (a convention of Diffusers), else
+whatever fills its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters, buffers and scalar
+settings are equal; such blocks share one graph, run with each one's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.passes.trace_dims import Sizes, fit_dimension, moves_with_batch, moves_with_clip
+from arachnec.passes.trace_errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
+from arachnec.passes.trace_export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
+from arachnec.passes.trace_find import find_blocks, structure
+from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, flatten_call, is_meta, record
+from arachnec.passes.trace_verify import example_inputs, materialised, verify_block
+
+Dims = tuple[sympy.Expr, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one placeholder of the graph comes from: ``kind`` is parameter, buffer, constant or input."""
+
+    kind: str
+    target: str | int
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedBlock:
+    """The graph of every block of one structure.
+
+    ``symbols`` maps the graph's own sympy symbols to expressions of ``trace_dims.B``, ``S`` and ``T`` (or of ``N0``, ``N1``, ... for
+    sizes that are no combination of them); ``dims(node)`` is a node's shape in those. ``input_dims`` and ``output_dims`` are the
+    shapes of tensor inputs and outputs in placeholder order. ``constants`` are the calls' other arguments: leaf index, value, and whether
+    every recording had that value (if not, the graph was verified not to depend on it).
+    """
+
+    name: str
+    exported: ExportedProgram
+    instances: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    input_names: tuple[str, ...]
+    input_dims: tuple[Dims, ...]
+    input_leaves: tuple[int, ...]
+    output_dims: tuple[Dims, ...]
+    output_leaves: tuple[int, ...]
+    constants: tuple[tuple[int, Any, bool], ...]
+    output_constants: tuple[tuple[int, Any], ...]
+    spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    symbols: dict[sympy.Symbol, sympy.Expr]
+    examples: tuple[dict[sympy.Symbol, int], ...]  # the sizes of each recording: B, S, T, N0, ...
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        return self.exported.graph_module
+
+    @property
+    def input_nodes(self) -> tuple[fx.Node, ...]:
+        """The placeholders of the tensor inputs."""
+        nodes = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
+        return tuple(node for node, slot in zip(nodes, self.slots, strict=True) if slot.kind == "input")
+
+    def expression(self, size: int | torch.SymInt) -> sympy.Expr:
+        """One size of the graph in B, S and T."""
+        if isinstance(size, torch.SymInt):
+            return sympy.sympify(size.node.expr).subs(self.symbols)
+        return sympy.Integer(size)
+
+    def dims(self, node: fx.Node) -> Dims:
+        """The shape of a node's value; () for a node whose value is a number."""
+        value = node.meta.get("val")
+        return tuple(self.expression(size) for size in value.shape) if isinstance(value, Tensor) else ()
+
+    def flatten(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """The tensor inputs of a call. Raises ``UserError`` if the call has another form than the recorded ones."""
+        leaves, spec = flatten_call(block, args, kwargs)
+        if spec != self.spec:
+            raise UserError(UnequalCall(None, self.name, str(spec), str(self.spec)))
+        for position, value, fixed in self.constants:
+            if fixed and not _same(leaves[position], value):
+                raise UserError(UnequalCall(None, self.name, repr(leaves[position]), repr(value)))
+        return tuple(leaves[position] for position in self.input_leaves)
+
+    def unflatten(self, outputs: Sequence[Tensor]) -> Any:
+        """What the block's forward returns, from its tensor outputs."""
+        leaves: list[Any] = [None] * (len(self.output_leaves) + len(self.output_constants))
+        for position, tensor in zip(self.output_leaves, outputs, strict=True):
+            leaves[position] = tensor
+        for position, value in self.output_constants:
+            leaves[position] = value
+        return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An input that is the very tensor an earlier call returned: ``calls[call]``'s tensor output number ``output``."""
+
+    call: int
+    output: int
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """One call of one block in the model's forward. ``origins`` has an entry per tensor input, None where the shell made it."""
+
+    path: str
+    block: int
+    origins: tuple[Origin | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """``calls`` in the order of the forward; ``blocks`` are the structures they are calls of.
+
+    An ``Origin`` is only there when nothing outside the blocks reads that tensor, so both ends may keep it as a shard.
+    ``escapes`` are the outputs that are read outside.
+    """
+
+    blocks: tuple[CapturedBlock, ...]
+    calls: tuple[CapturedCall, ...]
+    escapes: frozenset[Origin]
+    sizes: tuple[Sizes, ...]
+
+    def block_of(self, path: str) -> CapturedBlock:
+        return next(block for block in self.blocks if path in block.instances)
+
+    @property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of consecutive calls, each joined to the one before by at least one tensor that has a token dimension."""
+        runs: list[list[int]] = []
+        for index, call in enumerate(self.calls):
+            joined = any(origin is not None and origin.call == index - 1 for origin in call.origins)
+            if joined and runs:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        return tuple(map(tuple, runs))
+
+
+def lifted(captured: CapturedBlock, block: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    """The graph as a function of the tensor inputs, bound to this instance's parameters, buffers and the graph's constants."""
+    values: list[Tensor | None] = []
+    for slot in captured.slots:
+        if slot.kind == "parameter":
+            values.append(block.get_parameter(str(slot.target)))
+        elif slot.kind == "buffer":
+            values.append(block.get_buffer(str(slot.target)))
+        elif slot.kind == "constant":
+            constant = captured.exported.constants[str(slot.target)]
+            device = next((parameter.device for parameter in block.parameters()), constant.device)
+            values.append(constant if constant.ndim == 0 else constant.to(device))
+        else:
+            values.append(None)
+    positions = [i for i, slot in enumerate(captured.slots) if slot.kind == "input"]
+    module = captured.graph_module
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(values)
+        for position, tensor in zip(positions, inputs, strict=True):
+            arguments[position] = tensor
+        return tuple(module(*arguments))
+
+    return run
+
+
+def call_lifted(captured: CapturedBlock, block: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the captured graph on ``inputs`` with the parameters and buffers of ``block``."""
+    return lifted(captured, block)(*inputs)
+
+
+@dataclass
+class _Group:
+    """Calls of blocks of one structure, in one form: indices into a recording's calls."""
+
+    members: list[int] = field(default_factory=list)
+
+
+def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
+    """Capture the blocks of ``model``, on any device, meta included.
+
+    ``examples`` vary one thing at a time: the first is the one that is exported (batch of 2 or more, all sizes distinct), and another
+    clip shape, another caption length, another batch tell which dimension is which; the last, different in all of them, is where
+    each graph is compared with eager. Raises ``UserError`` for a model that cannot be captured.
+    """
+    refuse_dropout_modules(model)
+    candidates = find_blocks(model)
+    if not candidates:
+        raise UserError(NoBlocks(None, type(model).__name__))
+    recordings = [record(model, candidates, example) for example in examples]
+    if not recordings[0].calls:
+        names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
+        raise UserError(BlocksNotCalled(None, type(model).__name__, names))
+    _refuse_unequal(model, recordings)
+    sizes = _with_tokens(recordings, examples)
+    moving = [i for i in range(len(recordings[0].calls)) if _has_tokens(recordings, i, sizes)]
+    groups: dict[Any, list[int]] = {}
+    for i in moving:
+        groups.setdefault(_key(candidates[recordings[0].calls[i].path], recordings, i), []).append(i)
+    names = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
+    blocks = tuple(
+        _capture(name, candidates, recordings, members, sizes, verify=verify)
+        for name, members in zip(names, groups.values(), strict=True)
+    )
+    return _model(blocks, list(groups.values()), recordings[0], sizes)
+
+
+def _capture(
+    name: str,
+    candidates: dict[str, nn.Module],
+    recordings: Sequence[Recording],
+    members: Sequence[int],
+    sizes: Sequence[Sizes],
+    *,
+    verify: bool,
+) -> CapturedBlock:
+    chosen = _representative(recordings[0], members)
+    call = recordings[0].calls[chosen]
+    module = candidates[call.path]
+    block = materialised(module) if is_meta(module) else module
+    versions = [recording.calls[chosen] for recording in recordings]
+    shapes, others = _input_dims(versions, sizes)
+    flat = FlatBlock(block, call.leaves, call.spec)
+    inputs = example_inputs(call, block)
+    dynamic = [[d for d, size in enumerate(dims) if size.free_symbols] for dims in shapes]
+    exported = export_block(name, flat, inputs, dynamic)
+    captured = _described(name, exported, recordings, members, shapes, others, sizes)
+    if verify:
+        first = [recording.calls[members[0]] for recording in recordings]
+        verify_block(captured, block, (versions[-1], first[0]))
+    return captured
+
+
+def _described(
+    name: str,
+    exported: ExportedProgram,
+    recordings: Sequence[Recording],
+    members: Sequence[int],
+    shapes: Sequence[Dims],
+    others: dict[sympy.Symbol, tuple[int, ...]],
+    sizes: Sequence[Sizes],
+) -> CapturedBlock:
+    versions = [recording.calls[members[0]] for recording in recordings]
+    call = versions[0]
+    slots = _slots(exported)
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    nodes = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind == "input"]
+    symbols = _symbols(name, nodes, shapes)
+    values = [size.values | {symbol: series[k] for symbol, series in others.items()} for k, size in enumerate(sizes)]
+    positions = _tensor_leaves(call.leaves)
+    results = exported.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    captured = CapturedBlock(
+        name=name,
+        exported=exported,
+        instances=tuple(dict.fromkeys(recordings[0].calls[i].path for i in members)),
+        slots=slots,
+        input_names=tuple(call.names[i] for i in positions),
+        input_dims=tuple(shapes),
+        input_leaves=positions,
+        output_dims=(),
+        output_leaves=_tensor_leaves(call.outputs),
+        constants=tuple(
+            (i, leaf, all(_same(version.leaves[i], leaf) for version in versions))
+            for i, leaf in enumerate(call.leaves)
+            if not isinstance(leaf, Tensor)
+        ),
+        output_constants=tuple((i, leaf) for i, leaf in enumerate(call.outputs) if not isinstance(leaf, Tensor)),
+        spec=call.spec,
+        output_spec=call.output_spec,
+        symbols=symbols,
+        examples=tuple(values),
+    )
+    unknown = {s for node in exported.graph.nodes for e in captured.dims(node) for s in e.free_symbols}
+    unknown -= set(values[0])
+    if unknown:
+        raise UserError(CannotCapture(None, name, "the size of a tensor depends on values, not on shapes"))
+    output_dims = tuple(captured.dims(node) for node in results if isinstance(node, fx.Node))
+    object.__setattr__(captured, "output_dims", output_dims)
+    return captured
+
+
+def _slots(exported: ExportedProgram) -> tuple[Slot, ...]:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+        InputKind.USER_INPUT: "input",
+    }
+    slots, inputs = [], 0
+    for spec in exported.graph_signature.input_specs:
+        kind = kinds[spec.kind]
+        if kind == "input":
+            slots.append(Slot(kind, inputs))
+            inputs += 1
+        else:
+            target = str(spec.target)
+            slots.append(Slot(kind, target if kind == "constant" else target.removeprefix(PREFIX)))
+    return tuple(slots)
+
+
+def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dict[sympy.Symbol, sympy.Expr]:
+    """What each symbol of the graph is, read off the inputs whose dimensions carry it."""
+    symbols: dict[sympy.Symbol, sympy.Expr] = {}
+    for node, dims in zip(nodes, shapes, strict=True):
+        for size, expression in zip(node.meta["val"].shape, dims, strict=True):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                known = symbols.setdefault(size.node.expr, expression)
+                if known != expression:
+                    reason = f"it requires {known} = {expression}, which the recordings do not bear out"
+                    raise UserError(CannotCapture(None, name, reason))
+    return symbols
+
+
+def _input_dims(
+    versions: Sequence[BlockCall], sizes: Sequence[Sizes]
+) -> tuple[list[Dims], dict[sympy.Symbol, tuple[int, ...]]]:
+    """Every dimension of every tensor input as an expression; sizes that fit no expression get a symbol of their own."""
+    others: dict[tuple[int, ...], sympy.Symbol] = {}
+    shapes: list[Dims] = []
+    for leaf in _tensor_leaves(versions[0].leaves):
+        dims = []
+        for d in range(versions[0].leaves[leaf].ndim):
+            series = tuple(int(version.leaves[leaf].shape[d]) for version in versions)
+            fitted = fit_dimension(series, sizes)
+            if fitted is None:
+                symbol = sympy.Symbol(f"N{len(others)}", integer=True, positive=True)
+                fitted = others.setdefault(series, symbol)
+            dims.append(fitted)
+        shapes.append(tuple(dims))
+    return shapes, {symbol: series for series, symbol in others.items()}
+
+
+def _with_tokens(recordings: Sequence[Recording], examples: Sequence[ExampleCall]) -> tuple[Sizes, ...]:
+    """S of each recording: the first dimension, of the first block input that has one, that follows the clip and not the batch."""
+    sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
+    for index in range(len(recordings[0].calls)):
+        versions = [recording.calls[index] for recording in recordings]
+        for leaf in _tensor_leaves(versions[0].leaves):
+            for d in range(versions[0].leaves[leaf].ndim):
+                series = [int(version.leaves[leaf].shape[d]) for version in versions]
+                if moves_with_clip(series, sizes) and not moves_with_batch(series, sizes):
+                    return tuple(Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
+    call = recordings[0].calls[0]
+    inputs = ", ".join(f"{call.names[i]} {list(call.leaves[i].shape)}" for i in _tensor_leaves(call.leaves))
+    raise UserError(NoTokenDimension(None, call.path, inputs))
+
+
+def _has_tokens(recordings: Sequence[Recording], index: int, sizes: Sequence[Sizes]) -> bool:
+    """Whether a block sees the video at all: the layers of a text refiner do not, and belong to the shell."""
+    versions = [recording.calls[index] for recording in recordings]
+    return any(
+        moves_with_clip([int(version.leaves[leaf].shape[d]) for version in versions], sizes)
+        for leaf in _tensor_leaves(versions[0].leaves)
+        for d in range(versions[0].leaves[leaf].ndim)
+    )
+
+
+def _refuse_unequal(model: nn.Module, recordings: Sequence[Recording]) -> None:
+    first = recordings[0]
+    for other in recordings[1:]:
+        paths = [call.path for call in first.calls], [call.path for call in other.calls]
+        if paths[0] != paths[1]:
+            found, expected = (f"{len(p)} block calls" for p in reversed(paths))
+            raise UserError(UnequalCall(None, type(model).__name__, found, expected))
+        for a, b in zip(first.calls, other.calls, strict=True):
+            if a.spec != b.spec or a.output_spec != b.output_spec:
+                raise UserError(UnequalCall(None, a.path, str(b.spec), str(a.spec)))
+
+
+def _key(block: nn.Module, recordings: Sequence[Recording], index: int) -> Any:
+    """Calls with equal keys are calls of one graph: the block's structure and the form of the call."""
+    forms = []
+    for recording in recordings:
+        call = recording.calls[index]
+        forms.append(tuple(_form(leaf) for leaf in call.leaves))
+    call = recordings[0].calls[index]
+    return structure(block), str(call.spec), str(call.output_spec), tuple(forms)
+
+
+def _form(leaf: Any) -> Any:
+    return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _representative(recording: Recording, members: Sequence[int]) -> int:
+    """The call to export: one with strided inputs if there is one, since what copies them also takes contiguous ones."""
+    strided = (
+        i for i in members if not all(x.is_contiguous() for x in recording.calls[i].leaves if isinstance(x, Tensor))
+    )
+    return next(strided, members[0])
+
+
+def _names(blocks: Sequence[nn.Module]) -> list[str]:
+    """The classes' names; a class with several structures is numbered from the second on."""
+    seen: dict[str, int] = {}
+    names = []
+    for block in blocks:
+        name = type(block).__name__
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+def _model(
+    blocks: tuple[CapturedBlock, ...], groups: Sequence[Sequence[int]], recording: Recording, sizes: Sequence[Sizes]
+) -> CapturedModel:
+    block_of = {i: g for g, members in enumerate(groups) for i in members}
+    order = {i: k for k, i in enumerate(sorted(block_of))}  # calls of the shell's own modules are left out
+
+    def origin(leaf_origin: tuple[int, int] | None) -> Origin | None:
+        if leaf_origin is None or leaf_origin[0] not in order or leaf_origin in recording.escapes:
+            return None
+        return _as_tensor_output(recording, leaf_origin, order)
+
+    calls = tuple(
+        CapturedCall(
+            recording.calls[i].path,
+            block_of[i],
+            tuple(origin(recording.calls[i].origins[leaf]) for leaf in _tensor_leaves(recording.calls[i].leaves)),
+        )
+        for i in order
+    )
+    escapes = frozenset(_as_tensor_output(recording, e, order) for e in recording.escapes if e[0] in order)
+    return CapturedModel(blocks, calls, escapes, tuple(sizes))
+
+
+def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict[int, int]) -> Origin:
+    return Origin(order[output[0]], _tensor_leaves(recording.calls[output[0]].outputs).index(output[1]))
+
+
+def _tensor_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(type(a) is type(b) and a == b)
+    except (TypeError, ValueError, RuntimeError):
+        return a is b

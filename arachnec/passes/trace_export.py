@@ -1,0 +1,167 @@
+"""One block through ``torch.export``: flat tensors in, flat tensors out, every moving dimension symbolic, functional."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.passes.trace_errors import ActiveDropout, CannotCapture, RandomOperation, WritesState, stack_span
+from arachnec.passes.trace_record import training_mode, unflatten_call
+
+aten = torch.ops.aten
+PREFIX = "block."
+ASSERTIONS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten._to_copy.default)
+COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+class FlatBlock(nn.Module):
+    """A block as a function of its tensor arguments alone; every other argument is a constant of the capture."""
+
+    def __init__(self, block: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.block = block
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._spec = spec
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self._constants)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = unflatten_call(self.block, leaves, self._spec)
+        return tuple(x for x in pytree.tree_leaves(self.block(*args, **kwargs)) if isinstance(x, Tensor))
+
+
+def export_block(
+    name: str, flat: FlatBlock, inputs: Sequence[Tensor], moving: Sequence[Sequence[int]]
+) -> ExportedProgram:
+    """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` where export cannot."""
+    dynamic = tuple(dict.fromkeys(dims, Dim.DYNAMIC) or None for dims in moving)
+    with training_mode(flat), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on
+        try:
+            program = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
+            program = program.run_decompositions({})
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(_cannot(name, error)) from error
+    refuse_state(name, program)
+    refuse_random(name, program)
+    clean(program.graph_module)
+    return program
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Remove what export leaves behind: assertions, casts to the same type, copies that nothing can tell apart."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+        elif (node.target in CASTS or node.target in COPIES) and _is_noop(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _is_noop(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or node.kwargs.get("memory_format") is not None or node.kwargs.get("copy"):
+        return False
+    before, after = source.meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(before, Tensor)
+        and isinstance(after, Tensor)
+        and before.dtype == after.dtype
+        and before.device == after.device
+        and before.layout == after.layout
+    )
+
+
+def refuse_state(name: str, program: ExportedProgram) -> None:
+    """A functionalised graph returns what was written in place: anything but a user output is refused."""
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            target = (spec.target or "its input").removeprefix(PREFIX)
+            node = next((n for n in program.graph.nodes if n.name == getattr(spec.arg, "name", None)), None)
+            raise UserError(WritesState(stack_span(node.meta.get("stack_trace")) if node else None, name, target))
+
+
+def refuse_random(name: str, program: ExportedProgram) -> None:
+    """Dropout that drops, and every other random operation, would make the gradient depend on the plan."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        span = stack_span(node.meta.get("stack_trace"))
+        probability = _dropout(node)
+        if probability:
+            raise UserError(ActiveDropout(span, name, probability))
+        if probability is None and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise UserError(RandomOperation(span, name, str(node.target)))
+
+
+def _dropout(node: fx.Node) -> float | None:
+    """The probability with which this node drops; None if it is no kind of dropout."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if "dropout_p" in names:
+        return float(given.get("dropout_p", 0.0))
+    if node.target.overloadpacket in (aten.dropout, aten.native_dropout, aten.feature_dropout, aten.alpha_dropout):
+        return float(given["p"]) if given.get("train") is not False else 0.0
+    return None
+
+
+def refuse_dropout_modules(model: nn.Module) -> None:
+    """The same, said at the module's name, for the whole model."""
+    for path, module in model.named_modules():
+        probability = getattr(module, "p", 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd) and probability > 0:
+            raise UserError(ActiveDropout(None, f"`{path}`", probability))
+
+
+def _cannot(name: str, error: Exception) -> CannotCapture:
+    message = str(error).strip()
+    reason = (message.splitlines() or [type(error).__name__])[0]
+    if "specialized" in message or "Constraints violated" in message:
+        lines = [
+            line.strip(" -") for line in message.splitlines() if "specialized" in line or "!=" in line or "==" in line
+        ]
+        reason = f"it fixes a size that changes with the clip ({(lines or [reason])[0]})"
+    trace = "".join(_frames(error))
+    return CannotCapture(stack_span(trace), name, f"{type(error).__name__}: {reason}"[:400])
+
+
+def _frames(error: BaseException) -> list[str]:
+    import traceback
+
+    chain: list[BaseException] = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    return [
+        f'File "{f.filename}", line {f.lineno}\n'
+        for e in reversed(chain)
+        for f in traceback.extract_tb(e.__traceback__)
+        if "/torch/" not in f.filename and "/arachnec/passes/" not in f.filename
+    ]

@@ -1,0 +1,90 @@
+"""Which modules of a model are its repeated blocks, and when two of them are one structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+SCALARS = (bool, int, float, str, type(None))
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Module path to block, outermost ones only, in the order of ``named_modules``.
+
+    Raises nothing: a model without blocks gives an empty dict.
+    """
+    listed = _list_members(model)
+    for attribute in ("_repeated_blocks", "_no_split_modules"):
+        names = set(getattr(model, attribute, None) or ())
+        # The conventions also name single modules (embeddings, refiners) that must not be split; a block stands in a list.
+        named = {path: module for path, module in listed.items() if type(module).__name__ in names}
+        if named:
+            return _outermost(named)
+    return _outermost(_innermost_stacks(model))
+
+
+def structure(block: nn.Module) -> Any:
+    """Hashable; equal for blocks that differ in nothing but the values of their parameters and buffers."""
+    return (
+        tuple((path, _settings(module)) for path, module in block.named_modules()),
+        tuple((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in block.named_parameters()),
+        tuple((n, tuple(b.shape), str(b.dtype)) for n, b in block.named_buffers()),
+    )
+
+
+def _settings(owner: Any, depth: int = 0) -> Any:
+    """The class and the scalar attributes; of other objects (attention processors, configs) theirs, one level down."""
+    values = []
+    for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+        if name == "training" or name.startswith("__") or (isinstance(owner, nn.Module) and name.startswith("_")):
+            continue
+        if isinstance(value, SCALARS) or (
+            isinstance(value, tuple | list) and all(isinstance(v, SCALARS) for v in value)
+        ):
+            values.append((name, repr(value)))
+        elif callable(value) and hasattr(value, "__qualname__"):
+            values.append((name, value.__qualname__))
+        elif depth == 0 and not isinstance(value, nn.Module):
+            values.append((name, _settings(value, 1)))
+    return f"{type(owner).__module__}.{type(owner).__qualname__}", tuple(values)
+
+
+def _list_members(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module that is an element of a ``ModuleList``."""
+    return {
+        f"{path}.{name}" if path else name: child
+        for path, parent in model.named_modules()
+        if isinstance(parent, nn.ModuleList)
+        for name, child in parent.named_children()
+    }
+
+
+def _innermost_stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """The elements of every outermost list; where such an element is little more than a list of its own, that one's."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        for name, child in module.named_children():
+            if next(child.children(), None) is None:
+                continue  # a list of plain layers is no stack of blocks
+            inner = _innermost_stacks(child)
+            prefix = f"{path}.{name}"
+            if inner and _parameters(*inner.values()) >= 0.9 * _parameters(child):
+                found |= {f"{prefix}.{key}": block for key, block in inner.items()}
+            else:
+                found[prefix] = child
+    return found
+
+
+def _parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {
+        path: block
+        for path, block in blocks.items()
+        if not any(path.startswith(f"{outer}.") for outer in blocks if outer != path)
+    }
