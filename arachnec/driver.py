@@ -5,19 +5,25 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arachnec.backends.executable import iteration_of, write_executable
+from arachnec.backends.training import Training
 from arachnec.data.manifest import Manifest, read_manifest
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module
 from arachnec.ir.values import Attributes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.instrument import Instrument
 from arachnec.passes.pipeline import Pipeline
+
+from arachnec.report import plan_report
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
@@ -38,15 +44,21 @@ class Compiled:
     @property
     def report(self) -> dict[str, Any]:
         """What ``--json`` prints: see ``arachnec.report``."""
-        from arachnec.report import plan_report
-
         return plan_report(self.module, self.planning_ms)
 
-    def write(self, folder: str | Path) -> Path:
-        """Write the executable folder that ``arachnec run`` takes; returns it."""
-        from arachnec.executable import write_executable
-
-        return write_executable(self, Path(folder))
+    def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
+        """Write the executable folder that ``arachnec run`` takes; returns it. ``load`` are files that add passes."""
+        return write_executable(
+            Path(folder),
+            program=self.module,
+            traced=self.traced,
+            pipeline=str(self.pipeline),
+            model_file=self.model_file,
+            clips=self.manifest.clips,
+            training=training,
+            load=load,
+            extra={"report.json": json.dumps(self.report, indent=2) + "\n"},
+        )
 
 
 def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: int | None = None) -> Module:
@@ -91,12 +103,6 @@ def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
     )
 
 
-def iteration_of(traced: Module, number: int) -> Module:
-    """The global batch of one iteration; the block graphs stay behind."""
-    clips = tuple(clip for clip in traced.clips if clip.attrs.get("iteration", 0) == number)
-    return replace(traced, name=f"iteration_{number}", clips=clips, graphs=())
-
-
 def plan_iteration(
     traced: Module, pipeline: Pipeline, number: int, instruments: Sequence[Instrument] = ()
 ) -> tuple[Module, float]:
@@ -129,3 +135,33 @@ def compile(
     tracing_ms = (time.perf_counter() - started) * 1e3
     module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
     return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms)
+
+
+def compare(
+    model: str | Path,
+    data: str | Path,
+    cluster: str | Path,
+    pipelines: Mapping[str, Pipeline],
+    *,
+    batch: int | None = None,
+    instruments: Sequence[Instrument] = (),
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The report of every pipeline on iteration 0, and why some pipelines cannot train it.
+
+    Raises ``UserError`` where no pipeline can.
+    """
+    model_file = load_model_file(Path(model))
+    manifest = read_manifest(Path(data), batch=batch)
+    traced = front_end(trace_file(model_file, manifest), manifest, parse_cluster(cluster))
+    rows: list[dict[str, Any]] = []
+    refused: list[tuple[str, UserError]] = []
+    for name, pipeline in pipelines.items():
+        try:
+            module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
+        except UserError as error:
+            refused.append((name, error))
+            continue
+        rows.append({"pipeline": name, **plan_report(module, planning_ms)})
+    if not rows:
+        raise refused[0][1]
+    return rows, [{"pipeline": name, "reason": str(error)} for name, error in refused]

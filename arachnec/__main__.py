@@ -1,0 +1,6 @@
+"""``python -m arachnec`` is ``arachnec``."""
+
+from arachnec.cli import main
+
+if __name__ == "__main__":
+    main()

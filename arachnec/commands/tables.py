@@ -1,0 +1,107 @@
+"""What ``arachnec compile`` and ``arachnec compare`` print for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from arachnec.ir.nodes import Module
+
+if TYPE_CHECKING:
+    from arachnec.driver import Compiled
+
+MOST_ROWS = 40
+
+
+def print_plan(compiled: Compiled, folder: Path | None) -> None:
+    """The cascades of iteration 0, the plan's figures, and where the executable was written."""
+    console = Console()
+    module, report = compiled.module, compiled.report
+    console.print(cascade_table(module, report["cascades"]))
+    left_out = len(report["cascades"]) - MOST_ROWS
+    if left_out > 0:
+        console.print(f"  ... and {left_out} more; `--json` has them all")
+    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
+    console.print(
+        f"[bold]predicted[/] (costs from: {', '.join(sorted(source))})\n"
+        f"  iteration {ms(report['iteration_ms'])} = makespan {ms(report['makespan_ms'])} + gradient sum and optimizer\n"
+        f"  lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
+        f"{', proved optimal' if report['proved_optimal'] else ''}\n"
+        f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank"
+    )
+    console.print(
+        f"[bold]measured[/]\n  tracing {compiled.tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}\n"
+        f"[bold]proved[/]\n  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
+    )
+    if folder is not None:
+        console.print(f"\nwrote {folder}; next: [bold]arachnec run {folder}[/]")
+
+
+def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"{module.name}: {len(rows)} cascades", title_justify="left", pad_edge=False)
+    for column in ("cascade", "stage", "phase", "clips x tokens", "degree", "attention", "ranks", "start", "end"):
+        table.add_column(column, justify="right" if column in {"start", "end", "degree"} else "left")
+    named = {cascade.name: cascade for cascade in module.cascades}
+    for row in rows[:MOST_ROWS]:
+        cascade = named[str(row["name"]).removeprefix("%")]
+        table.add_row(
+            f"%{cascade.name}",
+            cascade.stage,
+            cascade.phase.value,
+            f"{cascade.batch} x {cascade.tokens}",
+            str(cascade.degree),
+            attention_word(cascade.attrs.get("ulysses"), cascade.attrs.get("ring")),
+            ranges(row["ranks"]),
+            ms(row["start_ms"]),
+            ms(row["end_ms"]),
+        )
+    return table
+
+
+def attention_word(ulysses: object, ring: object) -> str:
+    """``ulysses 4``, ``ring 3``, ``ulysses 4 x ring 2``, or nothing on one rank."""
+    parts = [f"{name} {n}" for name, n in (("ulysses", ulysses), ("ring", ring)) if isinstance(n, int) and n > 1]
+    return " x ".join(parts)
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a pipeline, predicted; the fastest first."""
+    best = min(row["iteration_ms"] for row in rows)
+    table = Table(title="predicted, one iteration", title_justify="left", pad_edge=False)
+    for column in ("pipeline", "iteration", "to the fastest", "to the bound", "imbalance", "memory", "planning"):
+        table.add_column(column, justify="left" if column == "pipeline" else "right")
+    for row in sorted(rows, key=lambda row: float(row["iteration_ms"])):
+        table.add_row(
+            row["pipeline"],
+            ms(row["iteration_ms"]),
+            f"{row['iteration_ms'] / best:.2f}x",
+            f"{1 + row['gap']:.3f}x",
+            f"{row['imbalance']:.1%}",
+            f"{row['peak_memory_gib']:.3g} GiB",
+            ms(row["planning_ms"]),
+        )
+    return table
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def ms(value: float) -> str:
+    """Milliseconds for a person: ``3.1 ms``, ``4.95 s``."""
+    if value < 1e3:
+        return f"{value:.3g} ms"
+    return f"{value / 1e3:.4g} s"
+
+
