@@ -1,0 +1,131 @@
+"""What every instruction reads, makes and holds: the meaning of a lowered program that the rules of ``check`` share.
+
+``encode``, ``forward`` of phase forward, ``backward`` of phase backward, ``denoise`` and ``receive`` make a *value* of
+their cascade's name on every rank that runs them; it lasts until ``free``. A ``forward`` of a trained stage also
+*saves* what its backward needs, and a ``backward`` that is split what its ``weight`` needs; that lasts until the last
+``backward`` or ``weight`` of the same stage that has it as an input, and so long a forward's inputs are needed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, quantity
+
+COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
+GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
+PHASES = {
+    "encode": (Phase.ENCODE,),
+    "forward": (Phase.TRAIN, Phase.FORWARD),
+    "backward": (Phase.TRAIN, Phase.BACKWARD),
+    "weight": (Phase.WEIGHT,),
+    "denoise": (Phase.DENOISE,),
+}
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of one lowered module."""
+
+    module: Module
+
+    @cached_property
+    def cascades(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        return frozenset(stage.name for stage in self.module.stages if stage.trained)
+
+    @cached_property
+    def _saved(self) -> dict[str, tuple[str, ...]]:
+        """For every cascade that computes gradients, the cascades whose saved tensors it reads."""
+        return {cascade.name: tuple(self._saved_inputs(cascade)) for cascade in self.module.cascades}
+
+    def _saved_inputs(self, cascade: Cascade) -> Iterator[str]:
+        if cascade.phase is Phase.TRAIN:
+            yield cascade.name
+        if cascade.phase not in GRADIENT:
+            return
+        for name in cascade.inputs:
+            source = self.cascades.get(name)
+            if source and source.phase in (Phase.FORWARD, Phase.BACKWARD) and source.stage == cascade.stage:
+                yield name
+
+    def saves(self, instruction: Instruction) -> bool:
+        """Whether this keeps tensors for a later backward or weight on its rank."""
+        cascade = self.cascades.get(instruction.target)
+        if instruction.op == "forward":
+            return cascade is not None and cascade.stage in self.trained
+        return instruction.op == "backward" and cascade is not None and cascade.phase is Phase.BACKWARD
+
+    def saved_reads(self, instruction: Instruction) -> tuple[str, ...]:
+        """The cascades whose saved tensors this instruction reads, on this very rank."""
+        if instruction.op not in ("backward", "weight"):
+            return ()
+        return self._saved[instruction.target]
+
+    def reads(self, instruction: Instruction) -> tuple[str, ...]:
+        """The values this instruction needs on its rank."""
+        op, target = instruction.op, instruction.target
+        if op in ("send", "free"):
+            return (target,)
+        if op not in COMPUTE:
+            return ()
+        cascade = self.cascades[target]
+        saved = self.saved_reads(instruction)
+        own = tuple(name for name in cascade.inputs if name not in saved)
+        # A backward needs its forward's inputs too: autograd, or recomputation, reads them again.
+        forwards = (self.cascades[name] for name in saved if name != target)
+        again = tuple(i for forward in forwards if forward.phase is Phase.FORWARD for i in forward.inputs)
+        return own + again
+
+    def makes(self, instruction: Instruction) -> str | None:
+        """The value that is on this rank once the instruction is done."""
+        op, target = instruction.op, instruction.target
+        if op in ("encode", "denoise", "receive"):
+            return target
+        if op == "forward" and self.cascades[target].phase is Phase.FORWARD:
+            return target
+        # a rank's gradient of its stage's input
+        if op == "backward" and self.cascades[target].phase is Phase.BACKWARD:
+            return target
+        return None
+
+    def last_saved_reads(self, program: Program) -> dict[str, int]:
+        """For every cascade, the number of the last instruction of this program that reads what it saved."""
+        return {
+            name: index
+            for index, instruction in enumerate(program.instructions)
+            for name in self.saved_reads(instruction)
+        }
+
+
+def gib(instruction: Instruction, name: str) -> float:
+    value = instruction.attrs.get(name)
+    return 0.0 if value is None else quantity(value)
+
+
+def written(instruction: Instruction) -> str:
+    """The instruction as the IR writes it, without its attributes."""
+    sigil = "@" if instruction.op in ("reduce", "step") else "%"
+    word = {"send": " to ", "receive": " from "}.get(instruction.op, " on ")
+    peers = instruction.peers
+    where = ""
+    if peers:
+        where = word + (str(peers[0]) if word != " on " and len(peers) == 1 else rank_list(peers))
+    return f"{instruction.op} {sigil}{instruction.target}{where}"
+
+
+def rank_list(ranks: tuple[int, ...]) -> str:
+    """``[0..3, 7]``, as the IR writes it."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{r[0]}..{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+    return "[" + ", ".join(parts) + "]"
