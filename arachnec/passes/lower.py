@@ -93,7 +93,7 @@ def compute_lists(
     placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}
     for handoff in handoffs:
         name = order[handoff.producer].name
-        held = Quantity(handoff.size / GIB, "GiB") if handoff.size else None
+        held = _some(handoff.size / GIB)
         send = Instruction("send", name, (handoff.target,), Attributes.of(bytes=handoff.size))
         receive = Instruction("receive", name, (handoff.source,), Attributes.of(bytes=handoff.size, memory=held))
         placed[handoff.source].append(((handoff.slot, HANDOFF), send))
@@ -121,27 +121,23 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     ``clips`` are those of the global batch; ``inputs`` are the GiB of what the cascade reads, which its planned memory
     includes and which here are held on their own, from their receive to their free.
     """
-    planned = cascade.attrs.get("memory")
-    own = None if planned is None else max(0.0, _gib(planned) - inputs)
+    own = max(0.0, _gib(cascade.attrs.get("memory")) - inputs)
     group = cascade.ranks
     duration = max(0.0, cascade.end - cascade.start)
     if cascade.phase is Phase.TRAIN:
         first = duration * forward_share(cascade, stage)
-        forward = _forward_attrs(cascade, stage, clips, first, own)
         backward = _times(cascade.start + first, duration - first)
-        return Instruction("forward", cascade.name, group, forward), Instruction(
-            "backward", cascade.name, group, backward
+        return (
+            Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, first, own)),
+            Instruction("backward", cascade.name, group, backward),
         )
     if cascade.phase is Phase.FORWARD:
-        return (Instruction("forward", cascade.name, group, _forward_attrs(cascade, stage, clips, duration, own)),)
+        return (Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, duration, own)),)
     attrs = _times(cascade.start, duration)
-    if cascade.phase is Phase.ENCODE:
+    if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
         output = evaluate(stage.attrs.get("output"), cascade)
-        work = evaluate(stage.attrs.get("workspace"), cascade) if own is None else max(0.0, own - output)
-        attrs = attrs.updated(memory=_held(output), workspace=_held(work))
-        return (Instruction("encode", cascade.name, group if len(group) > 1 else (), attrs),)
-    if cascade.phase is Phase.DENOISE:
-        attrs = attrs.updated(memory=None if own is None else Quantity(own, "GiB"))
+        attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
+        group = () if cascade.phase is Phase.ENCODE and len(group) == 1 else group
     return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
 
 
@@ -192,11 +188,11 @@ def synchronisation(
     return ends
 
 
-def _forward_attrs(cascade: Cascade, stage: Stage, clips: int, duration: float, own: float | None) -> Attributes:
+def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) -> Attributes:
     attrs = cascade.attrs
     return _times(cascade.start, duration).updated(
-        memory=None if own is None else Quantity(own, "GiB"),
-        weight=len(cascade.clips) / clips if stage.trained else None,
+        memory=Quantity(own, "GiB"),
+        weight=len(cascade.clips) / clips,
         ulysses=attrs.get("ulysses"),
         ring=attrs.get("ring"),
         shards=attrs.get("shards"),
@@ -208,7 +204,7 @@ def _times(start: float, duration: float) -> Attributes:
     return Attributes.of(time=Quantity(duration, "ms"), start=Quantity(start, "ms"))
 
 
-def _held(gib: float) -> Quantity | None:
+def _some(gib: float) -> Quantity | None:
     return Quantity(gib, "GiB") if gib > 0 else None
 
 
