@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.exchange import accumulator
+from arachnec.kernels.fused_attention import fused_backward, fused_forward, has_kernel
 
 Ranges = tuple[tuple[int, int], ...]  # global positions [first, end) of consecutive local tokens, ascending
 
@@ -93,7 +94,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
         )
         if bias is not None:
             dead = (bias == -math.inf).all(-1)
-            lse = lse.masked_fill(dead, -math.inf)
+            out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -136,37 +137,6 @@ def _tiles(query: Tensor, key: Tensor, block: Block, fused: bool) -> Iterator[sl
         step = rows
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
-
-
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch has a fused kernel that returns the log-sum-exp for these tensors."""
-    return query.device.type == "cpu" and query.shape[3] == value.shape[3]
-
-
-def fused_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, triangle: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, triangle, attn_mask=bias, scale=scale
-    )
-    return out, lse
-
-
-def fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    triangle: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, lse, 0.0, triangle, attn_mask=bias, scale=scale
-    )
-    return dq, dk, dv
 
 
 def plain_forward(

@@ -48,6 +48,8 @@ class ProcessGroups:
         """
         if len(ranks) == 1:
             return None
+        if frozenset(ranks) not in self._groups:
+            raise KeyError(f"no group was made of ranks {ranks}")
         group = self._groups[frozenset(ranks)]
         if group is None:
             raise ValueError(f"rank {dist.get_rank()} is not one of {ranks}")
