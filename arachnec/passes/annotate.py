@@ -39,14 +39,14 @@ class NoFlops(Diagnostic):
 class Annotate(Pass):
     """Gives every stage its ``forward`` and ``backward`` time as formulas in B, S and T.
 
-    ``profile`` is a file made by ``arachnec profile``, the name of a device with a data sheet, or empty for the data
-    sheet of the cluster's device.
+    ``profile`` is a file made by ``arachnec profile`` or the name of a device with a data sheet; by default the data
+    sheet of the cluster's device counts, with the cluster's own ``flops``.
     """
 
     needs: ClassVar[Level] = Level.PARTITIONED
     gives: ClassVar[Level] = Level.COSTED
 
-    profile: str = ""
+    profile: str | None = None
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:

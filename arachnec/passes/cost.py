@@ -23,7 +23,7 @@ from functools import cached_property
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integers, quantity
 from arachnec.ir.values import Formula, Value
 from arachnec.passes.data_sheets import find_data_sheet
-from arachnec.passes.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
+from arachnec.passes.topology import Link, group_link, node_of, packed_ranks, penalty, ring_link, ulysses_link
 
 GIB = 2**30
 RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
@@ -111,6 +111,8 @@ class CostModel:
             return times[degree]
         if ranks is None and spans_nodes is not None:
             ranks = packed_ranks(self.cluster, degree, spans_nodes)
+        if ranks is not None and len({node_of(self.cluster, rank) for rank in ranks}) == 1:
+            ranks = None  # every node is like the first
         key = (
             cascade.stage,
             cascade.phase,
@@ -239,6 +241,9 @@ class CostModel:
     def room(self) -> float:
         """GiB that cascades may use on one rank."""
         return self.cluster.memory - self.state
+
+    def has_attention(self, cascade: Cascade) -> bool:
+        return self._number(cascade, "attentions") > 0
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
@@ -24,18 +24,8 @@ from arachnec.ir.values import Formula
 from arachnec.passes.base import Pass
 from arachnec.passes.profile_file import exponent_of, read_profile
 
-POLICIES = ("dual", "equal-token", "single")
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4
-
-
-@dataclass(frozen=True)
-class UnknownPolicy(Diagnostic):
-    title: ClassVar[str] = "unknown policy `{policy}` of `{name}`"
-    help: ClassVar[str] = "choose one of {known}"
-    policy: str
-    name: str
-    known: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,12 @@ class NothingToTrain(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NoProfile(Diagnostic):
+    title: ClassVar[str] = "`partition{{p=profile}}` needs a profile"
+    help: ClassVar[str] = "write `partition{{p=profile,profile=FILE}}`; `arachnec profile` makes such a file"
+
+
+@dataclass(frozen=True)
 class ExponentOutOfRange(Diagnostic):
     title: ClassVar[str] = "the exponent p = {p} of `partition` is not between 1 and 3"
     help: ClassVar[str] = "time grows at least with the tokens and at most with a little more than their square"
@@ -61,22 +57,20 @@ class ExponentOutOfRange(Diagnostic):
 class Partition(Pass):
     """Clips to micro-batches of equal shape, and those to encode and train cascades.
 
-    ``tokens`` is M_mem, the most tokens of a micro-batch; 0 means those of the longest clip. ``p`` is the exponent of
-    ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or empty to fit it to the stage's
-    FLOPs over the lengths at hand.
+    ``tokens`` is M_mem, the most tokens of a micro-batch; by default those of the longest clip. ``p`` is the exponent
+    of ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or by default fitted to the
+    stage's FLOPs over the lengths at hand.
     """
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.PARTITIONED
 
-    policy: str = "dual"
-    tokens: int = 0
-    p: str = ""
-    profile: str = ""
+    policy: Literal["dual", "equal-token", "single"] = "dual"
+    tokens: int | None = None
+    p: str | None = None
+    profile: str | None = None
 
     def run(self, module: Module) -> Module:
-        if self.policy not in POLICIES:
-            raise UserError(UnknownPolicy(None, self.policy, "partition", ", ".join(POLICIES)))
         if not module.clips:
             raise UserError(NoClips(None))
         trained = [stage for stage in module.stages if stage.trained]
@@ -101,10 +95,12 @@ class Partition(Pass):
         )
 
     def _exponent(self, module: Module, stage: Stage) -> float:
-        if not self.p and not self.profile:
-            return fitted_exponent(stage, module.clips)
-        if self.p in ("", "profile"):
+        if self.p == "profile" or (self.p is None and self.profile is not None):
+            if self.profile is None:
+                raise UserError(NoProfile(None))
             return exponent_of(read_profile(self.profile), stage.name)
+        if self.p is None:
+            return fitted_exponent(stage, module.clips)
         try:
             p = float(self.p)
         except ValueError:

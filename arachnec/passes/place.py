@@ -1,0 +1,155 @@
+"""Ranks for every cascade, and with them Ulysses x ring and the true times.
+
+Cascades are taken in order of their start. Each gets ranks that are free then, and among those, in this order: on as
+few nodes as possible; where its inputs are (a handoff within a rank costs nothing); in the node whose free ranks it
+fills best, so that whole nodes stay free for wide cascades; between nodes on NICs of the same letter, for Arachne's
+contention penalty. Where a group ends up on more nodes than its degree needs, it takes longer, and everything that
+waits for it or for its ranks starts later: the order on every rank stays as scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module
+from arachnec.ir.values import Quantity
+from arachnec.passes.base import Pass
+from arachnec.passes.cost import GIB, CostModel, times_of
+from arachnec.passes.topology import handoff_time, nic_of, node_of
+
+TOLERANCE = 1e-6  # ms
+
+
+@dataclass(frozen=True)
+class Place(Pass):
+    """Which ranks, and when exactly."""
+
+    needs: ClassVar[Level] = Level.SCHEDULED
+    gives: ClassVar[Level] = Level.PLACED
+
+    def run(self, module: Module) -> Module:
+        cost = CostModel(module)
+        order = in_order(module.cascades)
+        ranks = choose_ranks(cost.cluster, order)
+        placed = retimed([with_ranks(cascade, ranks[cascade.name], cost) for cascade in order], cost)
+        named = {cascade.name: cascade for cascade in placed}
+        cascades = tuple(named[cascade.name] for cascade in module.cascades)
+        everyone = tuple(range(cost.cluster.world))
+        makespan = max((cascade.end for cascade in cascades), default=0.0)
+        return replace(
+            module,
+            level=Level.PLACED,
+            cascades=cascades,
+            reductions=tuple(replace(node, attrs=node.attrs.updated(ranks=everyone)) for node in module.reductions),
+            attrs=module.attrs.updated(makespan=Quantity(makespan, "ms")),
+        )
+
+
+def in_order(cascades: Sequence[Cascade]) -> list[Cascade]:
+    """By start, producers before consumers where they are equal."""
+    depth: dict[str, int] = {}
+    for cascade in cascades:
+        depth[cascade.name] = 1 + max((depth[name] for name in cascade.inputs if name in depth), default=0)
+    return sorted(cascades, key=lambda cascade: (cascade.start, depth[cascade.name]))
+
+
+def choose_ranks(cluster: Cluster, order: Sequence[Cascade]) -> dict[str, tuple[int, ...]]:
+    """Ranks for cascades in order of start, no rank in two at once by the times they were scheduled at."""
+    free_at = [0.0] * cluster.world
+    chosen: dict[str, tuple[int, ...]] = {}
+    for cascade in order:
+        free = [rank for rank in range(cluster.world) if free_at[rank] <= cascade.start + TOLERANCE]
+        near = {rank for name in cascade.inputs for rank in chosen.get(name, ())}
+        ranks = pick_ranks(cluster, free, cascade.degree, near)
+        chosen[cascade.name] = ranks
+        for rank in ranks:
+            free_at[rank] = cascade.end
+    return chosen
+
+
+def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
+    """``degree`` of the free ranks, ascending; ``near`` are the ranks that hold the inputs.
+
+    Raises ValueError where fewer are free.
+    """
+    if len(free) < degree:
+        raise ValueError(f"degree {degree} with {len(free)} ranks free")
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in free:
+        nodes[node_of(cluster, rank)].append(rank)
+    whole = [node for node, ranks in nodes.items() if len(ranks) >= degree]
+    if whole:
+        best = min(whole, key=lambda node: (-len(near.intersection(nodes[node])), len(nodes[node]), node))
+        return _within(nodes[best], degree, near)
+    fullest = sorted(nodes, key=lambda node: (-len(nodes[node]), -len(near.intersection(nodes[node])), node))
+    picked: list[int] = []
+    letters: set[str] = set()
+    for node in fullest:
+        wanted = degree - len(picked)
+        matching = sorted(nodes[node], key=lambda rank: (nic_of(cluster, rank) not in letters, rank))
+        picked += matching[:wanted]
+        letters |= {nic_of(cluster, rank) for rank in picked}
+        if len(picked) == degree:
+            break
+    return tuple(sorted(picked))
+
+
+def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
+    """A run of neighbours at a multiple of the degree where there is one, else those nearest to the inputs."""
+    present = set(ranks)
+    if degree == 1:
+        return (min(ranks, key=lambda rank: (rank not in near, rank ^ 1 in present, rank)),)
+    firsts = sorted({rank - rank % degree for rank in ranks})
+    blocks = [block for block in (range(a, a + degree) for a in firsts) if present.issuperset(block)]
+    if blocks:
+        return tuple(min(blocks, key=lambda block: (-len(near.intersection(block)), block[0])))
+    return tuple(sorted(sorted(ranks, key=lambda rank: (rank not in near, rank))[:degree]))
+
+
+def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
+    """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
+    split = cost.best_attention(cascade, cascade.degree, ranks) if cost.has_attention(cascade) else None
+    duration = cascade.end - cascade.start
+    if not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
+        # the tick to which the scheduler rounded up is not taken away again
+        duration = max(duration, cost.time(cascade, cascade.degree, ranks=ranks, recompute=cascade.recompute))
+    return cascade.with_attrs(
+        ranks=ranks,
+        ulysses=split.ulysses if split else None,
+        ring=split.ring if split else None,
+        end=Quantity(cascade.start + duration, "ms"),
+    )
+
+
+def retimed(order: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """Every cascade as early as its inputs, their handoffs and the earlier cascades on its ranks allow."""
+    free_at: dict[int, float] = defaultdict(float)
+    done: dict[str, Cascade] = {}
+    for cascade in order:
+        start = max(free_at[rank] for rank in cascade.ranks)
+        for name in cascade.inputs:
+            producer = done.get(name)
+            if producer is not None:
+                start = max(start, producer.end + arrival(producer, cascade, cost))
+        end = start + (cascade.end - cascade.start)
+        done[cascade.name] = cascade.with_attrs(start=_ms(start), end=_ms(end))
+        for rank in cascade.ranks:
+            free_at[rank] = done[cascade.name].end
+    return list(done.values())
+
+
+def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
+    """ms after the producer's end at which the consumer's last rank has its output."""
+    size = cost.output(producer) * GIB
+    if not size:
+        return 0.0
+    source = producer.ranks[0]
+    targets = [rank for rank in consumer.ranks if rank not in producer.ranks]
+    return max((handoff_time(cost.cluster, source, rank, size) for rank in targets), default=0.0)
+
+
+def _ms(value: float) -> Quantity:
+    return Quantity(round(value, 6), "ms")

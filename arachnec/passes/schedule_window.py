@@ -1,0 +1,144 @@
+"""Z3, behind this one file: is there a schedule of these jobs that ends by a given time?
+
+The model is exact for any degrees and any precedence. Per job one choice and one integer start; for every two jobs a
+boolean each way, "i ends before j starts"; and at the start of each job the GPUs held by it and by those then running
+are at most what there is (as usage rises only at starts, that is enough). Areas are a redundant pseudo-Boolean
+constraint, which is what makes refusals fast. Practical up to some twenty jobs; start times are what limits it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import reduce
+
+import z3
+
+from arachnec.passes.schedule_problem import Choice, Job, Problem, Schedule
+
+
+class Answer(Enum):
+    FOUND = "found"
+    IMPOSSIBLE = "impossible"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What one query may cost: Z3's own deterministic count of steps, and wall time in ms; None is no limit."""
+
+    steps: int | None = None
+    wall_ms: int | None = None
+
+
+def find_schedule(problem: Problem, horizon: int, *, seed: int, effort: Effort) -> tuple[Answer, Schedule | None]:
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
+    unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
+    if unit > 1:
+        coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
+        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort)
+        if schedule is not None:
+            schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
+        return answer, schedule
+    model = _Model(problem, horizon)
+    solver = model.solver
+    solver.set("random_seed", seed % 2**31)
+    if effort.steps is not None:
+        solver.set("rlimit", effort.steps)
+    if effort.wall_ms is not None:
+        solver.set("timeout", max(1, effort.wall_ms))
+    answer = solver.check()
+    if answer == z3.unsat:
+        return Answer.IMPOSSIBLE, None
+    if answer != z3.sat:
+        return Answer.UNKNOWN, None
+    return Answer.FOUND, model.schedule(solver.model())
+
+
+def _divided(job: Job, unit: int) -> Job:
+    return replace(job, choices=tuple(replace(choice, ticks=choice.ticks // unit) for choice in job.choices))
+
+
+class _Model:
+    """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
+
+    def __init__(self, problem: Problem, horizon: int) -> None:
+        self.problem = problem
+        self.horizon = horizon
+        self.solver = z3.Solver(ctx=z3.Context())
+        self.context = self.solver.ctx
+        jobs = range(len(problem.jobs))
+        self.start = [z3.Int(f"start_{j}", self.context) for j in jobs]
+        self.pick = [
+            [z3.Bool(f"pick_{j}_{k}", self.context) for k in range(len(problem.jobs[j].choices))] for j in jobs
+        ]
+        for j in jobs:
+            self._choose(j)
+        self._areas()
+        self._capacity()
+
+    def _choose(self, j: int) -> None:
+        job, add = self.problem.jobs[j], self.solver.add
+        latest = self.horizon - self.problem.tails[j]
+        add(z3.PbEq([(pick, 1) for pick in self.pick[j]], 1))
+        add(self.start[j] >= self.problem.heads[j])
+        for pick, choice in zip(self.pick[j], job.choices, strict=True):
+            if self.problem.heads[j] + choice.ticks > latest:
+                add(z3.Not(pick))
+            else:
+                add(z3.Implies(pick, self.start[j] <= latest - choice.ticks))
+        for i in job.before:
+            for pick, choice in self._choices(i):
+                add(z3.Implies(pick, self.start[j] >= self.start[i] + choice.ticks))
+
+    def _choices(self, j: int) -> Sequence[tuple[z3.BoolRef, Choice]]:
+        return list(zip(self.pick[j], self.problem.jobs[j].choices, strict=True))
+
+    def _areas(self) -> None:
+        areas = [(pick, choice.area) for j in range(len(self.pick)) for pick, choice in self._choices(j)]
+        unit = reduce(math.gcd, (area for _, area in areas), 0) or 1
+        room = self.problem.gpus * self.horizon // unit
+        self.solver.add(z3.PbLe([(pick, area // unit) for pick, area in areas], room))
+
+    def _capacity(self) -> None:
+        related = ancestors(self.problem)
+        jobs = range(len(self.problem.jobs))
+        free = {(i, j) for i in jobs for j in jobs if i != j and i not in related[j] and j not in related[i]}
+        ends_before = {pair: z3.Bool(f"before_{pair[0]}_{pair[1]}", self.context) for pair in sorted(free)}
+        for (i, j), before in ends_before.items():
+            for pick, choice in self._choices(i):
+                end = self.start[i] + choice.ticks
+                self.solver.add(z3.Implies(z3.And(before, pick), self.start[j] >= end))
+                self.solver.add(z3.Implies(z3.And(z3.Not(before), pick), self.start[j] < end))
+            if i < j:
+                self.solver.add(z3.Or(z3.Not(before), z3.Not(ends_before[j, i])))
+        for j in jobs:
+            held = [(pick, choice.degree) for pick, choice in self._choices(j)]
+            for i in jobs:
+                if (i, j) not in ends_before:
+                    continue
+                running = z3.Bool(f"running_{i}_{j}", self.context)
+                self.solver.add(z3.Or(running, ends_before[i, j], self.start[i] > self.start[j]))
+                for k, (pick, choice) in enumerate(self._choices(i)):
+                    both = z3.Bool(f"holds_{i}_{j}_{k}", self.context)
+                    self.solver.add(z3.Or(z3.Not(running), z3.Not(pick), both))
+                    held.append((both, choice.degree))
+            self.solver.add(z3.PbLe(held, self.problem.gpus))
+
+    def schedule(self, model: z3.ModelRef) -> Schedule:
+        picks = tuple(
+            next(k for k, pick in enumerate(row) if z3.is_true(model.eval(pick, model_completion=True)))
+            for row in self.pick
+        )
+        starts = tuple(model.eval(start, model_completion=True).as_long() for start in self.start)
+        return Schedule(picks, starts)
+
+
+def ancestors(problem: Problem) -> list[set[int]]:
+    """For every job all jobs that must end before it starts."""
+    found: list[set[int]] = []
+    for job in problem.jobs:
+        found.append(set(job.before).union(*(found[i] for i in job.before)))
+    return found

@@ -1,0 +1,124 @@
+"""Degrees and start times for all cascades: a bound, heuristics in milliseconds, then Z3 improves and proves.
+
+1. A lower bound that holds for every schedule (``bound``).
+2. The best of several list schedules, and a local search from there (``schedule_heuristics``).
+3. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
+   budget is spent (``schedule_window``).
+
+The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
+unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
+proved optimal.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.nodes import Level, Module
+from arachnec.passes.base import Duration, Pass
+from arachnec.passes.bound import lower_bound
+from arachnec.passes.cost import CostModel
+from arachnec.passes.schedule_heuristics import best_heuristic, improve
+from arachnec.passes.schedule_problem import Problem, Schedule, problem_of, scheduled, violations
+
+DEFAULT_BUDGET = Duration(2000.0)
+WHOLE = 24  # jobs that Z3 is given at once
+TRIES = 4000  # of the local search, where time allows
+Z3_STEPS_PER_STEP = 20_000
+SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
+
+
+@dataclass(frozen=True)
+class ScheduleZ3(Pass):
+    """The default scheduler.
+
+    ``budget`` limits the wall time of the search; 0ms gives the best heuristic at once. ``steps`` limits it by a count
+    of work instead, so that equal seeds and steps give equal schedules on any machine, however loaded.
+    """
+
+    needs: ClassVar[Level] = Level.COSTED
+    gives: ClassVar[Level] = Level.SCHEDULED
+
+    budget: Duration = DEFAULT_BUDGET
+    seed: int = 0
+    steps: int | None = None
+
+    def run(self, module: Module) -> Module:
+        started = time.perf_counter()
+        cost = CostModel(module)
+        problem = problem_of(module, cost)
+        found = solve(problem, Clock(started, self.budget, self.steps), self.seed)
+        return scheduled(module, cost, problem, found.schedule, found.bound, found.proved)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The budget: wall time from ``started`` in ms, or, where ``steps`` is given, a count of work alone."""
+
+    started: float
+    budget: float
+    steps: int | None = None
+
+    def left(self) -> float:
+        """ms of wall time; without end where work is counted instead."""
+        if self.steps is not None:
+            return float("inf")
+        return self.budget - (time.perf_counter() - self.started) * 1e3
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule, and the ticks that no schedule is shorter than; ``proved`` where the two meet."""
+
+    schedule: Schedule
+    bound: int
+    proved: bool
+
+
+def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
+    """The best schedule within the budget."""
+    bound = lower_bound(problem)
+    schedule = best_heuristic(problem, bound)
+    schedule = search(problem, schedule, bound, clock, seed)
+    if len(problem.jobs) <= WHOLE and schedule.makespan(problem) > bound and _any_left(clock):
+        return prove(problem, Solution(schedule, bound, False), clock, seed)
+    return Solution(schedule, bound, schedule.makespan(problem) <= bound)
+
+
+def search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
+    """Local search for its share of the budget."""
+    if clock.steps is not None:
+        return improve(problem, schedule, bound, seed=seed, steps=clock.steps)
+    floor = clock.left() * (1 - SEARCH_SHARE)
+    return improve(problem, schedule, bound, seed=seed, steps=TRIES, stop=lambda: clock.left() <= floor)
+
+
+def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Solution:
+    """Bisection by Z3 until bound and makespan meet or the budget is spent.
+
+    The first question is whether anything beats the incumbent: after a good heuristic the answer is often no, and that
+    no is the proof.
+    """
+    from arachnec.passes.schedule_window import Answer, Effort, find_schedule
+
+    schedule, low = incumbent.schedule, incumbent.bound
+    high = schedule.makespan(problem)
+    steps = None if clock.steps is None else clock.steps * Z3_STEPS_PER_STEP
+    horizon = high - 1
+    while low < high and _any_left(clock):
+        wall = None if clock.steps is not None else int(clock.left())
+        answer, found = find_schedule(problem, horizon, seed=seed, effort=Effort(steps, wall))
+        if answer is Answer.IMPOSSIBLE:
+            low = horizon + 1
+        elif found is not None and not violations(problem, found):
+            schedule, high = found, found.makespan(problem)
+        else:
+            break
+        horizon = (low + high - 1) // 2
+    return Solution(schedule, low, low >= high)
+
+
+def _any_left(clock: Clock) -> bool:
+    return clock.steps > 0 if clock.steps is not None else clock.left() > 0
