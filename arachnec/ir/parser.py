@@ -20,7 +20,7 @@ from lark import Lark, Token, Transformer
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     INSTRUCTIONS,
     NO_ATTRIBUTES,
@@ -307,10 +307,16 @@ class _Builder(Transformer[Token, Module]):
         if len(kinds[Cluster]) > 1:
             raise UserError(syntax_errors.TwiceGiven(kinds[Cluster][1].span, what="the cluster"))
         return Module(
-            _name(name),
-            _level(attrs, name),
-            next(iter(kinds[Cluster]), None),
-            *(tuple(kinds[kind]) for kind in _KINDS[1:]),
+            name=_name(name),
+            level=_level(attrs, name),
+            cluster=next(iter(kinds[Cluster]), None),
+            clips=tuple(kinds[Clip]),
+            stages=tuple(kinds[Stage]),
+            graphs=tuple(kinds[Graph]),
+            cascades=tuple(kinds[Cascade]),
+            reductions=tuple(kinds[Reduce]),
+            steps=tuple(kinds[Step]),
+            programs=tuple(kinds[Program]),
             attrs=_without(attrs, "level"),
             span=_span(name),
         )
@@ -382,7 +388,7 @@ def _joined(words: list[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _diagnose(error: UnexpectedInput, text: str, file: str) -> syntax_errors.Diagnostic:
+def _diagnose(error: UnexpectedInput, text: str, file: str) -> Diagnostic:
     if not re.sub(r"//[^\n]*", "", text).strip():
         return syntax_errors.NoModule(None, file=file)
     accepts = error.accepts if isinstance(error, UnexpectedToken) else getattr(error, "allowed", None)

@@ -1,15 +1,136 @@
-"""Verifier (being written)."""
+"""What is wrong with a module, at its level: attributes by ``arachnec.ir.tables``, structure by ``arachnec.ir.rules``."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from arachnec.ir import errors, kinds, tables
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import (
+    Cascade,
+    Clip,
+    Cluster,
+    Instruction,
+    Level,
+    Module,
+    Program,
+    Reduce,
+    Stage,
+    Step,
+)
+from arachnec.ir.rules import RULES, label, world_of
+from arachnec.ir.span import Span
+from arachnec.ir.values import Formula, Quantity, Value
+
+Attributed: TypeAlias = Module | Cluster | Clip | Stage | Cascade | Reduce | Step | Program | Instruction
+Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 
 
 def verify(module: Module) -> tuple[Diagnostic, ...]:
-    return ()
+    """Every mistake, in the order of the text; empty where the module is right.
+
+    Structure is looked at only where every attribute is right, so that one mistake gives one message.
+    """
+    if problems := tuple(_attributes(module)):
+        return problems
+    world = world_of(module)
+    return tuple(problem for rule in RULES for problem in rule(world))
 
 
 def check_module(module: Module) -> None:
+    """Raises UserError with all that ``verify`` finds."""
     if problems := verify(module):
         raise UserError(*problems)
+
+
+def _attributes(module: Module) -> Iterator[Diagnostic]:
+    per_kind = {kind: _split(table, module.level) for kind, table in _TABLES.items()}
+    per_op = {op: _split(table, module.level) for op, table in tables.INSTRUCTION.items()}
+    yield from _node(module, per_kind[Module], module.level)
+    if module.cluster:
+        yield from _node(module.cluster, per_kind[Cluster], module.level)
+    nodes: tuple[tuple[Attributed, ...], ...] = (
+        module.clips,
+        module.stages,
+        module.cascades,
+        module.reductions,
+        module.steps,
+    )
+    for group in nodes:
+        for node in group:
+            yield from _node(node, per_kind[type(node)], module.level)
+    for program in module.programs:
+        yield from _node(program, per_kind[Program], module.level)
+        for item in program.instructions:
+            yield from _node(item, per_op[item.op], module.level)
+
+
+_TABLES: dict[type, Mapping[str, tables.Row]] = {
+    Module: tables.MODULE,
+    Cluster: tables.CLUSTER,
+    Clip: tables.CLIP,
+    Stage: tables.STAGE,
+    Cascade: tables.CASCADE,
+    Reduce: tables.REDUCE,
+    Step: tables.STEP,
+    Program: tables.PROGRAM,
+}
+
+
+def _split(table: Mapping[str, tables.Row], level: Level) -> Tables:
+    return table, tuple(row for row in table.values() if row.required and row.since <= level)
+
+
+def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
+    table, required = rows
+    names = set()
+    for name, value in node.attrs.pairs:
+        names.add(name)
+        row = table.get(name)
+        if row is None:
+            yield _unknown(node, name, table, level)
+        elif row.since > level:
+            yield errors.EarlyAttribute(_place(node, name), label(node), name, level.word, row.since.word)
+        elif not kinds.test(row.kind)(value):
+            yield _mismatch(node, row, value)
+        elif type(value) is Formula:
+            yield from _variables(node, name, value)
+        elif type(value) is Quantity and value.value < 0:
+            yield errors.NegativeValue(_place(node, name), label(node), name)
+    for row in required:
+        if row.name not in names:
+            yield errors.MissingAttribute(
+                node.span, label(node), row.name, level.word, kinds.name(row.kind), row.meaning
+            )
+
+
+def _unknown(node: Attributed, name: str, table: Mapping[str, tables.Row], level: Level) -> Diagnostic:
+    known = [row.name for row in table.values() if row.since <= level]
+    close = difflib.get_close_matches(name, known, 1)
+    listed = f"its attributes are {', '.join(known)}" if known else "it has no attributes"
+    remedy = f"did you mean `{close[0]}`?" if close else listed
+    return errors.UnknownAttribute(_place(node, name), label(node), name, remedy)
+
+
+def _mismatch(node: Attributed, row: tables.Row, value: Value) -> Diagnostic:
+    unit = kinds.unit_of(row.kind)
+    place = _place(node, row.name)
+    if unit is not None and isinstance(value, Quantity | Formula) and value.unit != unit:
+        written = kinds.in_unit(value, unit) if isinstance(value, Quantity) else ""
+        remedy = f"write `{row.name} = {written}`" if written else f"`{row.name}`: {row.meaning}"
+        return errors.WrongUnit(place, label(node), row.name, value.unit, unit, remedy)
+    return errors.WrongType(place, label(node), row.name, kinds.describe(value), kinds.name(row.kind), row.meaning)
+
+
+def _variables(node: Attributed, name: str, value: Formula) -> Iterator[Diagnostic]:
+    for term in value.terms:
+        for variable, _ in term.powers:
+            if variable not in kinds.VARIABLES:
+                yield errors.UnknownVariable(_place(node, name), label(node), name, variable)
+                return
+
+
+def _place(node: Attributed, name: str) -> Span | None:
+    return node.attrs.span(name) or node.span

@@ -1,0 +1,95 @@
+"""The types that a table of attributes speaks of, and whether a value is of one.
+
+``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]``,
+lists of pairs ``[[int, ms]]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
+
+from arachnec.ir.printer import formula_text, number, string, symbol
+from arachnec.ir.values import UNITS, Attributes, Formula, Quantity, Symbol, Value
+
+Test: TypeAlias = Callable[[Value], bool]
+VARIABLES = ("B", "S", "T")
+SCALES = {"us": ("time", 1e-3), "ms": ("time", 1.0), "MiB": ("memory", 1 / 1024), "GiB": ("memory", 1.0)}
+
+
+@functools.cache
+def test(kind: str) -> Test:
+    """The predicate of a type's text. Raises KeyError for a text that names no type."""
+    if kind.startswith("[["):
+        left, right = (test(part.strip()) for part in kind[2:-2].split(","))
+        return lambda value: (
+            isinstance(value, tuple)
+            and all(isinstance(p, tuple) and len(p) == 2 and left(p[0]) and right(p[1]) for p in value)
+        )
+    if kind.startswith("["):
+        item = test(kind[1:-1])
+        return lambda value: isinstance(value, tuple) and all(map(item, value))
+    if kind.endswith(" formula"):
+        unit = kind.removesuffix(" formula")
+        return lambda value: isinstance(value, Formula | Quantity) and value.unit == unit
+    if kind in UNITS:
+        return lambda value: type(value) is Quantity and value.unit == kind
+    return _PLAIN[kind]
+
+
+_PLAIN: dict[str, Test] = {
+    "int": lambda value: type(value) is int,
+    "float": lambda value: type(value) in (int, float),
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+    "@graph": lambda value: type(value) is Symbol,
+}
+
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "`true` or `false`",
+    "@graph": "the name of a graph, `@Block`",
+    "[int]": "a list of integers",
+    "[[int, ms]]": "a list of `[degree, time in ms]`",
+    "[[@graph, int]]": "a list of `[@graph, count]`",
+}
+
+
+def name(kind: str) -> str:
+    """``a quantity in `ms```: a type as a person says it."""
+    if kind.endswith(" formula"):
+        return f"a formula in `{kind.removesuffix(' formula')}`"
+    return _NAMES.get(kind) or f"a quantity in `{kind}`"
+
+
+def unit_of(kind: str) -> str | None:
+    unit = kind.removesuffix(" formula")
+    return unit if unit in UNITS else None
+
+
+def describe(value: Value) -> str:
+    """``the string "a"``: a value as a person says it."""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int | float):
+        return f"the plain number `{value!r}`"
+    if isinstance(value, str):
+        return f"the string `{string(value)}`"
+    if isinstance(value, Quantity):
+        return f"`{number(value.value)} {value.unit}`"
+    if isinstance(value, Formula):
+        return f"the formula `{formula_text(value)}`"
+    if isinstance(value, Symbol):
+        return f"the name `{symbol(value.name)}`"
+    return "a block of attributes" if isinstance(value, Attributes) else "a list of something else"
+
+
+def in_unit(value: Quantity, unit: str) -> str:
+    """How to write ``value`` in ``unit``, or the empty text where the two measure different things."""
+    here, there = SCALES.get(value.unit), SCALES.get(unit)
+    if here is None or there is None or here[0] != there[0]:
+        return ""
+    return f"{number(float(f'{value.value * here[1] / there[1]:.12g}'))} {unit}"

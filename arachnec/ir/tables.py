@@ -1,0 +1,165 @@
+"""Which attributes a node has, level by level: the contract between the passes, and the documentation of it.
+
+The columns are: attribute, its type (``arachnec.ir.kinds``), the level from which on it may stand there, and whether it
+must (``required``), and what it means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arachnec.ir.nodes import Level
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    kind: str
+    since: Level
+    required: bool
+    meaning: str
+
+
+def table(text: str) -> dict[str, Row]:
+    rows = {}
+    for line in text.strip().splitlines():
+        name, kind, since, need, meaning = (cell.strip() for cell in line.split("|"))
+        rows[name] = Row(name, kind, Level[since.upper()], {"required": True, "optional": False}[need], meaning)
+    return rows
+
+
+MODULE = table("""
+    makespan  | ms   | scheduled | required | end of the last cascade
+    bound     | ms   | scheduled | required | no schedule of these cascades can be shorter
+    proved    | bool | scheduled | required | whether this makespan is proved to be the least
+""")
+
+CLUSTER = table("""
+    nodes         | int     | traced | required | machines
+    gpus          | int     | traced | required | devices per machine
+    device        | str     | traced | required | its name in the data sheets
+    memory        | GiB     | traced | required | of one device
+    flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype
+    intra         | GB/s    | traced | required | between devices of a machine, one direction
+    inter         | GB/s    | traced | required | between machines, per device, one direction
+    latency       | us      | traced | required | of a message inside a machine
+    inter_latency | us      | traced | required | of a message between machines
+    nics          | str     | traced | optional | the network card of each device of a machine, one letter each
+    cores         | int     | traced | optional | processor cores of a machine
+""")
+
+CLIP = table("""
+    name      | str | traced | optional | what the manifest calls it
+    iteration | int | traced | optional | the global batch it belongs to, where a module holds several
+""")
+
+STAGE = table("""
+    source          | str            | traced | optional | the class it came from
+    params          | int            | traced | optional | number of parameters
+    dtype           | str            | traced | optional | of the parameters
+    blocks          | [[@graph, int]] | traced | optional | its block classes and how often each is repeated
+    hidden          | int            | traced | optional | width of a token
+    heads           | int            | traced | optional | of its attentions, the least
+    attentions      | int            | traced | optional | self-attention calls in one forward
+    joint           | bool           | traced | optional | whether text tokens take part in attention
+    flops           | TFLOP formula  | traced | optional | one forward
+    saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
+    saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
+    workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
+    traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
+    state           | GiB            | traced | optional | parameters, gradients, master copies, optimizer state
+    degrees         | [int]          | traced | optional | legal degrees; absent = any
+    output          | GiB formula    | traced | optional | what an encoder hands off
+    forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
+    backward        | ms formula     | costed | optional | the same, of a trained stage
+    costs           | str            | costed | required | where they come from: "profile", "data sheet" or "table"
+""")
+
+CASCADE = table("""
+    times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
+    degree    | int         | scheduled | required | ranks that share it
+    start     | ms          | scheduled | required | from the start of the iteration
+    end       | ms          | scheduled | required | from the start of the iteration
+    recompute | bool        | scheduled | optional | blocks are run again in the backward
+    memory    | GiB         | scheduled | optional | per rank, held while it runs
+    ranks     | [int]       | placed    | required | one for each of its degree
+    ulysses   | int         | placed    | optional | heads are split over so many ranks
+    ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
+    shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
+""")
+
+REDUCE = table("""
+    ranks | [int] | scheduled | optional | who takes part
+    bytes | int   | scheduled | optional | of the gradients
+    time  | ms    | scheduled | optional | planned duration
+""")
+
+STEP = table("""
+    time  | ms    | scheduled | optional | planned duration
+    ranks | [int] | scheduled | optional | who takes part
+""")
+
+PROGRAM = table("""
+    state | GiB | lowered | required | parameters, gradients, optimizer state on this rank
+""")
+
+_RUN = """
+    time      | ms    | lowered | required | planned duration
+    start     | ms    | lowered | required | planned start
+"""
+
+INSTRUCTION = {
+    "encode": table(
+        _RUN
+        + """
+    memory    | GiB   | lowered | optional | its output, held until `free`
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+    ),
+    "forward": table(
+        _RUN
+        + """
+    memory    | GiB   | lowered | optional | held until its backward
+    weight    | float | lowered | optional | share of the loss: clips of the cascade / clips of the global batch
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    ulysses   | int   | lowered | optional | as on the cascade
+    ring      | int   | lowered | optional | as on the cascade
+    shards    | [int] | lowered | optional | as on the cascade
+    recompute | bool  | lowered | optional | as on the cascade
+"""
+    ),
+    "backward": table(
+        _RUN
+        + """
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+    ),
+    "weight": table(
+        _RUN
+        + """
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+    ),
+    "denoise": table(
+        _RUN
+        + """
+    memory    | GiB   | lowered | optional | its output, held until `free`
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+    ),
+    "send": table("""
+    bytes     | int   | lowered | required | of the message
+"""),
+    "receive": table("""
+    bytes     | int   | lowered | required | of the message
+    memory    | GiB   | lowered | optional | held until `free`
+"""),
+    "reduce": table("""
+    bytes     | int   | lowered | required | of the gradients
+    time      | ms    | lowered | required | planned duration
+"""),
+    "step": table("""
+    time      | ms    | lowered | required | planned duration
+"""),
+    "free": {},
+}
