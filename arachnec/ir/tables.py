@@ -22,7 +22,7 @@ class Row:
 
 def table(text: str) -> dict[str, Row]:
     rows = {}
-    for line in text.strip().splitlines():
+    for line in filter(str.strip, text.splitlines()):
         name, kind, since, need, meaning = (cell.strip() for cell in line.split("|"))
         rows[name] = Row(name, kind, Level[since.upper()], {"required": True, "optional": False}[need], meaning)
     return rows

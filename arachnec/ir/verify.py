@@ -1,4 +1,4 @@
-"""What is wrong with a module, at its level: attributes by ``arachnec.ir.tables``, structure by ``arachnec.ir.rules``."""
+"""What is wrong with a module: attributes by ``arachnec.ir.tables``, structure by ``arachnec.ir.rules``."""
 
 from __future__ import annotations
 
