@@ -1,0 +1,93 @@
+"""What one cascade computes, whoever runs it: the reference alone, or a rank as one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.backends.training import Training
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.batch import make_batch, prediction_of
+from arachnec.models.file import ModelFile
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class NoGradient(Diagnostic):
+    title: ClassVar[str] = "no gradient can follow from `loss`: {found}"
+    help: ClassVar[str] = "loss(prediction, target) returns one scalar tensor that depends on the prediction"
+    found: str
+
+
+def build_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
+    """The model with the weights that ``seed`` gives, in the precision of ``training``."""
+    torch.manual_seed(training.seed)
+    model = model_file.build()
+    if training.dtype != "fp32":
+        model = model.to(DTYPES[training.dtype])
+    return model.to(device)
+
+
+def build_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
+    """The frozen encoders by name; none where the model file has none."""
+    if model_file.encoders is None:
+        return {}
+    torch.manual_seed(training.seed)
+    encoders = model_file.encoders()
+    return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
+
+
+@torch.no_grad()
+def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
+    """``encoder`` applied to each clip by itself, joined along dim 0: what was batched does not change the values."""
+    load = encoder.load
+    assert callable(load)
+    return torch.cat([encoder(load(clip, device)) for clip in clips])
+
+
+def cascade_loss(
+    model: nn.Module,
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    encoded: Mapping[str, Tensor],
+    training: Training,
+    step: int,
+    device: torch.device,
+) -> Tensor:
+    """The mean loss of a micro-batch of equal clips, a scalar with its graph.
+
+    What is drawn for a clip follows from (seed, step, clip) alone.
+    """
+    dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+    kwargs, target = make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
+    loss = model_file.loss(prediction_of(model(**kwargs)), target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))
+    if not loss.requires_grad:
+        raise UserError(NoGradient(model_file.span("loss"), "its result depends on no parameter that trains"))
+    return loss.reshape(())
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, under the module's own names."""
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient; zeros where nothing used the parameter."""
+    return {
+        name: (torch.zeros_like(value) if value.grad is None else value.grad).detach().clone()
+        for name, value in parameters.items()
+    }
+
+
+def drop_gradients(parameters: Mapping[str, Tensor]) -> None:
+    for value in parameters.values():
+        value.grad = None

@@ -1,0 +1,241 @@
+"""The executable: a folder that ``arachnec compile`` writes and ``arachnec run`` takes.
+
+=================== ========================================================================================
+program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
+traced.cascade      cluster, stages and every clip of the manifest with its iteration: what later steps are planned from
+graphs.cascade      the block graphs, to be read
+executable.json     pipeline, training options, fingerprint, versions
+model.py            the model file as it was; the only code, and the only file to trust like code
+clips.jsonl         the clips, by their ids in the IR
+=================== ========================================================================================
+
+Nothing in it is a pickle. What is read is held to a schema and to a size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.backends.training import Training, verified
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Level, Module
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.models.file import ModelFile, load_model_file
+from arachnec.version import __version__
+
+FORMAT = 1
+LIMIT_BYTES = 256 * 2**20
+PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
+MODEL, CLIPS = "model.py", "clips.jsonl"
+LIBRARIES = ("torch", "diffusers", "transformers")
+
+
+@dataclass(frozen=True)
+class NotExecutable(Diagnostic):
+    title: ClassVar[str] = "{folder} is not an executable: {reason}"
+    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Changed(Diagnostic):
+    title: ClassVar[str] = "{file} in {folder} is not the one this executable was compiled with"
+    help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
+    folder: str
+    file: str
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``executable.json``."""
+
+    format: int
+    pipeline: str
+    iterations: int
+    training: Training
+    fingerprint: dict[str, str]
+    versions: dict[str, str]
+    load: tuple[str, ...] = ()  # files in this folder that add passes
+
+
+class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A line of ``clips.jsonl``; its number is the clip's id in the IR."""
+
+    id: str | int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int
+    caption: str | None = None
+    path: str | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Executable:
+    """An executable folder as it was read."""
+
+    folder: Path
+    header: Header
+    program: Module  # iteration 0, lowered; not checked yet
+    traced: Module
+    clips: tuple[VideoClip, ...]  # by id in the IR
+    digests: dict[str, str]  # of every part, as it is now; all ranks must agree on all of them
+
+    @property
+    def training(self) -> Training:
+        return self.header.training
+
+    def model_file(self) -> ModelFile:
+        """Import ``model.py``. This runs its code."""
+        return load_model_file(self.folder / MODEL)
+
+
+def write_executable(
+    folder: Path,
+    *,
+    program: Module,
+    traced: Module,
+    pipeline: str,
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    training: Training | None = None,
+    load: Sequence[Path] = (),
+    extra: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the folder; returns it.
+
+    ``clips`` in the order of their ids in the IR. ``extra`` are more files by name, such as the report. Raises
+    ``UserError`` for training options out of range, ValueError for modules of the wrong level.
+    """
+    if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
+        raise ValueError("an executable needs a lowered program and a traced module")
+    training = verified(training or Training())
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        PROGRAM: print_module(program),
+        TRACED: print_module(replace(traced, graphs=())),
+        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=traced.graphs)),
+        MODEL: model_file.path.read_text(encoding="utf-8"),
+        CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
+    }
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in load}
+    iterations = {clip.attrs.get("iteration", 0) for clip in traced.clips}
+    header = Header(
+        format=FORMAT,
+        pipeline=pipeline,
+        iterations=max(1, len(iterations)),
+        training=training,
+        fingerprint={name: _digest(texts[name].encode()) for name in (MODEL, CLIPS, TRACED)},
+        versions=versions(),
+        load=tuple(path.name for path in load),
+    )
+    texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
+    for name, text in {**texts, **(extra or {})}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def read_executable(folder: Path) -> Executable:
+    """Read the folder; the program is parsed, but neither verified nor checked.
+
+    Raises ``UserError`` for a missing, oversized, malformed or altered part.
+    """
+    if not (folder / HEADER).is_file():
+        raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
+    header = _header(folder)
+    raw = {name: _read(folder, name) for name in (PROGRAM, TRACED, MODEL, CLIPS, *header.load)}
+    digests = {name: _digest(data) for name, data in raw.items()}
+    for name, digest in header.fingerprint.items():
+        if digests.get(name) != digest:
+            raise UserError(Changed(None, str(folder), name))
+    return Executable(
+        folder=folder,
+        header=header,
+        program=parse_module(_text(folder, PROGRAM, raw[PROGRAM]), str(folder / PROGRAM)),
+        traced=parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED)),
+        clips=tuple(_clips(folder, raw[CLIPS])),
+        digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
+    )
+
+
+def iteration_of(traced: Module, number: int) -> Module:
+    """The traced module of one global batch."""
+    clips = tuple(clip for clip in traced.clips if clip.attrs.get("iteration", 0) == number)
+    return replace(traced, name=f"iteration_{number}", clips=clips, graphs=())
+
+
+def versions() -> dict[str, str]:
+    """What the ranks must agree on besides the files."""
+    found = {"arachnec": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _header(folder: Path) -> Header:
+    data = _read(folder, HEADER)
+    try:
+        header = msgspec.json.decode(data, type=Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
+    if header.format != FORMAT:
+        raise UserError(
+            NotExecutable(None, str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
+        )
+    if any(Path(name).name != name for name in header.load):
+        raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+    verified(header.training)
+    return header
+
+
+def _read(folder: Path, name: str) -> bytes:
+    path = folder / name
+    if not path.is_file():
+        raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
+    if path.stat().st_size > LIMIT_BYTES:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
+    return path.read_bytes()
+
+
+def _text(folder: Path, name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
+
+
+def _clips(folder: Path, data: bytes) -> list[VideoClip]:
+    clips = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            row = msgspec.json.decode(line, type=ClipRow)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UserError(NotExecutable(None, str(folder), f"{CLIPS}, line {number}: {error}")) from None
+        place = None if row.path is None else Path(row.path)
+        clips.append(
+            VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
+        )
+    return clips
+
+
+def _row(clip: VideoClip) -> ClipRow:
+    place = None if clip.path is None else str(clip.path.absolute())
+    return ClipRow(clip.id, clip.frames, clip.height, clip.width, clip.text_tokens, clip.caption, place, clip.start)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,109 @@
+"""One process, no distribution: executes a module at any level from ``partitioned`` on. It defines what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import (
+    build_encoders,
+    build_model,
+    cascade_loss,
+    drop_gradients,
+    encode,
+    gradients_of,
+    trained_parameters,
+)
+from arachnec.backends.training import Training
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Level, Module, Phase
+from arachnec.models.file import ModelFile
+
+
+@dataclass(frozen=True)
+class NotTraining(Diagnostic):
+    title: ClassVar[str] = "%{cascade} is a `{phase}` cascade, which the reference does not run"
+    help: ClassVar[str] = "the reference runs `encode` and `train` cascades"
+    cascade: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class NoCascades(Diagnostic):
+    title: ClassVar[str] = "@{module} is {level}: it has no cascades to run"
+    help: ClassVar[str] = "run the pass `partition` first"
+    module: str
+    level: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The objective of one global batch, and its gradient by parameter name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def run_reference(
+    module: Module,
+    model_file: ModelFile,
+    clips: Mapping[int, VideoClip],
+    training: Training | None = None,
+    *,
+    step: int = 0,
+    model: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+) -> Outcome:
+    """Loss and gradients of one iteration, computed one cascade after the other.
+
+    ``clips`` maps the ids of the module's clips to what ``sample`` sees. ``model`` stands in for a freshly built one.
+    Raises ``UserError`` for a module below ``partitioned`` or with phases that are not training.
+    """
+    if module.level < Level.PARTITIONED:
+        raise UserError(NoCascades(module.span, module.name, module.level.word))
+    training = training or Training()
+    device = torch.device(device)
+    model = model if model is not None else build_model(model_file, training, device)
+    encoders = build_encoders(model_file, training, device)
+    parameters = trained_parameters(model)
+    drop_gradients(parameters)
+    values: dict[str, Tensor] = {}
+    total = 0.0
+    for cascade in module.cascades:
+        chosen = [clips[clip] for clip in cascade.clips]
+        if cascade.phase is Phase.ENCODE:
+            values[cascade.name] = encode(encoders[cascade.stage], chosen, device)
+        elif cascade.phase is Phase.TRAIN:
+            encoded = encoded_inputs(module, cascade, values)
+            weight = len(cascade.clips) / len(module.clips)
+            loss = cascade_loss(model, model_file, chosen, encoded, training, step, device) * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        else:
+            raise UserError(NotTraining(cascade.span, cascade.name, cascade.phase.value))
+    gradients = gradients_of(parameters)
+    drop_gradients(parameters)
+    return Outcome(total, gradients)
+
+
+def encoded_inputs(module: Module, cascade: Cascade, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A cascade's inputs by encoder name, their rows in the order of its clips.
+
+    An encode cascade may hold more clips than its reader, and several may feed one encoder's name.
+    """
+    producers = {other.name: other for other in module.cascades}
+    rows: dict[str, dict[int, Tensor]] = {}
+    for name in cascade.inputs:
+        producer = producers[name]
+        held = rows.setdefault(producer.stage, {})
+        held |= {clip: values[name][index : index + 1] for index, clip in enumerate(producer.clips)}
+    return {stage: _in_order(held, cascade.clips) for stage, held in rows.items()}
+
+
+def _in_order(held: Mapping[int, Tensor], clips: Sequence[int]) -> Tensor:
+    return held[clips[0]] if len(clips) == 1 else torch.cat([held[clip] for clip in clips])

@@ -1,0 +1,267 @@
+"""Discrete events over a lowered program: what an iteration would take, without running it.
+
+Every rank walks its own list. A group's instruction starts when the last of its ranks has come to it; it takes the
+``time`` that the plan states. A send and a receive are posted and not waited for; the transfer runs over the cluster's
+links, shared with others, once both are posted; the first instruction that reads a received value waits for it, and
+``free`` waits for the value's sends. So does the ``torch_distributed`` back end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from arachnec.backends.simulator_network import Flow, Network, Route, route
+from arachnec.backends.timeline import COMPUTE, Interval, Timeline, Transfer, imbalance
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage, quantity
+from arachnec.ir.values import Formula
+from arachnec.passes.check_memory import high_water
+from arachnec.passes.check_values import Values, written
+from arachnec.passes.data_sheets import find_data_sheet
+
+FORWARDS = {Phase.TRAIN: 3.0, Phase.BACKWARD: 2.0, Phase.WEIGHT: 1.0}  # work of a phase in forwards; others are one
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one iteration came to."""
+
+    timeline: Timeline
+    iteration_ms: float  # until the last rank has stepped
+    makespan_ms: float  # until the last cascade has ended
+    busy_ms: tuple[float, ...]  # per rank, in cascades
+    idle_ms: tuple[float, ...]  # per rank, neither in cascades nor in reduce and step
+    imbalance: float  # mean over ranks of (t_max - t_rank) / t_max, of busy_ms
+    peak_memory_gib: tuple[float, ...]  # per rank
+    mfu: float | None  # model FLOPs over the devices' peak; None where either is not known
+
+
+def simulate(module: Module) -> Simulation:
+    """Run a lowered module that ``check`` has passed.
+
+    Raises RuntimeError where ranks wait for each other, which ``check`` would have refused.
+    """
+    assert module.cluster is not None, "a lowered module has a cluster"
+    values = Values(module)
+    engine = _Engine(values, module.cluster)
+    engine.run()
+    timeline = Timeline("simulated", tuple(engine.intervals), tuple(engine.transfers))
+    ranks = [program.rank for program in module.programs]
+    busy = tuple(timeline.busy_ms(rank) for rank in ranks)
+    worked = (sum(i.end - i.start for i in timeline.lanes.get(rank, ())) for rank in ranks)
+    iteration = timeline.end
+    return Simulation(
+        timeline=timeline,
+        iteration_ms=iteration,
+        makespan_ms=max((i.end for i in engine.intervals if i.op in COMPUTE), default=0.0),
+        busy_ms=busy,
+        idle_ms=tuple(iteration - each for each in worked),
+        imbalance=imbalance(busy),
+        peak_memory_gib=tuple(high_water(values, program).total for program in module.programs),
+        mfu=model_flops_utilization(module, iteration),
+    )
+
+
+def model_flops_utilization(module: Module, iteration_ms: float) -> float | None:
+    """TFLOP that the model needs, without recomputation, over what the cluster's devices could do at their peak."""
+    assert module.cluster is not None
+    sheet = find_data_sheet(str(module.cluster.attrs["device"]))
+    if sheet is None or sheet.name == "cpu" or iteration_ms <= 0:
+        return None
+    stages = {stage.name: stage for stage in module.stages}
+    needed = [
+        _tflop(cascade, stages[cascade.stage]) for cascade in module.cascades if cascade.phase is not Phase.ENCODE
+    ]
+    if not needed or None in needed:
+        return None
+    total = sum(each for each in needed if each is not None)
+    return total / (iteration_ms / 1e3 * module.cluster.world * sheet.peak)
+
+
+def _tflop(cascade: Cascade, stage: Stage) -> float | None:
+    flops = stage.attrs.get("flops")
+    if not isinstance(flops, Formula):
+        return None
+    return FORWARDS.get(cascade.phase, 1.0) * flops(B=cascade.batch, S=cascade.tokens, T=cascade.text)
+
+
+@dataclass
+class _Rank:
+    """Where a rank stands."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    at: int = 0
+    coming: set[str] = field(default_factory=set)  # values that are posted and have not arrived
+    leaving: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # sends under way, by value
+    joined: bool = False  # has come to the group's instruction it stands at
+    waiting_for: str | None = None
+
+
+@dataclass
+class _Message:
+    """A handoff of which at least one side is posted."""
+
+    cascade: str
+    size: int
+    sent: bool = False
+    received: bool = False
+
+
+@dataclass
+class _Running:
+    """A transfer on the links."""
+
+    message: _Message
+    source: int
+    target: int
+    flow: Flow
+    start: float
+
+
+class _Engine:
+    """The event loop. Events are (ms, number, what happens): numbers keep equal times in the order they were made."""
+
+    def __init__(self, values: Values, cluster: Cluster) -> None:
+        self._values = values
+        self._cluster = cluster
+        self._network = Network()
+        self._ranks = {p.rank: _Rank(p.rank, p.instructions) for p in values.module.programs}
+        self._events: list[tuple[float, int, _Ended | _Drained | _Arrived]] = []
+        self._count = 0
+        self._arrived: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+        self._channels: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._flows: dict[int, _Running] = {}
+        self.intervals: list[Interval] = []
+        self.transfers: list[Transfer] = []
+
+    def run(self) -> None:
+        for rank in self._ranks.values():
+            self._advance(rank, 0.0)
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            if isinstance(event, _Ended):
+                for number in event.ranks:
+                    self._ranks[number].at += 1
+                for number in event.ranks:
+                    self._advance(self._ranks[number], now)
+            elif isinstance(event, _Drained):
+                self._drained(event, now)
+            else:
+                self._arrive(event.running, now)
+        stuck = [rank for rank in self._ranks.values() if rank.at < len(rank.instructions)]
+        if stuck:
+            places = ", ".join(f"rank {r.rank} in `{written(r.instructions[r.at])}`" for r in stuck[:8])
+            raise RuntimeError(f"the program stands still: {places}")
+
+    def _advance(self, rank: _Rank, now: float) -> None:
+        """Walk on until something takes time or has to be waited for."""
+        while rank.at < len(rank.instructions):
+            instruction = rank.instructions[rank.at]
+            rank.waiting_for = self._missing(rank, instruction)
+            if rank.waiting_for is not None:
+                return
+            if instruction.op == "send":
+                self._post(rank.rank, instruction.peers[0], instruction, now, send=True)
+            elif instruction.op == "receive":
+                self._post(instruction.peers[0], rank.rank, instruction, now, send=False)
+            elif instruction.op != "free":
+                self._enter(rank, instruction, now)
+                return
+            rank.at += 1
+
+    def _missing(self, rank: _Rank, instruction: Instruction) -> str | None:
+        """A value that this rank has to wait for before the instruction."""
+        if instruction.op == "free" and rank.leaving.get(instruction.target):
+            return instruction.target
+        if not rank.coming:
+            return None
+        return next((value for value in self._values.reads(instruction) if value in rank.coming), None)
+
+    def _enter(self, rank: _Rank, instruction: Instruction, now: float) -> None:
+        group = instruction.peers or (rank.rank,)
+        if len(group) > 1:
+            key = (instruction.op, instruction.target, group)
+            here = self._arrived[key]
+            here.append(rank.rank)
+            if len(here) < len(group):
+                return
+            del self._arrived[key]
+        end = now + self._duration(instruction)
+        for member in group:
+            self.intervals.append(Interval(member, instruction.op, instruction.target, now, end))
+        self._push(end, _Ended(group))
+
+    def _duration(self, instruction: Instruction) -> float:
+        time = instruction.attrs.get("time")
+        return 0.0 if time is None else quantity(time)
+
+    def _post(self, source: int, target: int, instruction: Instruction, now: float, *, send: bool) -> None:
+        """The n-th send of a pair of ranks meets its n-th receive."""
+        sends, receives = self._channels.setdefault((source, target), (deque(), deque()))
+        mine, other = (sends, receives) if send else (receives, sends)
+        size = instruction.attrs.get("bytes", 0)
+        message = _Message(instruction.target, size if isinstance(size, int) else 0)
+        if send:
+            self._ranks[source].leaving[message.cascade] += 1
+        else:
+            self._ranks[target].coming.add(message.cascade)
+        if not other:
+            mine.append(message)
+            return
+        other.popleft()
+        self._start(message, source, target, now)
+
+    def _start(self, message: _Message, source: int, target: int, now: float) -> None:
+        path = self._routes.get((source, target))
+        if path is None:
+            path = self._routes[source, target] = route(self._cluster, source, target)
+        flow = Flow(path, float(message.size))
+        running = _Running(message, source, target, flow, now)
+        self._flows[id(flow)] = running
+        self._schedule(self._network.start(flow, now), now)
+
+    def _schedule(self, flows: list[Flow], now: float) -> None:
+        for flow in flows:
+            end = now + (flow.left / flow.rate if flow.left else 0.0)
+            self._push(end, _Drained(flow, flow.version))
+
+    def _drained(self, event: _Drained, now: float) -> None:
+        """The last byte has left, if the rate has not changed since this was foreseen."""
+        flow = event.flow
+        if event.version != flow.version:
+            return
+        running = self._flows.pop(id(flow))
+        self._schedule(self._network.finish(flow, now), now)
+        self._push(now + flow.route.latency, _Arrived(running))
+
+    def _arrive(self, running: _Running, now: float) -> None:
+        source, target, name = self._ranks[running.source], self._ranks[running.target], running.message.cascade
+        self.transfers.append(Transfer(name, running.source, running.target, running.message.size, running.start, now))
+        source.leaving[name] -= 1
+        target.coming.discard(name)
+        for rank in (source, target):
+            if rank.waiting_for == name:
+                self._advance(rank, now)
+
+    def _push(self, when: float, event: _Ended | _Drained | _Arrived) -> None:
+        heapq.heappush(self._events, (when, self._count, event))
+        self._count += 1
+
+
+@dataclass(frozen=True)
+class _Ended:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Drained:
+    flow: Flow
+    version: int
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    running: _Running

@@ -1,0 +1,160 @@
+"""When every instruction ran on every rank: planned, simulated or measured, all in one form, and as a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Instruction, Module, quantity
+
+COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
+DRAWN = (*COMPUTE, "reduce", "step")
+
+
+@dataclass(frozen=True)
+class BadMeasured(Diagnostic):
+    title: ClassVar[str] = "{path} is not a measured timeline: {reason}"
+    help: ClassVar[str] = "`arachnec run` writes it; run again, or remove it"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One instruction on one rank; ms from the start of the iteration."""
+
+    rank: int
+    op: str
+    target: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One handoff over the links; ms from the start of the iteration."""
+
+    cascade: str
+    source: int
+    target: int
+    bytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All intervals of one iteration under a title such as ``planned`` or ``measured``."""
+
+    title: str
+    intervals: tuple[Interval, ...]
+    transfers: tuple[Transfer, ...] = ()
+
+    @cached_property
+    def lanes(self) -> dict[int, tuple[Interval, ...]]:
+        """The intervals of every rank, by start."""
+        found: dict[int, list[Interval]] = {}
+        for interval in sorted(self.intervals, key=lambda i: (i.rank, i.start, i.end)):
+            found.setdefault(interval.rank, []).append(interval)
+        return {rank: tuple(lane) for rank, lane in found.items()}
+
+    @cached_property
+    def end(self) -> float:
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    def busy_ms(self, rank: int) -> float:
+        """ms in which the rank computed cascades."""
+        return sum(i.end - i.start for i in self.lanes.get(rank, ()) if i.op in COMPUTE)
+
+
+def imbalance(busy: Iterable[float]) -> float:
+    """Mean over ranks of (t_max - t_rank) / t_max."""
+    times = list(busy)
+    longest = max(times, default=0.0)
+    return sum(longest - each for each in times) / longest / len(times) if longest > 0 else 0.0
+
+
+def planned(module: Module) -> Timeline:
+    """What a lowered module's own ``start`` and ``time`` say; what has no start follows the last end of its ranks."""
+    ends = {program.rank: 0.0 for program in module.programs}
+    intervals: list[Interval] = []
+    for program in module.programs:
+        for instruction in program.instructions:
+            if instruction.op not in COMPUTE:
+                continue
+            start = _ms(instruction, "start", ends[program.rank])
+            end = start + _ms(instruction, "time", 0.0)
+            ends[program.rank] = max(ends[program.rank], end)
+            intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
+    last = max(ends.values(), default=0.0)
+    for program in module.programs:
+        now = last  # the first reduce waits for the last rank
+        for instruction in program.instructions:
+            if instruction.op not in ("reduce", "step"):
+                continue
+            end = now + _ms(instruction, "time", 0.0)
+            intervals.append(Interval(program.rank, instruction.op, instruction.target, now, end))
+            now = end
+    return Timeline("planned", tuple(intervals))
+
+
+def read_measured(path: Path) -> Timeline:
+    """``measured.json`` as ``arachnec run`` writes it: ``{"step": 19, "intervals": [{"rank": 0, "op": ..., ...}]}``.
+
+    Raises UserError where the file holds something else.
+    """
+
+    class Measured(msgspec.Struct, frozen=True):
+        step: int
+        intervals: tuple[Interval, ...]
+
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=Measured)
+    except msgspec.DecodeError as error:
+        raise UserError(BadMeasured(None, str(path), str(error))) from error
+    return Timeline(f"measured, step {content.step}", content.intervals)
+
+
+def chrome_trace(module: Module, *timelines: Timeline) -> dict[str, Any]:
+    """The trace-event form that Perfetto and chrome://tracing read: one process a timeline, one thread a rank.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete and flow events).
+    """
+    stages = {cascade.name: cascade.stage for cascade in module.cascades}
+    clips = {cascade.name: list(cascade.clips) for cascade in module.cascades}
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.title}})
+        for rank, lane in timeline.lanes.items():
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+            )
+            events += [
+                {
+                    "ph": "X",
+                    "name": f"{interval.op} {interval.target}",
+                    "cat": stages.get(interval.target, interval.target),
+                    "pid": process,
+                    "tid": rank,
+                    "ts": interval.start * 1e3,
+                    "dur": (interval.end - interval.start) * 1e3,
+                    "args": {"clips": clips.get(interval.target, [])},
+                }
+                for interval in lane
+            ]
+        for number, transfer in enumerate(timeline.transfers):
+            flow = {"name": transfer.cascade, "cat": "handoff", "id": f"{process}.{number}", "pid": process}
+            events.append({"ph": "s", **flow, "tid": transfer.source, "ts": transfer.start * 1e3})
+            events.append({"ph": "f", "bp": "e", **flow, "tid": transfer.target, "ts": transfer.end * 1e3})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _ms(instruction: Instruction, name: str, default: float) -> float:
+    value = instruction.attrs.get(name)
+    return default if value is None else quantity(value)

@@ -1,0 +1,126 @@
+"""Values on their way from the ranks that made them to the ranks that read them.
+
+A handoff is one message: the bytes of one tensor, whose shape the receiver knows beforehand. Messages between two
+ranks are matched first in, first out; ``check`` has proved that both sides list them in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arachnec.ir.nodes import Instruction, Program, quantity
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and precision of a handed-off tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Handoffs:
+    """The sends and receives of one iteration on one rank. ``channels`` maps (from, to) to its group (None: world)."""
+
+    def __init__(self, rank: int, device: torch.device, channels: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+        self._rank = rank
+        self._device = device
+        self._channels = channels
+        self._sent: dict[str, list[tuple[dist.Work, Tensor]]] = {}
+        self._coming: dict[str, tuple[dist.Work, Tensor]] = {}
+
+    def send(self, name: str, value: Tensor, to: int) -> None:
+        """Start sending; the value is held until ``sent`` or ``finish``."""
+        flat = value.contiguous()
+        work = dist.isend(_bytes(flat), to, group=self._channels.get((self._rank, to)))
+        if work is not None:
+            self._sent.setdefault(name, []).append((work, flat))
+
+    def post(self, name: str, spec: TensorSpec, source: int) -> None:
+        """Start receiving into a buffer of its own; does not wait."""
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        work = dist.irecv(_bytes(buffer), source, group=self._channels.get((source, self._rank)))
+        assert work is not None
+        self._coming[name] = (work, buffer)
+
+    def arrived(self, name: str) -> Tensor | None:
+        """Wait for a posted value and return it; None if nothing by that name is on its way."""
+        if name not in self._coming:
+            return None
+        work, buffer = self._coming.pop(name)
+        work.wait()
+        return buffer
+
+    def sent(self, name: str) -> None:
+        """Wait until the sends of this value are done with its memory."""
+        for work, _ in self._sent.pop(name, []):
+            work.wait()
+
+    def finish(self) -> None:
+        for name in list(self._sent):
+            self.sent(name)
+        for name in list(self._coming):
+            self.arrived(name)
+
+
+def posting_order(program: Program, limit: float) -> tuple[tuple[Instruction, ...], ...]:
+    """For each instruction, the receives to post before it: each as early as order and memory allow.
+
+    ``limit`` is the device's memory in GiB. A receive moves over what stands before it while the rank's planned memory,
+    its buffer included, stays under the limit at every instruction in between; receives never pass one another, so
+    the order per pair of ranks stays as it was proved.
+    """
+    steps = program.instructions
+    held = list(planned_memory(program))
+    posts: list[list[Instruction]] = [[] for _ in steps]
+    earliest = 0
+    for index, step in enumerate(steps):
+        if step.op != "receive":
+            continue
+        size = _gib(step, "memory")
+        place = index
+        while place > earliest and held[place - 1] + size <= limit:
+            place -= 1
+            held[place] += size
+        posts[place].append(step)
+        earliest = place
+    return tuple(tuple(post) for post in posts)
+
+
+def planned_memory(program: Program) -> tuple[float, ...]:
+    """GiB on this rank while each instruction runs, by the program's own numbers."""
+    current = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
+    owned: dict[str, float] = {}
+    activations: dict[str, float] = {}
+    profile: list[float] = []
+    for step in program.instructions:
+        if step.op in ("encode", "receive", "denoise"):
+            owned[step.target] = owned.get(step.target, 0.0) + _gib(step, "memory")
+            current += _gib(step, "memory")
+        elif step.op == "forward":
+            activations[step.target] = _gib(step, "memory")
+            current += activations[step.target]
+        profile.append(current + _gib(step, "workspace"))
+        if step.op == "backward":
+            current -= activations.pop(step.target, 0.0)
+        elif step.op == "free":
+            current -= owned.pop(step.target, 0.0) + activations.pop(step.target, 0.0)
+    return tuple(profile)
+
+
+def directed_pairs(programs: Sequence[Program]) -> tuple[tuple[int, int], ...]:
+    """Every (from, to) that some program sends over, sorted."""
+    return tuple(sorted({(p.rank, step.peers[0]) for p in programs for step in p.instructions if step.op == "send"}))
+
+
+def _gib(step: Instruction, name: str) -> float:
+    return quantity(step.attrs[name]) if name in step.attrs else 0.0
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)

@@ -1,0 +1,233 @@
+"""One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
+
+The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
+and one sum over the ranks, at ``reduce``, makes them whole (docs/architecture.md, "Partial gradients").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
+from arachnec.backends.reference import encoded_inputs
+from arachnec.backends.torch_distributed.clock import Clock
+from arachnec.backends.torch_distributed.gradients import reduce_gradients
+from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec, posting_order
+from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.training import Training
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
+from arachnec.kernels.process_groups import ProcessGroups
+from arachnec.kernels.sequence_shard import SequenceShard, even_split
+from arachnec.models.file import ModelFile
+
+
+class SequenceParallel(Protocol):
+    """A model whose blocks can run on a shard of the tokens: ``arachnec.backends.sequence_blocks.SequenceModel``."""
+
+    def use(self, shard: SequenceShard | None, recompute: bool) -> AbstractContextManager[object]: ...
+
+
+@dataclass(frozen=True)
+class NotExecutable(Diagnostic):
+    title: ClassVar[str] = "`{op} {target}` cannot be executed by this back end"
+    label: ClassVar[str] = "in the program of rank {rank}"
+    help: ClassVar[str] = "the simulator runs it; here run {known}"
+    op: str
+    target: str
+    rank: int
+    known: str
+
+
+EXECUTABLE = ("encode", "forward", "backward", "send", "receive", "reduce", "step", "free")
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a rank keeps from step to step."""
+
+    rank: int
+    device: torch.device
+    model_file: ModelFile
+    model: nn.Module
+    parameters: Mapping[str, Tensor]  # those that train, under the module's own names
+    encoders: Mapping[str, nn.Module]
+    sequence: SequenceParallel | None  # None: only degree 1 without recomputation
+    optimizer: Optimizer
+    groups: ProcessGroups
+    channels: Mapping[tuple[int, int], torch.distributed.ProcessGroup]
+    training: Training
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What a rank is to do in one step."""
+
+    module: Module
+    program: Program
+    clips: Mapping[int, VideoClip]
+    specs: Mapping[str, TensorSpec]  # of every value received, by cascade
+    step: int
+    posts: tuple[tuple[Instruction, ...], ...]
+
+    @classmethod
+    def of(
+        cls, module: Module, rank: int, clips: Mapping[int, VideoClip], specs: Mapping[str, TensorSpec], step: int
+    ) -> Iteration:
+        """Raises ``UserError`` for an instruction that this back end does not know."""
+        program = program_of(module, rank)
+        for instruction in program.instructions:
+            if instruction.op not in EXECUTABLE:
+                raise UserError(
+                    NotExecutable(instruction.span, instruction.op, instruction.target, rank, ", ".join(EXECUTABLE))
+                )
+        limit = module.cluster.memory if module.cluster else 0.0
+        return cls(module, program, clips, specs, step, posting_order(program, limit))
+
+
+@dataclass
+class Run:
+    """What one rank's step came to."""
+
+    loss: float = 0.0  # this rank's share of the objective
+    norm: float | None = None  # of the gradient before clipping
+    values: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+def program_of(module: Module, rank: int) -> Program:
+    return next((p for p in module.programs if p.rank == rank), Program(rank, ()))
+
+
+def run_iteration(
+    equipment: Equipment,
+    iteration: Iteration,
+    clock: Clock,
+    before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> Run:
+    """Execute one rank's program. ``before_step`` sees the parameters with their complete gradients, before clipping."""
+    drop_gradients(equipment.parameters)
+    run = Run()
+    handoffs = Handoffs(equipment.rank, equipment.device, equipment.channels)
+    walk = _Walk(equipment, iteration, handoffs, run, {c.name: c for c in iteration.module.cascades}, before_step)
+    for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
+        for post in posts:
+            handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+        with clock.measure(instruction.op, instruction.target):
+            walk.execute(instruction)
+    handoffs.finish()
+    run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
+    return run
+
+
+@dataclass
+class _Walk:
+    equipment: Equipment
+    iteration: Iteration
+    handoffs: Handoffs
+    run: Run
+    cascades: Mapping[str, Cascade]
+    before_step: Callable[[Mapping[str, Tensor]], None] | None
+    shares: list[Tensor] = field(default_factory=list)
+
+    def execute(self, instruction: Instruction) -> None:
+        getattr(self, f"_{instruction.op}")(instruction)
+
+    def _encode(self, instruction: Instruction) -> None:
+        cascade = self.cascades[instruction.target]
+        encoder = self.equipment.encoders[cascade.stage]
+        self.run.values[cascade.name] = encode(encoder, self._clips(cascade), self.equipment.device)
+
+    def _forward(self, instruction: Instruction) -> None:
+        equipment = self.equipment
+        cascade = self.cascades[instruction.target]
+        for name in cascade.inputs:
+            self._settle(name)
+        encoded = encoded_inputs(self.iteration.module, cascade, self.run.values)
+        with self._sharded(instruction, cascade):
+            loss = cascade_loss(
+                equipment.model,
+                equipment.model_file,
+                self._clips(cascade),
+                encoded,
+                equipment.training,
+                self.iteration.step,
+                equipment.device,
+            )
+        degree = max(1, len(instruction.peers))
+        share = loss * (len(cascade.clips) / len(self.iteration.module.clips) / degree)
+        self.run.losses[cascade.name] = share
+        self.shares.append(share.detach())
+
+    def _backward(self, instruction: Instruction) -> None:
+        cascade = self.cascades[instruction.target]
+        with self._sharded(instruction, cascade):
+            self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _send(self, instruction: Instruction) -> None:
+        self._settle(instruction.target)
+        self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])
+
+    def _receive(self, instruction: Instruction) -> None:
+        """Posted already, as early as memory allowed; waited for at its first use."""
+
+    def _reduce(self, instruction: Instruction) -> None:
+        group = self.equipment.groups.get(instruction.peers)
+        if group is not None:
+            reduce_gradients(self.equipment.parameters, group)
+
+    def _step(self, instruction: Instruction) -> None:
+        if self.before_step is not None:
+            self.before_step(self.equipment.parameters)
+        self.run.norm = self.equipment.optimizer.step()
+        drop_gradients(self.equipment.parameters)
+
+    def _free(self, instruction: Instruction) -> None:
+        self._settle(instruction.target)
+        self.handoffs.sent(instruction.target)
+        self.run.values.pop(instruction.target, None)
+        self.run.losses.pop(instruction.target, None)
+
+    def _settle(self, name: str) -> None:
+        arrived = self.handoffs.arrived(name)
+        if arrived is not None:
+            self.run.values[name] = arrived
+
+    def _clips(self, cascade: Cascade) -> list[VideoClip]:
+        return [self.iteration.clips[clip] for clip in cascade.clips]
+
+    def _sharded(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[object]:
+        sequence = self.equipment.sequence
+        if sequence is None:
+            return nullcontext()
+        # Only the forward's instruction states the grid; its backward, which may compute blocks again, shares it.
+        forward = self._forward_of(cascade)
+        alone = len(instruction.peers) < 2
+        shard = None if alone else self.equipment.groups.shard(forward.peers, *grid_of(forward, cascade))
+        return sequence.use(shard, forward.attrs.get("recompute") is True)
+
+    def _forward_of(self, cascade: Cascade) -> Instruction:
+        steps = self.iteration.program.instructions
+        return next(step for step in steps if step.op == "forward" and step.target == cascade.name)
+
+
+def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:
+    """Tokens per rank, Ulysses degree and ring degree of a forward on several ranks."""
+    degree = len(forward.peers)
+    ulysses = integer(forward.attrs.get("ulysses", 1 if "ring" in forward.attrs else degree))
+    ring = integer(forward.attrs.get("ring", degree // ulysses))
+    shards = integers(forward.attrs["shards"]) if "shards" in forward.attrs else even_split(cascade.tokens, degree)
+    return shards, ulysses, ring
+
+
+def needs_sequence(module: Module) -> bool:
+    """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
+    forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
+    return any(len(step.peers) > 1 or step.attrs.get("recompute") is True for step in forwards)

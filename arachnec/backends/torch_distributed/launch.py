@@ -1,0 +1,193 @@
+"""Start the ranks of one machine, pass on what rank 0 reports, and take all of them down when one fails.
+
+The processes get torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...), so that the worker cannot tell whether
+``arachnec run`` or ``torchrun`` started it. The launcher keeps the rendezvous store itself, on a port the system picks:
+no port is guessed, and a dying rank 0 does not take the store along.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import ClassVar
+
+from arachnec.backends.torch_distributed.events import EVENTS_FD
+from arachnec.backends.torch_distributed.failure import ERROR_FILE, Failure, read_failure
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+WORKER = "arachnec.backends.torch_distributed.worker"
+GRACE_S = 3.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class RankDied(Diagnostic):
+    title: ClassVar[str] = "rank {rank} of {world} {what}; the others were stopped"
+    help: ClassVar[str] = "{remedy}"
+    rank: int
+    world: int
+    what: str
+    remedy: str
+
+
+class Told(Exception):
+    """A user's mistake that a rank has rendered already."""
+
+
+class RankCrashed(Exception):
+    """A rank raised something that is not a user's mistake; the text is that rank's traceback."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+
+
+def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None]) -> None:
+    """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
+
+    ``on_event`` gets each line that rank 0 reports. Raises ``Told`` for a user's mistake, ``UserError`` for a rank
+    that was killed, ``RankCrashed`` with one traceback for a bug.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+        reading, writing = os.pipe()
+        ranks: list[_Rank] = []
+        restore = _forward_signals(ranks)
+        try:
+            for number in range(world):
+                error_file = Path(scratch) / f"rank-{number}.json"
+                environment = _environment(number, world, store.port, error_file)
+                passed = (writing,) if number == 0 else ()
+                if number == 0:
+                    environment[EVENTS_FD] = str(writing)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", WORKER, *arguments],
+                    env=environment,
+                    pass_fds=passed,
+                    stdin=subprocess.DEVNULL,
+                )
+                ranks.append(_Rank(number, process, error_file))
+            os.close(writing)
+            first = _watch(ranks, reading, on_event)
+            if first is not None:
+                _stop(ranks)
+                raise _explain(first, ranks)
+        finally:
+            _stop(ranks)
+            os.close(reading)
+            restore()
+
+
+def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world)))
+    if world == 1 or "GLOO_SOCKET_IFNAME" not in environment:
+        environment["GLOO_SOCKET_IFNAME"] = _loopback()
+    return environment | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        ERROR_FILE: str(error_file),
+    }
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None]) -> _Rank | None:
+    """Pass events on until every rank has ended; the first rank that ended badly, or None."""
+    waiting = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(events, selectors.EVENT_READ)
+        open_pipe = True
+        while True:
+            if open_pipe and selector.select(POLL_S):
+                chunk = os.read(events, 65536)
+                open_pipe = bool(chunk)
+                *lines, waiting = (waiting + chunk).split(b"\n")
+                for line in lines:
+                    on_event(line)
+                continue
+            if not open_pipe:
+                time.sleep(POLL_S)
+            codes = [rank.process.poll() for rank in ranks]
+            bad = [rank for rank, code in zip(ranks, codes, strict=True) if code]
+            if bad:
+                return _cause(bad)
+            if all(code == 0 for code in codes) and not open_pipe:
+                return None
+
+
+def _cause(bad: Sequence[_Rank]) -> _Rank:
+    """Of ranks seen to have ended badly together: one that was killed, then a user's mistake, then the earliest."""
+
+    def order(rank: _Rank) -> tuple[int, float]:
+        failure = read_failure(rank.error_file)
+        if failure is None:
+            return (0, 0.0)
+        return (1 if failure.user else 2, failure.time)
+
+    return min(bad, key=order)
+
+
+def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
+    failure: Failure | None = read_failure(rank.error_file)
+    if failure is not None and failure.user:
+        return Told(failure.text)
+    if failure is not None:
+        return RankCrashed(f"rank {rank.number} failed:\n{failure.text}")
+    code = rank.process.returncode
+    what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    remedy = "its own output above says more; if the system was out of memory, use fewer ranks or smaller clips"
+    return UserError(RankDied(None, rank.number, len(ranks), what, remedy))
+
+
+def _stop(ranks: Sequence[_Rank]) -> None:
+    alive = [rank.process for rank in ranks if rank.process.poll() is None]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for process in alive:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:
+    """A SIGTERM to the launcher stops its ranks; returns what puts the old handler back."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        _stop(ranks)
+        sys.exit(128 + signum)
+
+    old = signal.signal(signal.SIGTERM, stop)
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, old)
+
+    return restore

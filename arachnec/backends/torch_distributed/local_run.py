@@ -1,0 +1,67 @@
+"""A run on this machine: the ranks, what they say, and the pictures at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from arachnec.backends.executable import read_executable
+from arachnec.backends.torch_distributed.display import Display
+from arachnec.backends.torch_distributed.launch import launch
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.planning import cluster_for
+from arachnec.backends.torch_distributed.report import RunReport
+
+
+def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
+    """Start the ranks, show how they fare, and say what was written.
+
+    Raises ``UserError`` before anything starts for a folder that is no executable, options out of range, or a number of
+    ranks that the cluster cannot be divided into.
+    """
+    executable = read_executable(folder)
+    options.training(executable.training)
+    cluster = executable.program.cluster
+    assert cluster is not None
+    world = ranks or cluster.world
+    cluster_for(cluster, world)
+    console = Console()
+    with Display(console) as display:
+        launch(world, [str(folder), *options.arguments()], display.show)
+    for text in written(folder, options):
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def written(folder: Path, options: RunOptions) -> list[str]:
+    """What the run left behind, one line each; makes the pictures."""
+    place = options.report or folder / "run.json"
+    summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
+    lines = [f"report {place}", f"timeline of the last step, as data: {folder / 'measured.json'}"]
+    if options.save_gradients:
+        lines.append(f"gradients of the last step: {options.save_gradients}")
+    if options.checkpoint:
+        lines.append(f"checkpoint in {options.checkpoint}")
+    return lines + pictures(folder, summary)
+
+
+def pictures(folder: Path, summary: RunReport) -> list[str]:
+    try:
+        import matplotlib
+    except ImportError:
+        return ["no loss curve: matplotlib is not installed (pip install 'arachnec[plots]')"]
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot([s.step for s in summary.steps], [s.loss for s in summary.steps], marker="." if len(summary.steps) < 50 else "")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_title(f"{len(summary.steps)} steps on {summary.ranks} ranks")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    place = folder / "loss.png"
+    figure.savefig(place, dpi=120)
+    pyplot.close(figure)
+    return [f"loss curve {place}"]

@@ -1,0 +1,95 @@
+"""AdamW over a stage's parameters: clipping by global norm, fp32 master copies of low-precision parameters, EMA.
+
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); master copies after Micikevicius et al.,
+"Mixed Precision Training" (ICLR 2018), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from arachnec.backends.training import Training
+
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Optimizer:
+    """The update of one stage; every rank holds the whole of it and computes the same.
+
+    ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
+    updates and the parameter is rounded from.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], training: Training) -> None:
+        self._parameters = dict(parameters)
+        self._training = training
+        self._masters = {name: _master(value) for name, value in self._parameters.items()}
+        self._adam = torch.optim.AdamW(
+            list(self._masters.values()), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8
+        )
+        self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Update from the parameters' gradients, and return their global norm before clipping.
+
+        A parameter without a gradient is left as it is, as ``torch.optim`` does.
+        """
+        norm = global_norm(self._parameters)
+        limit = self._training.clip_norm
+        scale = limit / (norm + 1e-6) if limit and norm > limit else 1.0
+        for name, value in self._parameters.items():
+            self._masters[name].grad = None if value.grad is None else value.grad.float() * scale
+        self._adam.step()
+        for name, master in self._masters.items():
+            master.grad = None
+            if master is not self._parameters[name]:
+                self._parameters[name].copy_(master)
+        decay = self._training.ema
+        if decay:
+            for name, average in self.ema.items():
+                average.lerp_(self._masters[name], 1.0 - decay)
+        return norm
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state as a flat mapping of tensors, each the very one in use; loading copies into them in place."""
+        state: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            state[f"master/{name}"] = master.detach()
+            held = self._state_of(master)
+            state |= {f"{key}/{name}": held[key] for key in STATE}
+            if self.ema:
+                state[f"ema/{name}"] = self.ema[name]
+        return state
+
+    @torch.no_grad()
+    def round_parameters(self) -> None:
+        """Write the master copies into the parameters: after loading."""
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                self._parameters[name].copy_(master)
+
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+        # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
+        state: dict[str, Tensor] = self._adam.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        return state
+
+
+@torch.no_grad()
+def global_norm(parameters: Mapping[str, Tensor]) -> float:
+    """The 2-norm of all gradients together, accumulated in fp32."""
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters.values() if p.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def _master(parameter: Tensor) -> Tensor:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return torch.nn.Parameter(parameter.detach().float().clone())

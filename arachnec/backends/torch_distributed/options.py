@@ -1,0 +1,83 @@
+"""The options that ``arachnec run`` and a worker share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from arachnec.backends.training import Training, verified
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OPTIONS = (
+    click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
+    click.option("--save-gradients", type=click.Path(path_type=Path), help="Write the last step's gradient here."),
+    click.option("--report", type=click.Path(path_type=Path), help="Write what was measured here, as JSON."),
+    click.option("--checkpoint", type=click.Path(path_type=Path), help="Keep checkpoints in this folder."),
+    click.option(
+        "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
+    ),
+    click.option("--resume", is_flag=True, help="Continue from the newest complete checkpoint."),
+    click.option("--lr", type=float, help="Learning rate of AdamW."),
+    click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
+    click.option("--ema", type=float, help="Decay of an average of the weights, such as 0.999."),
+    click.option("--seed", type=int, help="Of weights, noise and timesteps."),
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How far to run, and what to write."""
+
+    steps: int | None = None
+    save_gradients: Path | None = None
+    report: Path | None = None
+    checkpoint: Path | None = None
+    every: int | None = None
+    resume: bool = False
+    lr: float | None = None
+    clip_norm: float | None = None
+    dtype: str | None = None
+    ema: float | None = None
+    seed: int | None = None
+
+    def training(self, compiled: Training) -> Training:
+        """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""
+        import msgspec
+
+        given = {name: getattr(self, name) for name in Training.__struct_fields__}
+        return verified(msgspec.structs.replace(compiled, **{k: v for k, v in given.items() if v is not None}))
+
+    def arguments(self) -> list[str]:
+        """These options as a worker's command line."""
+        words: list[str] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            flag = "--" + name.replace("_", "-")
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, str(value)]
+        return words
+
+
+def run_options(function: F) -> F:
+    """Give a click command every option of ``RunOptions``, as the one argument ``options``."""
+
+    @functools.wraps(function)
+    def wrapped(**given: Any) -> Any:
+        own = {name: given.pop(name) for name in RunOptions.__dataclass_fields__}
+        options = RunOptions(**own)
+        if options.resume and options.checkpoint is None:
+            raise click.UsageError("--resume needs the folder of the checkpoints: add --checkpoint DIR")
+        return function(options=options, **given)
+
+    for option in reversed(OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]

@@ -1,0 +1,128 @@
+"""What is known of a run: one event per step, and the report that sums them up."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from arachnec.backends.torch_distributed.clock import Interval
+from arachnec.ir.nodes import Instruction, Module, Program, quantity
+
+GIB = 2**30
+BUSY = ("encode", "forward", "backward")
+
+
+class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
+    """One step, as rank 0 reports it. Times in ms; ``planned`` by the plan's own numbers, all others measured."""
+
+    step: int
+    iteration: int
+    loss: float
+    gradient_norm: float
+    step_ms: float
+    planned_ms: float
+    imbalance: float
+    tokens_per_s: float
+    exposed_planning_ms: float
+    peak_memory_gib: float
+    cascades: int
+
+
+class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):
+    """Something to tell the person in front of the screen."""
+
+    text: str
+
+
+class Start(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
+    ranks: int
+    device: str
+    first_step: int
+    steps: int
+
+
+Event = StepReport | Note | Start
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """``--report``: every step of a run, and the means over all steps but the first, which warms up."""
+
+    ranks: int
+    device: str
+    steps: list[StepReport]
+    mean_step_ms: float
+    mean_planned_ms: float
+    mean_imbalance: float
+    mean_tokens_per_s: float
+    exposed_planning_ms: float
+    peak_memory_gib: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """``measured.json``: when each instruction of the last step ran on each rank, ms from the step's start."""
+
+    step: int
+    intervals: list[Interval]
+
+
+def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunReport:
+    """Raises ValueError without steps."""
+    warm = steps[1:] or steps
+    return RunReport(
+        ranks=ranks,
+        device=device,
+        steps=list(steps),
+        mean_step_ms=_mean([s.step_ms for s in warm]),
+        mean_planned_ms=_mean([s.planned_ms for s in warm]),
+        mean_imbalance=_mean([s.imbalance for s in warm]),
+        mean_tokens_per_s=_mean([s.tokens_per_s for s in warm]),
+        exposed_planning_ms=sum(s.exposed_planning_ms for s in steps),
+        peak_memory_gib=max(s.peak_memory_gib for s in steps),
+    )
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def planned_ms(module: Module) -> float:
+    """When the last rank ends, by the starts and times that the program states."""
+    return max((_planned_end(program) for program in module.programs), default=0.0)
+
+
+def imbalance(busy: Sequence[float]) -> float:
+    """Mean over ranks of (t_max - t_rank) / t_max, of the time each was computing."""
+    longest = max(busy, default=0.0)
+    return sum((longest - each) / longest for each in busy) / len(busy) if longest > 0 else 0.0
+
+
+def busy_ms(intervals: Sequence[Interval]) -> float:
+    return sum(i.end - i.start for i in intervals if i.op in BUSY)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Of this process since it began: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
+
+
+def _planned_end(program: Program) -> float:
+    now = 0.0
+    for step in program.instructions:
+        now = max(now, _ms(step, "start")) + _ms(step, "time")
+    return now
+
+
+def _ms(step: Instruction, name: str) -> float:
+    return quantity(step.attrs[name]) if name in step.attrs else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

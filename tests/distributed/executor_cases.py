@@ -1,0 +1,247 @@
+"""A small model, clips and plans written by hand, for the tests of the executor."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_file
+
+from arachnec.backends.executable import write_executable
+from arachnec.backends.training import Training
+from arachnec.data.clip import VideoClip
+from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.models.file import load_model_file
+from arachnec.passes.lower import lower
+
+MODEL = '''
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x, time):
+        b, s, c = x.shape
+        q, k, v = self.qkv(self.norm(x) * (1 + time[:, None])).view(b, s, 3, self.heads, c // self.heads).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, c))
+        return x + self.mlp(x)
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 12)
+        self.time = nn.Linear(1, 12)
+        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.head = nn.Linear(12, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, time):
+        t = self.time(time[:, None].to(x.dtype))
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, t)
+        return self.head(x)
+
+
+def build():
+    return Tiny()
+
+
+def sample(clip, generator):
+    s = tokens(clip)
+    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
+    noise = torch.randn(clean.shape, generator=generator)
+    time = torch.rand(1, generator=generator)
+    return {"x": clean + time * noise, "time": time}, noise
+
+
+def loss(prediction, target):
+    return nn.functional.mse_loss(prediction.float(), target)
+
+
+def tokens(clip):
+    return clip.frames * (clip.height // 8) * (clip.width // 8)
+'''
+
+ENCODER = '''
+
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(2, 4)
+
+    def load(self, clip, device):
+        values = torch.linspace(0, 1 + clip.start, 2 * tokens(clip), device=device)
+        return values.view(1, -1, 2)
+
+    def forward(self, x):
+        return torch.sin(self.project(x))
+
+
+def encoders():
+    return {"vae": Vae()}
+'''
+
+
+@dataclass(frozen=True)
+class Work:
+    """A cascade of a plan: its clips, ranks, and place in the order."""
+
+    clips: tuple[int, ...]
+    ranks: tuple[int, ...]
+    start: float
+    stage: str = "dit"
+    inputs: tuple[str, ...] = ()
+    attrs: tuple[tuple[str, Value], ...] = ()
+
+
+def clip(id: int | str, frames: int, height: int = 16, width: int = 16, start: int = 0) -> VideoClip:
+    return VideoClip(id, frames, height, width, 0, start=start)
+
+
+def tokens(clip: VideoClip) -> int:
+    return clip.frames * (clip.height // 8) * (clip.width // 8)
+
+
+def cluster(world: int) -> Cluster:
+    return Cluster(
+        "here",
+        Attributes.of(
+            nodes=1,
+            gpus=world,
+            device="cpu",
+            memory=Quantity(4.0, "GiB"),
+            flops=Quantity(0.05, "TFLOP/s"),
+            intra=Quantity(5.0, "GB/s"),
+            inter=Quantity(5.0, "GB/s"),
+            latency=Quantity(20.0, "us"),
+            inter_latency=Quantity(20.0, "us"),
+        ),
+    )
+
+
+def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
+    """The traced module of all iterations, as the front end would make it."""
+    zero = Quantity(1e-3, "GiB")
+    stages = [Stage("vae", False, Attributes.of(params=12, output=zero))] if encoder else []
+    dit = Attributes.of(params=3000, dtype="f32", hidden=12, heads=3, attentions=2, saved=zero, workspace=zero, state=zero)
+    clips = [
+        Clip(0, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=number))
+        for number, batch in enumerate(iterations)
+        for c in batch
+    ]
+    numbered = tuple(msgspec_replace(c, id=i) for i, c in enumerate(clips))
+    return Module("manifest", Level.TRACED, cluster(world), numbered, (*stages, Stage("dit", True, dit)))
+
+
+def msgspec_replace(node: Clip, **values: int) -> Clip:
+    from dataclasses import replace
+
+    return replace(node, **values)
+
+
+def lowered(source: Module, works: Sequence[Work]) -> Module:
+    """A plan written by hand, one cascade per ``Work``, lowered. The k-th is named ``c<k>`` and takes 1 ms."""
+    of_id = {c.id: c for c in source.clips}
+    cascades = tuple(_cascade(f"c{k}", work, of_id) for k, work in enumerate(works))
+    used = {clip for work in works for clip in work.clips}
+    trained = tuple(c.name for c in cascades if c.phase is Phase.TRAIN)
+    stages = tuple(
+        Stage(stage.name, stage.trained, stage.attrs.updated(costs="table")) for stage in source.stages
+    )
+    module = Module(
+        "by_hand",
+        Level.PLACED,
+        source.cluster,
+        tuple(Clip(c.id, c.frames, c.height, c.width, c.text, c.tokens) for c in source.clips if c.id in used),
+        stages,
+        (),
+        cascades,
+        (Reduce("dit", trained),),
+        (Step("dit"),),
+        (),
+        Attributes.of(makespan=Quantity(max(c.end for c in cascades), "ms"), bound=Quantity(1.0, "ms"), proved=False),
+    )
+    return lower(module)
+
+
+def _cascade(name: str, work: Work, of_id: dict[int, Clip]) -> Cascade:
+    first = of_id[work.clips[0]]
+    degree = len(work.ranks)
+    attrs = Attributes.of(
+        degree=degree,
+        start=Quantity(work.start, "ms"),
+        end=Quantity(work.start + 1.0, "ms"),
+        memory=Quantity(2e-3, "GiB"),
+        ranks=work.ranks,
+        ulysses=degree if degree > 1 else None,
+        ring=1 if degree > 1 else None,
+    )
+    attrs = attrs.updated(**dict(work.attrs))
+    phase = Phase.TRAIN if work.stage == "dit" else Phase.ENCODE
+    return Cascade(
+        name, phase, work.stage, work.clips, len(work.clips), first.tokens, first.text, work.inputs, attrs
+    )
+
+
+def executable(
+    folder: Path,
+    iterations: Sequence[Sequence[VideoClip]],
+    works: Sequence[Work],
+    world: int,
+    *,
+    encoder: bool = False,
+    training: Training | None = None,
+    pipeline: str = "default",
+) -> Path:
+    """An executable folder whose iteration 0 runs ``works``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.py"
+    source.write_text(MODEL + (ENCODER if encoder else ""))
+    module = traced(world, iterations, encoder=encoder)
+    return write_executable(
+        folder,
+        program=lowered(module, works),
+        traced=module,
+        pipeline=pipeline,
+        model_file=load_model_file(source),
+        clips=[c for batch in iterations for c in batch],
+        training=training,
+    )
+
+
+def run(folder: Path, *arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """``arachnec run`` in a process of its own."""
+    code = "from arachnec.commands.run import command; command.main(standalone_mode=True)"
+    command = [sys.executable, "-c", code, str(folder), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def losses(report: Path) -> list[float]:
+    return [step["loss"] for step in msgspec.json.decode(report.read_bytes())["steps"]]
+
+
+def assert_same_gradients(found: Path, expected: dict, tolerance: float = 1e-5) -> None:
+    """Every tensor within ``tolerance`` of its own norm, or of a thousandth of the whole gradient's norm."""
+    gradients = load_file(found)
+    assert set(gradients) == set(expected)
+    whole = math.sqrt(sum(float(value.double().norm()) ** 2 for value in expected.values()))
+    for name, value in expected.items():
+        limit = tolerance * max(float(value.double().norm()), 1e-3 * whole)
+        assert float((gradients[name].double() - value.double()).norm()) <= limit, name
