@@ -152,7 +152,9 @@ class SequenceModel:
             dim = self.blocks[call.block].outputs[escape.output]
             if dim is not None and escape not in chained and escape.call != last:
                 sizes = self.blocks[call.block].captured.output_dims[escape.output]
-                lines.append(f"`{call.path}` returns tokens {list(sizes)} that the model reads outside its blocks: gathered")
+                lines.append(
+                    f"`{call.path}` returns tokens {list(sizes)} that the model reads outside its blocks: gathered"
+                )
         return tuple(lines)
 
 
