@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+REORDERING = 64  # packets; decoding order runs ahead of display order by at most 16 frames in H.264 and H.265
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,8 @@ def read_frames(path: str | Path, start: int, frames: int, height: int, width: i
         with av.open(str(path)) as container:
             stream = _stream(container, path)
             stated = stream.frames
-            for number, frame in enumerate(_frames(container, stream)):
-                if number >= start:
-                    pictures.append(_fitted(frame, height, width))
-                if len(pictures) == frames:
-                    break
+            for frame in itertools.islice(_frames_from(container, stream, start), frames):
+                pictures.append(_fitted(frame, height, width))
     except (av.error.FFmpegError, OSError) as error:
         if not pictures:
             raise UserError(UnreadableVideo(None, str(path), _reason(error))) from None
@@ -95,8 +96,20 @@ def _stream(container: Any, path: str | Path) -> Any:
     return stream
 
 
-def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    yield from container.decode(stream)
+def _frames_from(container: Any, stream: Any, start: int) -> Iterator[Any]:
+    """The decoded frames from the ``start``-th on, in display order, entered at the last keyframe before it.
+
+    The packets' time stamps say where that frame is, also where the frame rate varies; reading them decodes nothing.
+    """
+    if start == 0:
+        yield from container.decode(stream)
+        return
+    packets = (packet for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard)
+    stamps = sorted(packet.pts for packet in itertools.islice(packets, start + REORDERING))
+    if start >= len(stamps):
+        return
+    container.seek(stamps[start], stream=stream, backward=True)
+    yield from (frame for frame in container.decode(stream) if frame.pts is not None and frame.pts >= stamps[start])
 
 
 def _fitted(frame: Any, height: int, width: int) -> Any:

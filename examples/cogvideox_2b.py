@@ -1,0 +1,6 @@
+"""CogVideoX 2B (sine and cosine positions): the configuration of THUDM/CogVideoX-2b."""
+
+from arachnec.models.diffusers import cogvideox
+
+model = cogvideox.text_to_video("CogVideoX-2B")
+build, sample, loss = model.build, model.sample, model.loss

@@ -1,0 +1,6 @@
+"""CogVideoX 5B (rotary positions): the configuration of THUDM/CogVideoX-5b."""
+
+from arachnec.models.diffusers import cogvideox
+
+model = cogvideox.text_to_video("CogVideoX-5B")
+build, sample, loss = model.build, model.sample, model.loss

@@ -1,0 +1,6 @@
+"""Wan2.1 14B text to video: the configuration of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
+
+from arachnec.models.diffusers import wan
+
+model = wan.text_to_video("Wan2.1-T2V-14B")
+build, sample, loss = model.build, model.sample, model.loss
