@@ -95,7 +95,6 @@ class _Rank:
     at: int = 0
     coming: set[str] = field(default_factory=set)  # values that are posted and have not arrived
     leaving: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # sends under way, by value
-    joined: bool = False  # has come to the group's instruction it stands at
     waiting_for: str | None = None
 
 
@@ -104,9 +103,7 @@ class _Message:
     """A handoff of which at least one side is posted."""
 
     cascade: str
-    size: int
-    sent: bool = False
-    received: bool = False
+    size: int  # bytes
 
 
 @dataclass
