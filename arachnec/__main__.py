@@ -1,4 +1,4 @@
-"""``python -m arachnec`` is ``arachnec``."""
+"""``python -m arachnec``."""
 
 from arachnec.cli import main
 

@@ -160,7 +160,7 @@ def _unknown(
     names = list(known)
     close = difflib.get_close_matches(name, names, 1, 0.5)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    remedy = f"did you mean `{close[0]}`?" if close else f"there is {shown or 'none'}"
+    remedy = f"did you mean `{what.partition('`')[2][:1]}{close[0]}`?" if close else f"there is {shown or 'none'}"
     return errors.UnknownReference(node.attrs.span(attribute) or node.span, label(node), what, remedy)
 
 

@@ -173,7 +173,7 @@ def _parse(text: str, registry: Registry) -> Iterator[Pass]:
                 raise UserError(pipeline_errors.OptionsOfPipeline(span, name=name, written=PIPELINES[name]))
             yield from _parse(PIPELINES[name], registry)
         else:
-            remedy = _did_you_mean(name, [*registry, *PIPELINES], "passes are")
+            remedy = did_you_mean(name, [*registry, *PIPELINES], "passes are")
             raise UserError(
                 pipeline_errors.UnknownPass(_span(text, name_at, name_at + len(name)), name=name, remedy=remedy)
             )
@@ -194,7 +194,7 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
             raise UserError(pipeline_errors.MalformedPipeline(span, expected="`option=value`"))
         span = _span(text, begin, begin + len(key))
         if key not in kinds:
-            remedy = _did_you_mean(key, list(kinds), "its options are") if kinds else "it has no options"
+            remedy = did_you_mean(key, list(kinds), "its options are") if kinds else "it has no options"
             raise UserError(pipeline_errors.UnknownOption(span, name=name, option=key, remedy=remedy))
         if key in given:
             raise UserError(pipeline_errors.RepeatedOption(span, name=name, option=key))
@@ -235,7 +235,7 @@ def _elements(text: str) -> Iterator[tuple[int, int]]:
     yield start, len(text)
 
 
-def _did_you_mean(word: str, known: list[str], fallback: str) -> str:
+def did_you_mean(word: str, known: list[str], fallback: str) -> str:
     close = difflib.get_close_matches(word, known, 1)
     return f"did you mean `{close[0]}`?" if close else f"{fallback} {', '.join(known)}"
 

@@ -1,0 +1,81 @@
+"""``arachnec``: one group whose commands are imported only when they are called, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from arachnec.version import __version__
+
+COMMANDS = {
+    "compile": "Trace a model, plan its training on these clips, write the executable.",
+    "run": "Train with an executable, on this machine or under torchrun.",
+    "compare": "Plan the same clips with several pipelines; one table.",
+    "opt": "IR in, passes, IR out.",
+    "plan": "Schedule cascades whose durations somebody measured.",
+    "profile": "Measure a model's stages on this machine.",
+    "simulate": "Run a lowered program through the simulator.",
+    "show": "Print a module's cascades and timeline.",
+    "check": "Prove a program free of deadlock, lost clips and lack of memory.",
+    "passes": "List the passes and the named pipelines.",
+    "bisect": "Find the first pass of a pipeline that goes wrong.",
+}
+MOST = 20  # errors shown at once
+
+
+class LazyGroup(click.Group):
+    """Finds ``arachnec.commands.NAME:command``; the help texts of the list stand in ``COMMANDS``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"arachnec.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="arachnec")
+def group() -> None:
+    """A compiler for training video diffusion transformers on clips of mixed resolution and duration."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code: 2 for a user's mistake, 130 when interrupted.
+
+    A bug of the compiler is not caught.
+    """
+    from arachnec.ir.diagnostic import UserError, render
+
+    try:
+        result = group.main(args=arguments, prog_name="arachnec", standalone_mode=False)
+    except UserError as error:
+        click.echo("\n".join(map(render, error.diagnostics[:MOST])), err=True)
+        if len(error.diagnostics) > MOST:
+            click.echo(f"... and {len(error.diagnostics) - MOST} more", err=True)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""``arachnec opt``: IR in, passes, IR out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import click
+
+from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.passes.instrument import pipeline_of
+
+
+@dataclass(frozen=True)
+class NoPipeline(Diagnostic):
+    title: ClassVar[str] = "no pipeline for {file}"
+    help: ClassVar[str] = "give --passes, or write `// arachnec opt --passes ...` in the file's first line"
+    file: str
+
+
+@dataclass(frozen=True)
+class UnreadableFile(Diagnostic):
+    title: ClassVar[str] = "{file} cannot be read: {reason}"
+    file: str
+    reason: str
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or of standard input where that is ``-``. Raises UserError."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(UnreadableFile(None, str(path), str(reason))) from None
+
+
+def wanted_passes(passes: str | None, text: str, file: str) -> str:
+    """``--passes``, else what line 1 of the text names. Raises UserError where there is neither."""
+    found = passes if passes is not None else pipeline_of(text)
+    if found is None:
+        raise UserError(NoPipeline(None, file))
+    return found
+
+
+@click.command("opt")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--passes", metavar="PIPELINE", help="Passes, or the name of a pipeline; else line 1 of the file says.")
+@click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="Write there, not to the screen.")
+@pass_options
+def command(file: Path, passes: str | None, output: Path | None, options: PassOptions) -> None:
+    """Run passes over the module in FILE (`-` reads standard input) and print the result."""
+    text = read_text(file)
+    pipeline = options.pipeline(wanted_passes(passes, text, str(file)))
+    name = "<stdin>" if str(file) == "-" else str(file)
+    result = print_module(pipeline.run(parse_module(text, name), options.instruments()))
+    if output is None:
+        click.echo(result, nl=False)
+    else:
+        output.write_text(result, encoding="utf-8")

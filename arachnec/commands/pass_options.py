@@ -1,0 +1,105 @@
+"""The options of every command that runs a pipeline: ``--load``, ``--print-ir-after``, ``--dump-ir`` and the like."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import click
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.passes.instrument import Dump, Instrument, PrintAfter, Reproducer, Timing
+from arachnec.passes.pipeline import Pipeline, did_you_mean
+from arachnec.passes.pipeline_errors import UnknownPass
+from arachnec.passes.registry import Registry, installed, load_file
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class NothingTakesProfile(Diagnostic):
+    title: ClassVar[str] = "no pass of `{pipeline}` takes a profile"
+    help: ClassVar[str] = "leave --profile out, or put `annotate` into the pipeline"
+    pipeline: str
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a person asked for; ``registry`` holds the installed passes and those of ``--load``."""
+
+    registry: Registry
+    print_after: tuple[str, ...]
+    print_after_all: bool
+    dump: Path | None
+    timing: Timing | None
+
+    def pipeline(self, text: str, profile: Path | str | None = None) -> Pipeline:
+        """The pipeline that ``text`` says, reading ``profile`` where one is given. Raises UserError."""
+        pipeline = Pipeline.parse(text, self.registry)
+        if profile is None:
+            return pipeline
+        takers = [index for index, step in enumerate(pipeline.passes) if hasattr(step, "profile")]
+        if not takers:
+            raise UserError(NothingTakesProfile(None, str(pipeline)))
+        passes: list[Any] = list(pipeline.passes)
+        for index in takers:
+            passes[index] = dataclasses.replace(passes[index], profile=str(profile))
+        return Pipeline(tuple(passes))
+
+    def instruments(self) -> tuple[Instrument, ...]:
+        """A reproducer on a crash, always; and what the options ask for. Texts go to standard error."""
+        tell = functools.partial(click.echo, err=True)
+        found: list[Instrument] = [Reproducer(self.dump or Path(), tell)]
+        if self.print_after_all or self.print_after:
+            found.append(PrintAfter(tell, None if self.print_after_all else frozenset(self.print_after)))
+        if self.dump is not None:
+            found.append(Dump(self.dump))
+        if self.timing is not None:
+            found.append(self.timing)
+        return tuple(found)
+
+
+def pass_options(command: Command) -> Command:
+    """Adds the options to a click command, which gets them as the keyword ``options: PassOptions``."""
+
+    @functools.wraps(command)
+    def wrapped(
+        *args: Any,
+        load: tuple[Path, ...],
+        print_ir_after: tuple[str, ...],
+        print_ir_after_all: bool,
+        dump_ir: Path | None,
+        time_passes: bool,
+        **kwargs: Any,
+    ) -> Any:
+        registry = functools.reduce(lambda known, path: load_file(path, known), load, installed())
+        for name in print_ir_after:
+            if name not in registry:
+                raise UserError(UnknownPass(None, name, did_you_mean(name, list(registry), "passes are")))
+        timing = Timing() if time_passes else None
+        if timing is not None:
+            click.get_current_context().call_on_close(lambda: click.echo(timing.table(), err=True))
+        options = PassOptions(registry, print_ir_after, print_ir_after_all, dump_ir, timing)
+        return command(*args, options=options, **kwargs)
+
+    folder = click.Path(path_type=Path, file_okay=False)
+    return functools.reduce(
+        lambda inner, option: option(inner),
+        (
+            click.option("--time-passes", is_flag=True, help="Print how long every pass took."),
+            click.option("--dump-ir", metavar="DIR", type=folder, help="Write the module after every pass, numbered."),
+            click.option("--print-ir-after-all", is_flag=True, help="Print the module after every pass."),
+            click.option("--print-ir-after", metavar="PASS", multiple=True, help="Print the module after this pass."),
+            load_option,
+        ),
+        wrapped,
+    )  # type: ignore[return-value]
+
+
+load_option = click.option(
+    "--load", metavar="FILE.py", multiple=True, type=click.Path(path_type=Path), help="Add the passes of a Python file."
+)

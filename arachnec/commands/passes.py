@@ -1,0 +1,48 @@
+"""``arachnec passes``: what passes there are, and the named pipelines."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from arachnec.commands.pass_options import load_option
+from arachnec.passes import options
+from arachnec.passes.base import Pass
+from arachnec.passes.pipelines import PIPELINES
+from arachnec.passes.registry import Registry, installed, load_file
+
+
+@click.command("passes")
+@load_option
+def command(load: tuple[Path, ...]) -> None:
+    """List the passes (the level each needs and gives, its options) and the named pipelines."""
+    registry = installed()
+    for path in load:
+        registry = load_file(path, registry)
+    click.echo("\n".join(_passes(registry)))
+    click.echo("\nNamed pipelines")
+    width = max(map(len, PIPELINES))
+    for name, text in PIPELINES.items():
+        click.echo(f"  {name:<{width}}  {text}")
+
+
+def _passes(registry: Registry) -> Iterator[str]:
+    yield "Passes"
+    for name in registry:
+        kind = registry.get(name)
+        levels = kind.needs.word if kind.gives <= kind.needs else f"{kind.needs.word} -> {kind.gives.word}"
+        yield f"  {name}  ({levels})"
+        yield f"      {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
+        yield from _options(kind)
+
+
+def _options(kind: type[Pass]) -> Iterator[str]:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, value_type in options.option_types(kind).items():
+        default = fields[name].default
+        shown = "" if default is dataclasses.MISSING else f", default {options.write(value_type, default) or '``'}"
+        yield f"      {name} = {options.describe(value_type)}{shown}"
