@@ -11,6 +11,7 @@ a gather's gradient is summed over the ranks and sliced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -222,21 +223,17 @@ def exchange(
     """
     assert group is not None
     members = [ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
-    outgoing = [piece.reshape(-1) for j in members for piece in send[j]]
-    flat = torch.cat(outgoing)
-    sent = [sum(piece.numel() for piece in send[j]) for j in members]
-    sizes = [[_product(shape) for shape in shapes[j]] for j in members]
-    buffer = flat.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(buffer, flat, [sum(s) for s in sizes], sent, group=group)
+    sent = [[piece.numel() for piece in send[j]] for j in members]
+    sizes = [[math.prod(shape) for shape in shapes[j]] for j in members]
+    outgoing = send[0][0].new_empty(sum(map(sum, sent)))
+    incoming = outgoing.new_empty(sum(map(sum, sizes)))
+    slots = iter(outgoing.split_with_sizes([size for peer in sent for size in peer]))
+    for j in members:
+        for piece in send[j]:
+            next(slots).view(piece.shape).copy_(piece)
+    dist.all_to_all_single(incoming, outgoing, [sum(s) for s in sizes], [sum(s) for s in sent], group=group)
     received: list[list[Tensor]] = [[] for _ in ranks]
-    pieces = iter(buffer.split_with_sizes([size for peer in sizes for size in peer]))
+    pieces = iter(incoming.split_with_sizes([size for peer in sizes for size in peer]))
     for j in members:
         received[j] = [next(pieces).view(tuple(shape)) for shape in shapes[j]]
     return received
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -33,6 +33,9 @@ def blocks(queries: int, keys: int) -> dict[str, Block]:
         "gaps": Block(Visibility(random, False), ((0, queries),), ((3, half), (half + 2, keys))),
         "staircase": Block(Visibility(None, True), ((40, 40 + queries),), ((10, 10 + keys),)),
         "past": Block(Visibility(None, True), ((keys, keys + queries),), columns),
+        "touching": Block(Visibility(None, True), ((keys - 1, keys - 1 + queries),), columns),
+        "overlapping": Block(Visibility(None, True), ((keys - 2, keys - 2 + queries),), columns),
+        "nearly future": Block(Visibility(None, True), rows, ((queries - 1, queries - 1 + keys),)),
         "future": Block(Visibility(None, True), rows, ((queries, queries + keys),)),
     }
 
