@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,11 @@ from arachnec.backends.executable import write_executable
 from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
-from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.models.file import load_model_file
 from arachnec.passes.lower import lower
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
@@ -32,7 +32,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        wide = 2 * width
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x, time):
         b, s, c = x.shape
@@ -77,9 +78,9 @@ def loss(prediction, target):
 
 def tokens(clip):
     return clip.frames * (clip.height // 8) * (clip.width // 8)
-'''
+"""
 
-ENCODER = '''
+ENCODER = """
 
 class Vae(nn.Module):
     def __init__(self):
@@ -96,7 +97,18 @@ class Vae(nn.Module):
 
 def encoders():
     return {"vae": Vae()}
-'''
+"""
+
+PROGRAM = """
+import sys
+from arachnec.commands.run import command
+from arachnec.ir.diagnostic import UserError, render
+try:
+    command.main(standalone_mode=False)
+except UserError as error:
+    print("\\n".join(map(render, error.diagnostics)), file=sys.stderr)
+    sys.exit(2)
+"""
 
 
 @dataclass(frozen=True)
@@ -140,20 +152,16 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
     """The traced module of all iterations, as the front end would make it."""
     zero = Quantity(1e-3, "GiB")
     stages = [Stage("vae", False, Attributes.of(params=12, output=zero))] if encoder else []
-    dit = Attributes.of(params=3000, dtype="f32", hidden=12, heads=3, attentions=2, saved=zero, workspace=zero, state=zero)
+    dit = Attributes.of(
+        params=3000, dtype="f32", hidden=12, heads=3, attentions=2, saved=zero, workspace=zero, state=zero
+    )
     clips = [
         Clip(0, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=number))
         for number, batch in enumerate(iterations)
         for c in batch
     ]
-    numbered = tuple(msgspec_replace(c, id=i) for i, c in enumerate(clips))
+    numbered = tuple(replace(c, id=i) for i, c in enumerate(clips))
     return Module("manifest", Level.TRACED, cluster(world), numbered, (*stages, Stage("dit", True, dit)))
-
-
-def msgspec_replace(node: Clip, **values: int) -> Clip:
-    from dataclasses import replace
-
-    return replace(node, **values)
 
 
 def lowered(source: Module, works: Sequence[Work]) -> Module:
@@ -162,8 +170,10 @@ def lowered(source: Module, works: Sequence[Work]) -> Module:
     cascades = tuple(_cascade(f"c{k}", work, of_id) for k, work in enumerate(works))
     used = {clip for work in works for clip in work.clips}
     trained = tuple(c.name for c in cascades if c.phase is Phase.TRAIN)
+    ms = Formula((Term(0.1, (("B", 1), ("S", 1))), Term(0.1)), "ms")
     stages = tuple(
-        Stage(stage.name, stage.trained, stage.attrs.updated(costs="table")) for stage in source.stages
+        Stage(s.name, s.trained, s.attrs.updated(forward=ms, backward=ms if s.trained else None, costs="profile"))
+        for s in source.stages
     )
     module = Module(
         "by_hand",
@@ -195,9 +205,7 @@ def _cascade(name: str, work: Work, of_id: dict[int, Clip]) -> Cascade:
     )
     attrs = attrs.updated(**dict(work.attrs))
     phase = Phase.TRAIN if work.stage == "dit" else Phase.ENCODE
-    return Cascade(
-        name, phase, work.stage, work.clips, len(work.clips), first.tokens, first.text, work.inputs, attrs
-    )
+    return Cascade(name, phase, work.stage, work.clips, len(work.clips), first.tokens, first.text, work.inputs, attrs)
 
 
 def executable(
@@ -228,8 +236,7 @@ def executable(
 
 def run(folder: Path, *arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """``arachnec run`` in a process of its own."""
-    code = "from arachnec.commands.run import command; command.main(standalone_mode=True)"
-    command = [sys.executable, "-c", code, str(folder), *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, str(folder), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 

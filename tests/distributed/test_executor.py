@@ -24,7 +24,7 @@ def plain_loop(folder: Path, clips: tuple[VideoClip, ...], seed: int = 0) -> tup
         kwargs, target = model_file.sample(each, clip_generator(seed, 0, each.id))
         loss = model_file.loss(model(**kwargs), target) / len(clips)
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 

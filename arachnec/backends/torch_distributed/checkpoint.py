@@ -19,8 +19,10 @@ from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
@@ -66,7 +68,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], position: Position) -> Pat
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), checkpoint_id=path)
+        save_state(dict(tensors), checkpoint_id=path)
     dist.barrier()
     if first:
         _commit(path, position)
@@ -88,13 +90,13 @@ def load(folder: Path, tensors: Mapping[str, Tensor], model: str) -> Position:
     position = _commit_of(path).position
     if position.model != model:
         raise UserError(ForeignCheckpoint(None, str(path), "it was made with another model file"))
-    kept = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    kept = set(FileSystemReader(path).read_metadata().state_dict_metadata)
     missing = sorted(set(tensors) - kept)
     if missing:
         raise UserError(ForeignCheckpoint(None, str(path), f"it has no {missing[0]}"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(dict(tensors), checkpoint_id=path)
+        load_state(dict(tensors), checkpoint_id=path)
     return position
 
 

@@ -44,7 +44,7 @@ class Clock:
     def _now(self) -> float | torch.cuda.Event:
         if not self._events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

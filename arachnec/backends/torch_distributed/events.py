@@ -25,7 +25,8 @@ def emit(event: Event) -> None:
 
 
 def decode(data: bytes) -> Event:
-    return msgspec.json.decode(data, type=Event)
+    event: Event = msgspec.json.decode(data, type=StepReport | Note | Start)
+    return event
 
 
 def line(event: Event) -> str:

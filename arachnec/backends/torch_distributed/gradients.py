@@ -30,7 +30,7 @@ def reduce_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup)
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in pending:
         work.wait()
-        for value, part in zip(bucket, flat.split([value.numel() for value in bucket]), strict=True):
+        for value, part in zip(bucket, torch.split(flat, [value.numel() for value in bucket]), strict=True):
             value.grad = part.view_as(value)
 
 

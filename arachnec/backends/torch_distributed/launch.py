@@ -40,8 +40,12 @@ class RankDied(Diagnostic):
     remedy: str
 
 
-class Told(Exception):
-    """A user's mistake that a rank has rendered already."""
+@dataclass(frozen=True)
+class RankTold(Diagnostic):
+    """A mistake that a rank has found and rendered."""
+
+    title: ClassVar[str] = "{message}"
+    message: str
 
 
 class RankCrashed(Exception):
@@ -58,12 +62,12 @@ class _Rank:
 def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None]) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
-    ``on_event`` gets each line that rank 0 reports. Raises ``Told`` for a user's mistake, ``UserError`` for a rank
+    ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake and for a rank
     that was killed, ``RankCrashed`` with one traceback for a bug.
     """
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         reading, writing = os.pipe()
         ranks: list[_Rank] = []
@@ -154,7 +158,7 @@ def _cause(bad: Sequence[_Rank]) -> _Rank:
 def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
     failure: Failure | None = read_failure(rank.error_file)
     if failure is not None and failure.user:
-        return Told(failure.text)
+        return UserError(RankTold(None, failure.text.removeprefix("error: ")))
     if failure is not None:
         return RankCrashed(f"rank {rank.number} failed:\n{failure.text}")
     code = rank.process.returncode

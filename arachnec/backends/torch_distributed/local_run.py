@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from arachnec.backends.executable import read_executable
 from arachnec.backends.torch_distributed.display import Display
-from arachnec.backends.torch_distributed.launch import launch
+from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.planning import cluster_for
 from arachnec.backends.torch_distributed.report import RunReport
@@ -28,8 +29,16 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
     world = ranks or cluster.world
     cluster_for(cluster, world)
     console = Console()
+    crashed = None
     with Display(console) as display:
-        launch(world, [str(folder), *options.arguments()], display.show)
+        try:
+            launch(world, [str(folder), *options.arguments()], display.show)
+        except RankCrashed as crash:
+            crashed = str(crash)
+    if crashed is not None:
+        # The launcher's own traceback would only hide the rank's.
+        print(crashed, file=sys.stderr)
+        sys.exit(1)
     for text in written(folder, options):
         console.print(text, highlight=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups
 from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, run_iteration
+from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, program_of, run_iteration
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
@@ -82,7 +82,8 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
             equipment = Equipment(
                 rank, device, model_file, model, parameters, encoders, sequence, optimizer, groups, channels, training
             )
-            own = Iteration.of(module, rank, clips, specs, step)
+            received = specs.received(module, program_of(module, rank), clips)
+            own = Iteration.of(module, rank, clips, received, step)
             last = step == done + count - 1
             saving = options.save_gradients if last and rank == 0 else None
             progress.intervals = _step(equipment, own, number, exposed, saving, progress)
