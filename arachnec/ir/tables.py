@@ -31,6 +31,7 @@ def table(text: str) -> dict[str, Row]:
 MODULE = table("""
     makespan  | ms   | scheduled | required | end of the last cascade
     bound     | ms   | scheduled | required | no schedule of these cascades can be shorter
+    area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
     proved    | bool | scheduled | required | whether this makespan is proved to be the least
 """)
 

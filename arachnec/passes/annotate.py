@@ -31,7 +31,7 @@ class NoCluster(Diagnostic):
 class NoFlops(Diagnostic):
     title: ClassVar[str] = "stage `@{stage}` has neither `flops` nor an entry in a profile"
     label: ClassVar[str] = "what it takes is unknown"
-    help: ClassVar[str] = "give the stage a `flops` formula, or its cascades measured `times`, or profile it"
+    help: ClassVar[str] = "give the stage a `flops` formula, or profile it"
     stage: str
 
 
@@ -59,13 +59,9 @@ class Annotate(Pass):
             flops = quantity(module.cluster.attrs["flops"])
             overhead = known.block_overhead if known else BLOCK_OVERHEAD
         profile = read_profile(self.profile) if self.profile and sheet is None else None
-        measured = {cascade.stage for cascade in module.cascades if "times" in cascade.attrs}
-        measured -= {cascade.stage for cascade in module.cascades if "times" not in cascade.attrs}
         stages = []
         for stage in module.stages:
-            if stage.name in measured:
-                stages.append(_with(stage, forward=_zero(), backward=_zero() if stage.trained else None, costs="table"))
-            elif profile is not None and find_fit(profile, stage.name, "forward") is not None:
+            if profile is not None and find_fit(profile, stage.name, "forward") is not None:
                 stages.append(from_profile(stage, profile))
             else:
                 stages.append(from_data_sheet(stage, flops, overhead))
@@ -125,10 +121,6 @@ def _scaled(formula: Formula, factor: float, constant: float) -> Formula:
     terms = [Term(term.coefficient * factor, term.powers) for term in formula.terms if term.powers]
     total = formula.constant * factor + constant
     return Formula((*terms, Term(total)) if total or not terms else tuple(terms), "ms")
-
-
-def _zero() -> Formula:
-    return Formula((Term(0.0),), "ms")
 
 
 def _with(stage: Stage, *, forward: Formula, backward: Formula | None, costs: str) -> Stage:

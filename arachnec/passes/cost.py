@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integers, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Value
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.topology import Link, group_link, node_of, packed_ranks, penalty, ring_link, ulysses_link
@@ -233,9 +233,13 @@ class CostModel:
 
     @cached_property
     def state(self) -> float:
-        """GiB on every rank, always: parameters, gradients, optimizer state of all stages, and the reserve."""
-        resident = math.fsum(_gib(stage.attrs.get("state")) for stage in self.module.stages)
-        return resident + RESERVE * self.cluster.memory
+        """GiB on every rank that no cascade may use: ``resident`` and a reserve."""
+        return self.resident + RESERVE * self.cluster.memory
+
+    @cached_property
+    def resident(self) -> float:
+        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
+        return math.fsum(_gib(stage.attrs.get("state")) for stage in self.module.stages)
 
     @cached_property
     def room(self) -> float:
@@ -299,7 +303,7 @@ def times_of(cascade: Cascade) -> dict[int, float]:
     if not isinstance(value, tuple):
         return {}
     pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
-    return {int(degree): float(ms) for degree, ms in pairs if isinstance(degree, int) and isinstance(ms, (int, float))}
+    return {integer(degree): quantity(time) for degree, time in pairs}
 
 
 def uneven(things: int, parts: int) -> float:

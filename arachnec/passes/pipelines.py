@@ -5,12 +5,12 @@ from __future__ import annotations
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
     "default": "partition{policy=dual},annotate,schedule-z3,place,lower,check",
-    # buckets of equal shape, every GPU its own clips, as Open-Sora trains
-    "data-parallel": "partition,annotate,schedule-static{degree=1},place,lower,check",
+    # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
+    "data-parallel": "partition{policy=equal-token},annotate,schedule-static{policy=data-parallel},place,lower,check",
     # micro-batches of equal token count, one degree for all
     "equal-token": "partition{policy=equal-token},annotate,schedule-static,place,lower,check",
-    # one sequence-parallel degree for all, the whole node
-    "ulysses": "partition,annotate,schedule-static{degree=8},place,lower,check",
+    # one sequence-parallel degree for all, the least that holds the longest clip
+    "ulysses": "partition,annotate,schedule-static,place,lower,check",
     # AdaptiveLoad: the dual limits balance the micro-batches, data parallelism runs them
-    "adaptive-load": "partition{policy=dual},annotate,schedule-static{degree=1},place,lower,check",
+    "adaptive-load": "partition{policy=dual},annotate,schedule-static{policy=data-parallel},place,lower,check",
 }

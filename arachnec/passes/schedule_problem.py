@@ -214,13 +214,25 @@ def describe(cascade: Cascade) -> str:
     return f"{noun} {clips} ({cascade.tokens} tokens, stage `@{cascade.stage}`)"
 
 
-def scheduled(
-    module: Module, cost: CostModel, problem: Problem, schedule: Schedule, bound: int, proved: bool
-) -> Module:
-    """The module at level scheduled; ``bound`` in ticks.
+@dataclass(frozen=True)
+class Solution:
+    """A schedule with what is known of how good it is; bounds in ticks.
+
+    ``area_bound`` is the bound that needs no search, ``bound`` the best one proved; ``proved`` where that is met.
+    """
+
+    schedule: Schedule
+    area_bound: int
+    bound: int
+    proved: bool
+
+
+def scheduled(module: Module, cost: CostModel, problem: Problem, solution: Solution) -> Module:
+    """The module at level scheduled.
 
     Raises AssertionError where the schedule is not valid: a heuristic may be wrong, but never unnoticed.
     """
+    schedule = solution.schedule
     problems = violations(problem, schedule)
     assert not problems, problems
     cascades = []
@@ -245,7 +257,12 @@ def scheduled(
             for name in trained
         ),
         steps=tuple(Step(name) for name in trained),
-        attrs=module.attrs.updated(makespan=ms(schedule.makespan(problem)), bound=ms(bound), proved=proved),
+        attrs=module.attrs.updated(
+            makespan=ms(schedule.makespan(problem)),
+            bound=ms(solution.bound),
+            area_bound=ms(solution.area_bound),
+            proved=solution.proved,
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_problem import Problem, Schedule, problem_of, scheduled
+from arachnec.passes.schedule_problem import Problem, Schedule, Solution, problem_of, scheduled
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ScheduleStatic(Pass):
         groups = deal(problem, picks, widths, in_turn=self.policy == "data-parallel")
         bound = lower_bound(problem)
         schedule = Schedule(tuple(picks), groups)
-        return scheduled(module, cost, problem, schedule, bound, schedule.makespan(problem) <= bound)
+        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
 
     def _picks(self, problem: Problem) -> list[int]:
         if self.policy == "data-parallel" and self.degree is None:

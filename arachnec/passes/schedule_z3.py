@@ -21,7 +21,7 @@ from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_heuristics import best_heuristic, improve
-from arachnec.passes.schedule_problem import Problem, Schedule, problem_of, scheduled, violations
+from arachnec.passes.schedule_problem import Problem, Schedule, Solution, problem_of, scheduled, violations
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
@@ -50,7 +50,7 @@ class ScheduleZ3(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         found = solve(problem, Clock(started, self.budget, self.steps), self.seed)
-        return scheduled(module, cost, problem, found.schedule, found.bound, found.proved)
+        return scheduled(module, cost, problem, found)
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,14 @@ class Clock:
         return self.budget - (time.perf_counter() - self.started) * 1e3
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A schedule, and the ticks that no schedule is shorter than; ``proved`` where the two meet."""
-
-    schedule: Schedule
-    bound: int
-    proved: bool
-
-
 def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     """The best schedule within the budget."""
     bound = lower_bound(problem)
     schedule = best_heuristic(problem, bound)
     schedule = search(problem, schedule, bound, clock, seed)
     if len(problem.jobs) <= WHOLE and schedule.makespan(problem) > bound and _any_left(clock):
-        return prove(problem, Solution(schedule, bound, False), clock, seed)
-    return Solution(schedule, bound, schedule.makespan(problem) <= bound)
+        return prove(problem, Solution(schedule, bound, bound, False), clock, seed)
+    return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
 
 
 def search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
@@ -117,7 +108,7 @@ def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Sol
         else:
             break
         horizon = (low + high - 1) // 2
-    return Solution(schedule, low, low >= high)
+    return Solution(schedule, incumbent.area_bound, low, low >= high)
 
 
 def _any_left(clock: Clock) -> bool:

@@ -1,0 +1,208 @@
+"""Tasks whose durations somebody measured, as a module that the schedulers take.
+
+::
+
+    {"unit": "ms", "tasks": [{"name": "D_97", "stages": [{"stage": "vae", "ms": {"1": 41200, "2": 25100}},
+                                                         {"stage": "dit", "ms": {"1": 29840}}]}]}
+
+The stages of a task follow one another. The degrees listed are the legal ones; ``unit`` is ``ms`` or ``s``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
+from arachnec.ir.values import Attributes, Quantity
+
+LARGEST_FILE = 64 * 2**20  # bytes
+UNITS = {"ms": 1.0, "s": 1e3}
+EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
+
+
+@dataclass(frozen=True)
+class NoTable(Diagnostic):
+    title: ClassVar[str] = "there is no file `{path}`"
+    help: ClassVar[str] = "give a JSON file such as {example}"
+    path: str
+    example: str = EXAMPLE
+
+
+@dataclass(frozen=True)
+class NotJson(Diagnostic):
+    title: ClassVar[str] = "the table is not JSON: {reason}"
+    label: ClassVar[str] = "here"
+    help: ClassVar[str] = "a table looks like {example}"
+    reason: str
+    example: str = EXAMPLE
+
+
+@dataclass(frozen=True)
+class BadTable(Diagnostic):
+    title: ClassVar[str] = "{where} is {found}, expected {expected}"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "a table looks like {example}"
+    where: str
+    found: str
+    expected: str
+    example: str = EXAMPLE
+
+
+@dataclass(frozen=True)
+class UnknownTableKey(Diagnostic):
+    title: ClassVar[str] = "unknown key `{key}` in {where}"
+    label: ClassVar[str] = "no such key"
+    help: ClassVar[str] = "did you mean `{suggestion}`? Known are {known}"
+    key: str
+    where: str
+    suggestion: str
+    known: str
+
+
+@dataclass(frozen=True)
+class NoTasks(Diagnostic):
+    title: ClassVar[str] = "the table has no tasks"
+    help: ClassVar[str] = "a table looks like {example}"
+    example: str = EXAMPLE
+
+
+@dataclass(frozen=True)
+class Table:
+    """A module at level costed, and for each cascade's name the name of its task."""
+
+    module: Module
+    tasks: dict[str, str]
+
+
+def read_table(path: str | Path, cluster: Cluster) -> Table:
+    """The cascades of a table on a cluster. Raises UserError with one diagnostic for a malformed table."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(NoTable(None, str(path)))
+    if file.stat().st_size > LARGEST_FILE:
+        raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        span = Span(str(path), error.lineno, error.colno, error.lineno, error.colno + 1)
+        raise UserError(NotJson(span, error.msg)) from error
+    except RecursionError:
+        raise UserError(NotJson(None, "it is nested too deeply")) from None
+    return _Reader(str(path), text).table(value, cluster)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    file: str
+    text: str
+
+    def table(self, value: Any, cluster: Cluster) -> Table:
+        top = self._object(value, "the table", ("unit", "tasks"))
+        unit = top.get("unit", "ms")
+        if not isinstance(unit, str) or unit not in UNITS:
+            raise self._bad("`unit`", unit, "ms or s", "unit")
+        tasks = top.get("tasks")
+        if not isinstance(tasks, list):
+            raise self._bad("`tasks`", tasks, "a list of tasks", "tasks")
+        if not tasks:
+            raise UserError(NoTasks(self._span("tasks")))
+        cascades: list[Cascade] = []
+        names: dict[str, str] = {}
+        last: set[str] = set()
+        order: dict[str, None] = {}
+        for number, entry in enumerate(tasks):
+            made = self._task(entry, number, unit, names)
+            cascades += made
+            last.add(made[-1].stage)
+            order |= dict.fromkeys(cascade.stage for cascade in made)
+        stages = tuple(Stage(name, name in last, Attributes.of(costs="table")) for name in order)
+        return Table(Module("plan", Level.COSTED, cluster, stages=stages, cascades=tuple(cascades)), names)
+
+    def _task(self, value: Any, number: int, unit: str, names: dict[str, str]) -> list[Cascade]:
+        where = f"task {number}"
+        task = self._object(value, where, ("name", "stages"))
+        name = task.get("name", str(number))
+        if not isinstance(name, str) or not name:
+            raise self._bad(f"`name` of {where}", name, "text", "name")
+        where = f"task `{name}`"
+        stages = task.get("stages")
+        if not isinstance(stages, list) or not stages:
+            raise self._bad(f"`stages` of {where}", stages, "a list of at least one stage", name)
+        cascades: list[Cascade] = []
+        for index, entry in enumerate(stages):
+            stage = self._object(entry, f"a stage of {where}", ("stage", "ms", "s"), name)
+            kind = stage.get("stage")
+            if not isinstance(kind, str) or not kind:
+                raise self._bad(f"`stage` of {where}", kind, "the stage's name", name)
+            times = self._times(stage, f"stage `{kind}` of {where}", unit, name)
+            label = _unique(f"{name}.{kind}", names)
+            names[label] = name
+            cascades.append(
+                Cascade(
+                    name=label,
+                    phase=Phase.TRAIN if index == len(stages) - 1 else Phase.ENCODE,
+                    stage=kind,
+                    clips=(),
+                    batch=1,
+                    tokens=0,
+                    text=0,
+                    inputs=(cascades[-1].name,) if cascades else (),
+                    attrs=Attributes.of(times=times),
+                )
+            )
+        return cascades
+
+    def _times(self, stage: Mapping[str, Any], where: str, unit: str, near: str) -> tuple[tuple[int, Quantity], ...]:
+        given = [key for key in ("ms", "s") if key in stage]
+        if len(given) != 1:
+            raise self._bad(f"{where}", "without times" if not given else "given twice", f"one `{unit}`", near)
+        times = stage[given[0]]
+        if not isinstance(times, dict) or not times:
+            raise self._bad(f"`{given[0]}` of {where}", times, "an object from degree to time", near)
+        pairs = []
+        for degree, time in times.items():
+            if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
+                raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < math.inf:
+                raise self._bad(f"the time of {where} at degree {degree}", time, "a positive number", near)
+            pairs.append((int(degree), Quantity(float(time) * UNITS[unit], "ms")))
+        return tuple(sorted(pairs, key=lambda pair: pair[0]))
+
+    def _object(self, value: Any, where: str, known: tuple[str, ...], near: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self._bad(where, value, "an object", near)
+        for key in value:
+            if key not in known:
+                suggestion = difflib.get_close_matches(key, known, 1, 0.0)[0]
+                raise UserError(UnknownTableKey(self._span(key), key, where, suggestion, ", ".join(known)))
+        return value
+
+    def _bad(self, where: str, found: Any, expected: str, near: str) -> UserError:
+        shown = "missing" if found is None else json.dumps(found) if not isinstance(found, str) else found
+        return UserError(BadTable(self._span(near), where, shown[:80], expected))
+
+    def _span(self, word: str) -> Span:
+        """Where a key or name first stands in the text; the first line where it does not."""
+        for number, row in enumerate(self.text.splitlines(), 1):
+            column = row.find(f'"{word}"')
+            if word and column >= 0:
+                return Span(self.file, number, column + 1, number, column + len(word) + 3)
+        return Span(self.file, 1, 1, 1, 2)
+
+
+def _unique(name: str, taken: Mapping[str, str]) -> str:
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}.{number}" in taken:
+        number += 1
+    return f"{name}.{number}"

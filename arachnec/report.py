@@ -1,0 +1,83 @@
+"""The figures of a plan, as every ``--json`` report has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from arachnec.ir.nodes import Level, Module, quantity
+from arachnec.passes.cost import CostModel
+
+
+def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
+    """What a scheduled, placed or lowered module predicts; ms, GiB, and plain fractions.
+
+    ``bound_ms`` is the makespan that no schedule of these cascades goes below; ``area_bound_ms`` is what work over GPUs and
+    the longest chain alone say. Z3 may exclude more, so that ``bound_ms`` is the larger, and equal to the makespan where
+    that is proved optimal. ``gap`` is makespan / bound - 1.
+
+    ``imbalance`` is the mean over ranks of (t_max - t) / t_max, t being the time that a rank is busy.
+    """
+    makespan, bound = quantity(module.attrs["makespan"]), quantity(module.attrs["bound"])
+    area_bound = module.attrs.get("area_bound")
+    cost = CostModel(module)
+    return {
+        "makespan_ms": makespan,
+        "iteration_ms": makespan + synchronisation_ms(module, cost),
+        "bound_ms": bound,
+        "area_bound_ms": quantity(area_bound) if area_bound is not None else bound,
+        "gap": makespan / bound - 1 if bound > 0 else 0.0,
+        "proved_optimal": module.attrs["proved"] is True,
+        "imbalance": imbalance(busy_ms(module)),
+        "planning_ms": planning_ms,
+        "peak_memory_gib": peak_memory(module, cost),
+        "cascades": [
+            {
+                "name": cascade.name,
+                "stage": cascade.stage,
+                "phase": cascade.phase.value,
+                "degree": cascade.degree,
+                "start_ms": cascade.start,
+                "end_ms": cascade.end,
+                "ranks": list(cascade.ranks) if module.level >= Level.PLACED else [],
+            }
+            for cascade in module.cascades
+        ],
+    }
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """Mean over ranks of (t_max - t_rank) / t_max; 0 where nothing runs."""
+    longest = max(loads, default=0.0)
+    if longest <= 0:
+        return 0.0
+    return math.fsum((longest - load) / longest for load in loads) / len(loads)
+
+
+def busy_ms(module: Module) -> list[float]:
+    """ms that each rank is in a cascade; for a module without ranks, all the same."""
+    assert module.cluster is not None
+    world = module.cluster.world
+    if module.level < Level.PLACED:
+        total = math.fsum((cascade.end - cascade.start) * cascade.degree for cascade in module.cascades)
+        return [total / world] * world
+    loads = [0.0] * world
+    for cascade in module.cascades:
+        for rank in cascade.ranks:
+            loads[rank] += cascade.end - cascade.start
+    return loads
+
+
+def synchronisation_ms(module: Module, cost: CostModel) -> float:
+    """ms of the gradients' sums and the optimizer's steps after the last cascade."""
+    everyone = tuple(range(cost.cluster.world))
+    return math.fsum(
+        cost.reduce_time(stage, everyone) + cost.step_time(stage) for stage in module.stages if stage.trained
+    )
+
+
+def peak_memory(module: Module, cost: CostModel) -> float:
+    """GiB of the fullest rank: what it always holds, and the most that one cascade adds."""
+    held = (cascade.attrs.get("memory") for cascade in module.cascades)
+    return cost.resident + max((quantity(value) for value in held if value is not None), default=0.0)
