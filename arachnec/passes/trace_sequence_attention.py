@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -11,7 +10,7 @@ from torch import fx
 
 from arachnec.passes import trace_sequence_runtime as runtime
 from arachnec.passes.trace_sequence_context import Context, MixesTokens, Refused, Result
-from arachnec.passes.trace_sequence_labels import Layout, Part, Value, alike, product, same
+from arachnec.passes.trace_sequence_labels import Layout, Part, Value, alike, same
 
 aten = torch.ops.aten
 

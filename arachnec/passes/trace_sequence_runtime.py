@@ -23,6 +23,11 @@ def total_tokens(shard: SequenceShard) -> int:
     return shard.total
 
 
+def written(target: Tensor, source: Tensor) -> Tensor:
+    """``aten.copy``, what functionalisation makes of ``target.copy_(source)``, with the derivative that it lacks."""
+    return source.to(target).expand_as(target)
+
+
 def shard_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
     """This rank's positions of a replicated ``x`` whose dimension ``dim`` is outer x parts x inner."""
     if parts == (None,) and outer == inner == 1:

@@ -1,0 +1,41 @@
+"""A model on several ranks, each with some of the tokens, has the loss and the gradients of the model on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from arachnec.kernels.sequence_shard import even_split
+from tests.distributed.harness import run_ranks
+from tests.distributed.sequence_cases import Difference, Step, compare
+from tests.models.sequence_models import MODELS, ModelCase, Size
+
+WORLD = 4
+CLIP = Size(3, 4, 6)
+
+
+def steps(case: ModelCase) -> tuple[Step, ...]:
+    """Every degree from 2 to 4, Ulysses, ring and both; some ranks with one token or with none; one and two clips."""
+    caption = even_split(case.tokens(CLIP), 2)[0] if case.text else 7
+    as_long = Size(3, 4, 6, caption, 1)  # the caption is exactly as long as a token shard
+    total = case.tokens(CLIP)
+    return (
+        Step((0, 1), 2, 1, as_long, even_split(total, 2)),
+        Step((1, 2), 1, 2, as_long, even_split(total, 2)),
+        Step((0, 2, 3), 3, 1, CLIP),
+        Step((3, 1, 0), 1, 3, CLIP, recompute=True),
+        Step((0, 1, 2, 3), 2, 2, CLIP, recompute=True),
+        Step((0, 1, 2, 3), 4, 1, CLIP, (total - 2, 1, 1, 0)),
+        Step((0, 1, 2, 3), 1, 4, CLIP, even_split(total, 4)),
+    )
+
+
+def differences(name: str) -> list[Difference]:
+    found = run_ranks(WORLD, compare, name, steps(MODELS[name]), timeout=200)
+    return [difference for rank in found for difference in rank]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_equal_those_of_one_process(name: str) -> None:
+    found = differences(name)
+    assert len(found) == sum(len(step.ranks) for step in steps(MODELS[name]))
+    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
