@@ -142,7 +142,7 @@ def _panel(
     summary = f"{time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy):.1%}"
     parts = [
         f'<text x="{LEFT}" y="{top + 12}" font-weight="bold" fill="#1b1f24">{escape(timeline.title)}'
-        f'<tspan font-weight="normal" fill="#57606a">  {summary}</tspan></text>'
+        f'<tspan dx="8" font-weight="normal" fill="#57606a">{summary}</tspan></text>'
     ]
     every = max(1, round(14 / height))
     for rank, row in rows.items():

@@ -1,0 +1,54 @@
+"""Reading what ``check``, ``simulate`` and ``show`` take: an executable folder, or a lowered module as a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from arachnec.commands.opt import read_text
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Level, Module
+from arachnec.ir.parser import parse_module
+from arachnec.ir.verify import check_module
+
+PROGRAM = "program.cascade"
+MEASURED = "measured.json"
+
+
+@dataclass(frozen=True)
+class NotAProgram(Diagnostic):
+    title: ClassVar[str] = "{path} has no {program}"
+    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
+    path: str
+    program: str
+
+
+@dataclass(frozen=True)
+class NotLowered(Diagnostic):
+    title: ClassVar[str] = "{path} is at level {level}, and only a lowered module has programs"
+    help: ClassVar[str] = "run `arachnec opt {path} --passes {passes} -o lowered.cascade` first"
+    path: str
+    level: str
+    passes: str
+
+
+REMAINING = {
+    Level.TRACED: "partition,annotate,schedule-z3,place,lower",
+    Level.PARTITIONED: "annotate,schedule-z3,place,lower",
+    Level.COSTED: "schedule-z3,place,lower",
+    Level.SCHEDULED: "place,lower",
+    Level.PLACED: "lower",
+}
+
+
+def read_program(path: Path) -> Module:
+    """The lowered module at ``path``, verified but not yet checked. Raises UserError."""
+    file = path / PROGRAM if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise UserError(NotAProgram(None, str(path), PROGRAM))
+    module = parse_module(read_text(file), str(file))
+    if module.level is not Level.LOWERED:
+        raise UserError(NotLowered(None, str(file), module.level.word, REMAINING[module.level]))
+    check_module(module)
+    return module
