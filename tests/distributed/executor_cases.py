@@ -8,17 +8,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 from safetensors.torch import load_file
 
 from arachnec.backends.executable import write_executable
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.passes.lower import lower
+from tests.distributed.harness import run_ranks
 
 MODEL = """
 import torch
@@ -97,17 +102,6 @@ class Vae(nn.Module):
 
 def encoders():
     return {"vae": Vae()}
-"""
-
-PROGRAM = """
-import sys
-from arachnec.commands.run import command
-from arachnec.ir.diagnostic import UserError, render
-try:
-    command.main(standalone_mode=False)
-except UserError as error:
-    print("\\n".join(map(render, error.diagnostics)), file=sys.stderr)
-    sys.exit(2)
 """
 
 
@@ -236,15 +230,47 @@ def executable(
 
 def run(folder: Path, *arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """``arachnec run`` in a process of its own."""
-    command = [sys.executable, "-c", PROGRAM, str(folder), *map(str, arguments)]
+    command = [sys.executable, "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def losses(report: Path) -> list[float]:
-    return [step["loss"] for step in msgspec.json.decode(report.read_bytes())["steps"]]
+def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
+    """The executor without its launcher, on ranks that are there already; the report."""
+    run_ranks(ranks, _train, folder, RunOptions(**options))  # type: ignore[arg-type]
+    place = options.get("report") or folder / "run.json"
+    assert isinstance(place, Path)
+    return msgspec.json.decode(place.read_bytes())
 
 
-def assert_same_gradients(found: Path, expected: dict, tolerance: float = 1e-5) -> None:
+def _train(folder: Path, options: RunOptions) -> None:
+    from arachnec.backends.executable import read_executable
+    from arachnec.backends.torch_distributed.training_run import train
+
+    train(read_executable(folder), options, torch.device("cpu"))
+
+
+def plain_loop(
+    folder: Path, clips: Sequence[VideoClip], *, seed: int = 0, step: int = 0
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The objective and its gradients, written without anything of the executor: one clip at a time."""
+    model_file = load_model_file(folder / "model.py")
+    torch.manual_seed(seed)
+    model = model_file.build()
+    torch.manual_seed(seed)
+    encoders = model_file.encoders() if model_file.encoders else {}
+    total = 0.0
+    for each in clips:
+        with torch.no_grad():
+            encoded = {name: encoder(encoder.load(each, "cpu")) for name, encoder in encoders.items()}
+        given = replace(each, encoded=encoded)
+        kwargs, target = model_file.sample(given, clip_generator(seed, step, each.id))
+        loss = model_file.loss(model(**kwargs), target) / len(clips)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def assert_same_gradients(found: Path, expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
     """Every tensor within ``tolerance`` of its own norm, or of a thousandth of the whole gradient's norm."""
     gradients = load_file(found)
     assert set(gradients) == set(expected)

@@ -112,7 +112,7 @@ def run_iteration(
     clock: Clock,
     before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> Run:
-    """Execute one rank's program. ``before_step`` sees the parameters with their complete gradients, before clipping."""
+    """Execute one rank's program. ``before_step`` sees the parameters with their whole gradients, before clipping."""
     drop_gradients(equipment.parameters)
     run = Run()
     handoffs = Handoffs(equipment.rank, equipment.device, equipment.channels)

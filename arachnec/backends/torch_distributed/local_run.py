@@ -64,7 +64,9 @@ def pictures(folder: Path, summary: RunReport) -> list[str]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot([s.step for s in summary.steps], [s.loss for s in summary.steps], marker="." if len(summary.steps) < 50 else "")
+    axes.plot(
+        [s.step for s in summary.steps], [s.loss for s in summary.steps], marker="." if len(summary.steps) < 50 else ""
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title(f"{len(summary.steps)} steps on {summary.ranks} ranks")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.interpreter import SequenceParallel, needs_sequence
 from arachnec.data.clip import VideoClip
@@ -20,6 +21,7 @@ class Sequences:
     model_file: ModelFile
     model: nn.Module
     clips: Sequence[VideoClip]
+    dtype: torch.dtype | None  # what floating-point arguments are cast to
     _installed: list[SequenceParallel] = field(default_factory=list)
 
     def for_program(self, module: Module) -> SequenceParallel | None:
@@ -30,6 +32,34 @@ class Sequences:
 
     def _install(self) -> SequenceParallel:
         from arachnec.backends.sequence_blocks import install
-        from arachnec.passes.trace import capture_model
+        from arachnec.passes.trace_blocks import capture_blocks
+        from arachnec.passes.trace_sample import example_calls
 
-        return install(self.model, capture_model(self.model_file, self.model, self.clips))
+        calls = example_calls(self.model, _Cast(self.model_file, self.dtype), self.clips)
+        # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
+        return install(self.model, capture_blocks(self.model, calls, verify=False))
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A model file whose samples have the precision that the run gives them."""
+
+    model_file: ModelFile
+    dtype: torch.dtype | None
+
+    @property
+    def build(self) -> Callable[[], nn.Module]:
+        return self.model_file.build
+
+    @property
+    def encoders(self) -> Callable[[], dict[str, nn.Module]] | None:
+        return self.model_file.encoders
+
+    def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
+        kwargs, target = self.model_file.sample(clip, generator)
+        return {name: self._cast(value) for name, value in kwargs.items()}, target
+
+    def _cast(self, value: object) -> object:
+        """By the rule of ``make_batch``: batched arguments of two or more dimensions, not timesteps, not tables."""
+        batched = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
+        return value.to(self.dtype) if batched and isinstance(value, Tensor) and self.dtype is not None else value

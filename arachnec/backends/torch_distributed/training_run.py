@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import build_encoders, build_model, gradients_of, trained_parameters
+from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
 from arachnec.backends.executable import MODEL, Executable
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
@@ -64,7 +64,8 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
     groups = ProcessGroups()
     clips = dict(enumerate(executable.clips))
     specs = Specs(model_file, encoders, device)
-    sequences = Sequences(model_file, model, executable.clips)
+    dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+    sequences = Sequences(model_file, model, executable.clips, dtype)
     plans = Plans(executable, rank, world, device)
     channels: dict[tuple[int, int], dist.ProcessGroup] = {}
     count = options.steps or executable.header.iterations

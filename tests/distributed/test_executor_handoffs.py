@@ -1,0 +1,52 @@
+"""When receives are posted: as early as their order and the planned memory allow."""
+
+from __future__ import annotations
+
+from arachnec.backends.torch_distributed.handoffs import planned_memory, posting_order
+from arachnec.ir.nodes import Instruction, Program
+from arachnec.ir.values import Attributes, Quantity
+
+
+def gib(**values: float) -> Attributes:
+    return Attributes.of(**{name: Quantity(value, "GiB") for name, value in values.items()})
+
+
+PROGRAM = Program(
+    0,
+    (
+        Instruction("forward", "a", (0,), gib(memory=4.0, workspace=1.0)),
+        Instruction("backward", "a", (0,), gib(workspace=2.0)),
+        Instruction("receive", "x", (1,), gib(memory=2.0)),
+        Instruction("receive", "y", (1,), gib(memory=1.0)),
+        Instruction("forward", "b", (0,), gib(memory=3.0)),
+        Instruction("backward", "b", (0,)),
+        Instruction("free", "x"),
+        Instruction("free", "y"),
+    ),
+    gib(state=1.0),
+)
+
+
+def places(limit: float) -> dict[str, int]:
+    return {post.target: index for index, posts in enumerate(posting_order(PROGRAM, limit)) for post in posts}
+
+
+def test_the_planned_memory_is_what_the_instructions_state() -> None:
+    assert planned_memory(PROGRAM) == (6.0, 7.0, 3.0, 4.0, 7.0, 7.0, 4.0, 2.0)
+
+
+def test_with_memory_to_spare_every_receive_is_posted_at_the_start() -> None:
+    assert places(100.0) == {"x": 0, "y": 0}
+
+
+def test_a_receive_waits_where_its_buffer_would_not_fit() -> None:
+    assert places(7.0) == {"x": 2, "y": 2}
+
+
+def test_a_receive_never_passes_an_earlier_one() -> None:
+    # y alone would fit from the start, x does not fit before its place.
+    assert places(8.0) == {"x": 2, "y": 2}
+
+
+def test_a_receive_is_posted_as_far_ahead_as_it_fits() -> None:
+    assert places(9.0) == {"x": 0, "y": 2}
