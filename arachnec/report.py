@@ -13,9 +13,9 @@ from arachnec.passes.cost import CostModel
 def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     """What a scheduled, placed or lowered module predicts; ms, GiB, and plain fractions.
 
-    ``bound_ms`` is the makespan that no schedule of these cascades goes below; ``area_bound_ms`` is what work over GPUs and
-    the longest chain alone say. Z3 may exclude more, so that ``bound_ms`` is the larger, and equal to the makespan where
-    that is proved optimal. ``gap`` is makespan / bound - 1.
+    No schedule of these cascades goes below ``bound_ms``. ``area_bound_ms`` is what work over GPUs and the longest
+    chain alone say; Z3 may exclude more, up to the makespan itself where that is proved optimal. ``gap`` is
+    makespan / bound - 1.
 
     ``imbalance`` is the mean over ranks of (t_max - t) / t_max, t being the time that a rank is busy.
     """

@@ -58,6 +58,10 @@ class CostModel:
     def _memo(self) -> dict[tuple[object, ...], float]:
         return {}
 
+    @cached_property
+    def _options(self) -> dict[tuple[object, ...], dict[int, float]]:
+        return {}
+
     # -- degrees ---------------------------------------------------------------------------------------------------
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
@@ -113,17 +117,7 @@ class CostModel:
             ranks = packed_ranks(self.cluster, degree, spans_nodes)
         if ranks is not None and len({node_of(self.cluster, rank) for rank in ranks}) == 1:
             ranks = None  # every node is like the first
-        key = (
-            cascade.stage,
-            cascade.phase,
-            cascade.batch,
-            cascade.tokens,
-            cascade.text,
-            degree,
-            ranks,
-            ulysses,
-            recompute,
-        )
+        key = (*shape_of(cascade), degree, ranks, ulysses, recompute)
         found = self._memo.get(key)
         if found is None:
             split = (
@@ -252,6 +246,30 @@ class CostModel:
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
 
+    def recompute_at(self, cascade: Cascade, degree: int) -> bool | None:
+        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help."""
+        if self.memory(cascade, degree) <= self.room:
+            return False
+        if self.can_recompute(cascade) and self.memory(cascade, degree, recompute=True) <= self.room:
+            return True
+        return None
+
+    def options(self, cascade: Cascade) -> dict[int, float]:
+        """The degrees worth considering, and the ms at each: they fit the memory and beat every smaller one."""
+        key = shape_of(cascade)
+        found = self._options.get(key)
+        if found is None:
+            found = self._options[key] = {}
+            least = math.inf
+            for degree in self.legal_degrees(cascade):
+                recompute = self.recompute_at(cascade, degree)
+                if recompute is None:
+                    continue
+                time = self.time(cascade, degree, recompute=recompute)
+                if time < least:
+                    found[degree] = least = time
+        return dict(found)
+
     # -- the end of the iteration ----------------------------------------------------------------------------------
 
     def reduce_time(self, stage: Stage, ranks: tuple[int, ...]) -> float:
@@ -295,6 +313,12 @@ class CostModel:
             * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
             for term in formula.terms
         )
+
+
+def shape_of(cascade: Cascade) -> tuple[object, ...]:
+    """What two cascades must share to cost the same."""
+    times, inputs = cascade.attrs.get("times"), bool(cascade.inputs)
+    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, times, inputs
 
 
 def times_of(cascade: Cascade) -> dict[int, float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.base import Pass
 from arachnec.passes.cost import GIB, CostModel, times_of
@@ -39,12 +39,15 @@ class Place(Pass):
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
         everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
+        as_planned = makespan <= quantity(module.attrs["makespan"]) + TOLERANCE
         return replace(
             module,
             level=Level.PLACED,
             cascades=cascades,
             reductions=tuple(replace(node, attrs=node.attrs.updated(ranks=everyone)) for node in module.reductions),
-            attrs=module.attrs.updated(makespan=Quantity(makespan, "ms")),
+            attrs=module.attrs.updated(
+                makespan=Quantity(makespan, "ms"), proved=as_planned and module.attrs["proved"] is True
+            ),
         )
 
 
@@ -102,8 +105,11 @@ def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
     present = set(ranks)
     if degree == 1:
         return (min(ranks, key=lambda rank: (rank not in near, rank ^ 1 in present, rank)),)
-    firsts = sorted({rank - rank % degree for rank in ranks})
-    blocks = [block for block in (range(a, a + degree) for a in firsts) if present.issuperset(block)]
+    blocks = [
+        range(first, first + degree)
+        for first in sorted({rank - rank % degree for rank in ranks})
+        if present.issuperset(range(first, first + degree))
+    ]
     if blocks:
         return tuple(min(blocks, key=lambda block: (-len(near.intersection(block)), block[0])))
     return tuple(sorted(sorted(ranks, key=lambda rank: (rank not in near, rank))[:degree]))

@@ -17,7 +17,8 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution, problem_of, scheduled
+from arachnec.passes.schedule_module import problem_of, scheduled
+from arachnec.passes.schedule_problem import Problem, Schedule, Solution
 
 
 @dataclass(frozen=True)

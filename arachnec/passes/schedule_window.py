@@ -106,26 +106,23 @@ class _Model:
         related = ancestors(self.problem)
         jobs = range(len(self.problem.jobs))
         free = {(i, j) for i in jobs for j in jobs if i != j and i not in related[j] and j not in related[i]}
-        ends_before = {pair: z3.Bool(f"before_{pair[0]}_{pair[1]}", self.context) for pair in sorted(free)}
-        for (i, j), before in ends_before.items():
-            for pick, choice in self._choices(i):
-                end = self.start[i] + choice.ticks
-                self.solver.add(z3.Implies(z3.And(before, pick), self.start[j] >= end))
-                self.solver.add(z3.Implies(z3.And(z3.Not(before), pick), self.start[j] < end))
-            if i < j:
-                self.solver.add(z3.Or(z3.Not(before), z3.Not(ends_before[j, i])))
+        end = [z3.Int(f"end_{j}", self.context) for j in jobs]
+        constraints = [
+            z3.Implies(pick, end[j] == self.start[j] + choice.ticks) for j in jobs for pick, choice in self._choices(j)
+        ]
+        over = {(i, j): self.start[j] >= end[i] for i, j in free}
         for j in jobs:
             held = [(pick, choice.degree) for pick, choice in self._choices(j)]
             for i in jobs:
-                if (i, j) not in ends_before:
+                if (i, j) not in over:
                     continue
-                running = z3.Bool(f"running_{i}_{j}", self.context)
-                self.solver.add(z3.Or(running, ends_before[i, j], self.start[i] > self.start[j]))
+                apart = z3.Or(over[i, j], self.start[i] > self.start[j])
                 for k, (pick, choice) in enumerate(self._choices(i)):
                     both = z3.Bool(f"holds_{i}_{j}_{k}", self.context)
-                    self.solver.add(z3.Or(z3.Not(running), z3.Not(pick), both))
+                    constraints.append(z3.Or(both, z3.Not(pick), apart))
                     held.append((both, choice.degree))
-            self.solver.add(z3.PbLe(held, self.problem.gpus))
+            constraints.append(z3.PbLe(held, self.problem.gpus))
+        self.solver.add(constraints)
 
     def schedule(self, model: z3.ModelRef) -> Schedule:
         picks = tuple(

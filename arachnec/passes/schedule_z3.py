@@ -21,7 +21,8 @@ from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_heuristics import best_heuristic, improve
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution, problem_of, scheduled, violations
+from arachnec.passes.schedule_module import problem_of, scheduled
+from arachnec.passes.schedule_problem import Problem, Schedule, Solution, violations
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
