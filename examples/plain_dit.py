@@ -1,7 +1,7 @@
 """A diffusion transformer written in plain PyTorch: what a model file looks like without an adapter.
 
 Self-attention with rotary positions over the video tokens, cross-attention to the caption's bytes, adaptive LayerNorm
-(DiT, arXiv 2212.09748). The latents are synthetic: noise seeded by the clip's id stands where an encoder's output would.
+(DiT, arXiv 2212.09748). The latents are synthetic: noise seeded by the clip's id stands in for an encoder's output.
 """
 
 import zlib
@@ -63,7 +63,7 @@ class VideoDiT(nn.Module):
         self.head = nn.Linear(width, CHANNELS * PATCH**2)
 
     def forward(self, latents, caption, t):
-        """``latents [B, C, F, H, W]``, ``caption [B, T]`` of int64, ``t [B]`` in [0, 1): the velocity, like ``latents``."""
+        """``latents [B, C, F, H, W]``, ``caption [B, T]`` of int64, ``t [B]`` in [0, 1): a velocity as ``latents``."""
         batch, _, frames, height, width = latents.shape
         grid = (frames, height // PATCH, width // PATCH)
         x = latents.unflatten(4, (grid[2], PATCH)).unflatten(3, (grid[1], PATCH))
@@ -83,7 +83,7 @@ def rotate(x, cos, sin):
 
 
 def rotary_table(grid, width, device):
-    """Cosines and sines ``[tokens, width / 2]``; a third of the pairs turn with height, one with width, one with time."""
+    """Cosines and sines ``[tokens, width / 2]``; a third of the pairs turn with height, with width, with time."""
     pairs = (width // 2 - 2 * (width // 6), width // 6, width // 6)
     angles = []
     for axis, (length, count) in enumerate(zip(grid, pairs, strict=True)):

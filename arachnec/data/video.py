@@ -104,12 +104,22 @@ def _frames_from(container: Any, stream: Any, start: int) -> Iterator[Any]:
     if start == 0:
         yield from container.decode(stream)
         return
-    packets = (packet for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard)
-    stamps = sorted(packet.pts for packet in itertools.islice(packets, start + REORDERING))
-    if start >= len(stamps):
+    seen = (packet for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard)
+    packets = list(itertools.islice(seen, start + REORDERING))
+    if start >= len(packets):
         return
-    container.seek(stamps[start], stream=stream, backward=True)
-    yield from (frame for frame in container.decode(stream) if frame.pts is not None and frame.pts >= stamps[start])
+    wanted = sorted(packet.pts for packet in packets)[start]
+    # A frame before its keyframe in display order may follow it in the file and refer to frames before it, and some
+    # containers seek by decoding time: so by that, to the last keyframe that is shown no later than what is wanted.
+    entries = [packet for packet in packets if packet.is_keyframe and packet.pts <= wanted]
+    for packet in (*entries[-1:], packets[0]):
+        entry = packet.pts if packet.dts is None else packet.dts
+        container.seek(entry, stream=stream, backward=True)
+        frames = (frame for frame in container.decode(stream) if frame.pts is not None)
+        first = next(frames, None)
+        if first is not None and first.pts <= wanted:
+            yield from (frame for frame in itertools.chain([first], frames) if frame.pts >= wanted)
+            return
 
 
 def _fitted(frame: Any, height: int, width: int) -> Any:

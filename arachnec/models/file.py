@@ -141,7 +141,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
         raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, found or "no functions"))
     if not callable(function):
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a C function that does not say
+        return _guarded(function, path, name)
     try:
         signature.bind(*ARGUMENTS[name])
     except TypeError:

@@ -1,0 +1,216 @@
+"""The rows of a manifest file, JSONL, CSV or Parquet, with their keys held to the known ones and their places kept."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+
+ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
+KEYS = (
+    *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start"),
+    # How somebody else's system grouped these clips. Partitioning is a pass of ours, so it is read and not used.
+    "micro_batch",
+)
+
+
+@dataclass(frozen=True)
+class NoManifest(Diagnostic):
+    title: ClassVar[str] = "there is no manifest `{path}`"
+    help: ClassVar[str] = "give a .jsonl, .csv or .parquet file that lists the clips"
+    path: str
+
+
+@dataclass(frozen=True)
+class UnknownFormat(Diagnostic):
+    title: ClassVar[str] = "`{path}` is not a manifest: the ending is `{suffix}`"
+    help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet"
+    path: str
+    suffix: str
+
+
+@dataclass(frozen=True)
+class NoPyArrow(Diagnostic):
+    title: ClassVar[str] = "reading `{path}` needs pyarrow, which is not installed"
+    help: ClassVar[str] = "pip install 'arachnec[parquet]', or write the manifest as .jsonl"
+    path: str
+
+
+@dataclass(frozen=True)
+class UnreadableManifest(Diagnostic):
+    title: ClassVar[str] = "`{path}` cannot be read: {reason}"
+    help: ClassVar[str] = "write the manifest again as UTF-8 .jsonl, .csv or .parquet"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BadRow(Diagnostic):
+    title: ClassVar[str] = "this row is not {expected}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "{remedy}"
+    expected: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class UnknownKey(Diagnostic):
+    title: ClassVar[str] = "unknown key `{key}`"
+    label: ClassVar[str] = "no such key"
+    help: ClassVar[str] = "{suggestion}"
+    key: str
+    suggestion: str
+
+
+@dataclass(frozen=True)
+class KeyTwice(Diagnostic):
+    title: ClassVar[str] = "`{key}` and `{other}` are two names of one thing"
+    label: ClassVar[str] = "given twice"
+    help: ClassVar[str] = "keep `{key}`"
+    key: str
+    other: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: its values under their first names, and where it stands. ``text`` is empty for Parquet."""
+
+    number: int
+    values: Mapping[str, Any]
+    file: Path
+    line: int
+    text: str
+
+    def span(self, key: str | None = None) -> Span:
+        """The key in the row's text, or the whole row; a Parquet row's number stands by the file's name."""
+        if not self.text:
+            return Span(f"{self.file} (row {self.number + 1})", 1, 1, 1, 1)
+        column = self.text.find(f'"{key}"') if key else -1
+        if column < 0:
+            return Span(str(self.file), self.line, 1, self.line, len(self.text) + 1)
+        return Span(str(self.file), self.line, column + 1, self.line, column + len(f'"{key}"') + 1)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Rows in the file's order, under their keys' first names; raises ``UserError`` where one is not readable."""
+    if not path.is_file():
+        raise UserError(NoManifest(None, str(path)))
+    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(UnknownFormat(None, str(path), path.suffix or "missing"))
+    return reader(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {error.start}")) from None
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    number = 0
+    for line, raw in enumerate(_text(path).split("\n"), start=1):
+        text = raw.rstrip("\r")
+        if not text.strip():
+            continue
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            span = Span(str(path), line, error.colno, line, error.colno + 1)
+            remedy = "a manifest line is one complete JSON object"
+            raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
+        if not isinstance(values, dict):
+            span = Span(str(path), line, 1, line, len(text) + 1)
+            raise UserError(
+                BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
+            )
+        yield _normalised(Row(number, values, path, line, text))
+        number += 1
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    text = _text(path)
+    lines = text.splitlines()
+    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    try:
+        names = [name.strip() for name in next(reader, [])]
+        for name in names:
+            _known(name, _named_span(path, lines[0], name))
+        for number, fields in enumerate(row for row in reader if row):
+            line = reader.line_num
+            span = Span(str(path), line, 1, line, len(lines[line - 1]) + 1)
+            if len(fields) != len(names):
+                reason = f"{len(fields)} fields under {len(names)} names"
+                raise UserError(BadRow(span, "complete", reason, "give every row as many fields as the first line"))
+            values = {name: _csv_value(name, field) for name, field in zip(names, fields, strict=True)}
+            yield _normalised(Row(number, values, path, line, lines[line - 1]))
+    except csv.Error as error:
+        line = reader.line_num
+        span = Span(str(path), line, 1, line, 2)
+        raise UserError(BadRow(span, "CSV", str(error), "quote fields that hold commas or quotes")) from None
+
+
+def _csv_value(name: str, field: str) -> int | str | None:
+    """CSV has no types: an empty field is absent, one that reads as an integer is one, except in captions and paths."""
+    if not field.strip():
+        return None
+    if ALIASES.get(name, name) in ("caption", "path"):
+        return field
+    try:
+        return int(field)
+    except ValueError:
+        return field.strip()
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(NoPyArrow(None, str(path))) from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
+    for number, values in enumerate(table.to_pylist()):
+        # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
+        present = {key: None if value != value else value for key, value in values.items()}
+        whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
+        yield _normalised(Row(number, whole, path, number + 1, ""))
+
+
+def _normalised(row: Row) -> Row:
+    values: dict[str, Any] = {}
+    for key, value in row.values.items():
+        name = _known(key, row.span(key))
+        if value is None:
+            continue
+        if name in values:
+            raise UserError(KeyTwice(row.span(key), name, next(a for a, n in ALIASES.items() if n == name)))
+        values[name] = value
+    return Row(row.number, values, row.file, row.line, row.text)
+
+
+def _known(key: str, span: Span) -> str:
+    """The key's first name."""
+    name = ALIASES.get(key, key)
+    if name not in KEYS:
+        near = difflib.get_close_matches(key, (*KEYS, *ALIASES), n=1)
+        suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(KEYS)}"
+        raise UserError(UnknownKey(span, key, suggestion))
+    return name
+
+
+def _named_span(path: Path, header: str, name: str) -> Span:
+    column = header.find(name) + 1
+    return Span(str(path), 1, column, 1, column + len(name))
