@@ -22,6 +22,8 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--run", "then_run", is_flag=True, help="Train on this machine afterwards.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to train with --run.")
+@click.option("--lr", type=float, help="Learning rate of AdamW.")
+@click.option("--seed", type=int, help="Of weights, noise and timesteps.")
 @pass_options
 def command(
     model: Path,
@@ -34,10 +36,14 @@ def command(
     as_json: bool,
     then_run: bool,
     steps: int,
+    lr: float | None,
+    seed: int | None,
     options: PassOptions,
 ) -> None:
     """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and write
     the executable."""
+    from arachnec.backends.torch_distributed.options import RunOptions
+    from arachnec.backends.training import Training
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
 
@@ -51,7 +57,8 @@ def command(
         batch=batch,
         instruments=options.instruments(),
     )
-    folder = compiled.write(output) if output is not None else None
+    training = RunOptions(lr=lr, seed=seed).training(Training())
+    folder = compiled.write(output, training=training, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)
         print()

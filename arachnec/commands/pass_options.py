@@ -29,9 +29,10 @@ class NothingTakesProfile(Diagnostic):
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What a person asked for; ``registry`` holds the installed passes and those of ``--load``."""
+    """What a person asked for; ``registry`` holds the installed passes and those of ``files``, given by ``--load``."""
 
     registry: Registry
+    files: tuple[Path, ...]
     print_after: tuple[str, ...]
     print_after_all: bool
     dump: Path | None
@@ -83,7 +84,7 @@ def pass_options(command: Command) -> Command:
         timing = Timing() if time_passes else None
         if timing is not None:
             click.get_current_context().call_on_close(lambda: click.echo(timing.table(), err=True))
-        options = PassOptions(registry, print_ir_after, print_ir_after_all, dump_ir, timing)
+        options = PassOptions(registry, load, print_ir_after, print_ir_after_all, dump_ir, timing)
         return command(*args, options=options, **kwargs)
 
     folder = click.Path(path_type=Path, file_okay=False)
