@@ -54,6 +54,7 @@ class CapturedBlock:
     input_names: tuple[str, ...]
     input_dims: tuple[Dims, ...]
     input_leaves: tuple[int, ...]
+    input_grads: tuple[bool, ...]  # whether the loss depends on trained parameters through it
     output_dims: tuple[Dims, ...]
     output_leaves: tuple[int, ...]
     constants: tuple[tuple[int, Any, bool], ...]
@@ -199,7 +200,7 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
     candidates = find_blocks(model)
     if not candidates:
         raise UserError(NoBlocks(None, type(model).__name__))
-    recordings = [record(model, candidates, example) for example in examples]
+    recordings = [record(model, candidates, example, grad=i == 0) for i, example in enumerate(examples)]
     if not recordings[0].calls:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
         raise UserError(BlocksNotCalled(None, type(model).__name__, names))
@@ -270,6 +271,7 @@ def _described(
         input_names=tuple(call.names[i] for i in positions),
         input_dims=tuple(shapes),
         input_leaves=positions,
+        input_grads=tuple(call.leaves[i].requires_grad for i in positions),
         output_dims=(),
         output_leaves=_tensor_leaves(call.outputs),
         constants=tuple(

@@ -114,6 +114,16 @@ class CannotRecord(Diagnostic):
     reason: str
 
 
+@dataclass(frozen=True)
+class CannotTake(Diagnostic):
+    title: ClassVar[str] = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
+    help: ClassVar[str] = "change the clip's size to one that the model's patches and strides divide, or leave it out"
+    clip: str
+    shape: str
+    caption: int
+    reason: str
+
+
 def stack_span(stack_trace: str | None) -> Span | None:
     """The innermost line of a ``node.meta["stack_trace"]`` that is not torch's own."""
     frames = [

@@ -74,15 +74,18 @@ def leaf_names(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return tuple("_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path in paths)
 
 
-def record(model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall) -> Recording:
-    """Run ``model(**call.arguments)`` under ``no_grad`` and record the calls of ``blocks`` (module path to module)."""
+def record(model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall, *, grad: bool = False) -> Recording:
+    """Run ``model(**call.arguments)`` and record the calls of ``blocks`` (module path to module).
+
+    ``grad`` keeps autograd on, to learn which inputs of the blocks need a gradient.
+    """
     tape = _Tape()
     with contextlib.ExitStack() as stack:
         for path, block in blocks.items():
             stack.callback(block.register_forward_pre_hook(tape.enter(path), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(tape.leave, with_kwargs=True).remove)
         stack.enter_context(training_mode(model))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         if is_meta(model):
             stack.enter_context(torch.device("meta"))
         stack.enter_context(tape)

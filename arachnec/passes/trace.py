@@ -1,0 +1,111 @@
+"""The front end: a model file and its clips become stages, block graphs, and the token count of every clip.
+
+The model is built on the meta device, so that tracing allocates no weights; ``docs/tracing.md`` says how it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Graph, Stage
+from arachnec.passes.trace_blocks import CapturedModel, capture_blocks
+from arachnec.passes.trace_cost import encoder_stage, trained_stage
+from arachnec.passes.trace_dims import S
+from arachnec.passes.trace_errors import CannotTake
+from arachnec.passes.trace_graph import block_graph
+from arachnec.passes.trace_record import flatten_call, training_mode
+from arachnec.passes.trace_sample import ModelSource, arguments_of, example_calls, meta_encoders
+
+TRAINED = "dit"
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What is known of a model before it has weights. ``model`` is on the device it was traced on."""
+
+    stages: tuple[Stage, ...]
+    graphs: tuple[Graph, ...]
+    captured: CapturedModel
+    counter: TokenCounter
+
+    def tokens(self, clip: VideoClip) -> int:
+        """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if the model refuses it."""
+        return self.counter(clip)
+
+
+class _Reached(BaseException):
+    """Carries the count out of the forward; no ``except Exception`` of a model stops it."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+
+@dataclass
+class TokenCounter:
+    """Runs the model's own forward up to its first block, once per distinct clip shape."""
+
+    model: nn.Module
+    captured: CapturedModel
+    source: ModelSource
+    encoders: dict[str, nn.Module]
+    known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+
+    def __call__(self, clip: VideoClip) -> int:
+        if clip.shape not in self.known:
+            self.known[clip.shape] = self._count(clip)
+        return self.known[clip.shape]
+
+    def _count(self, clip: VideoClip) -> int:
+        first = self.captured.calls[0].path
+        block = self.captured.block_of(first)
+        position, dimension = next(
+            (i, d) for i, dims in enumerate(block.input_dims) for d, size in enumerate(dims) if size == S
+        )
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves, _ = flatten_call(module, args, kwargs)
+            raise _Reached(int(leaves[block.input_leaves[position]].shape[dimension]))
+
+        device = str(next(self.model.parameters()).device)
+        arguments = arguments_of(self.source, clip, self.encoders, device=device)
+        handle = self.model.get_submodule(first).register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with torch.no_grad(), training_mode(self.model), torch.device(device):
+                self.model(**arguments)
+        except _Reached as reached:
+            return reached.tokens
+        except Exception as error:
+            shape = f"{clip.frames} x {clip.height} x {clip.width}"
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise UserError(CannotTake(None, str(clip.id), shape, clip.text_tokens, reason)) from error
+        finally:
+            handle.remove()
+        raise AssertionError("the first block of the recording was not called")
+
+
+def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True) -> Trace:
+    """Trace a model file's transformer and its encoders for these clips.
+
+    ``meta`` builds on the meta device; without it the model is built where its ``build`` puts it. Raises ``UserError``
+    for a model that cannot be traced.
+    """
+    if meta:
+        with torch.device("meta"):
+            model = source.build()
+    else:
+        model = source.build()
+    encoders = meta_encoders(source)
+    calls = example_calls(model, source, clips, encoders)
+    captured = capture_blocks(model, calls)
+    counter = TokenCounter(model, captured, source, encoders)
+    trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
+    frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())
+    graphs = tuple(block_graph(block) for block in captured.blocks)
+    return Trace((*frozen, trained), graphs, captured, counter)
