@@ -225,3 +225,15 @@ def test_a_clip_that_does_not_suit_the_model_is_refused(clip: VideoClip, title: 
     with pytest.raises(UserError) as caught:
         TINY["cogvideox-sincos"].sample(clip, clip_generator(0, 0, 7))
     assert str(caught.value) == title
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_sample_can_be_made_of_shapes_alone(name: str, stored: bool, tmp_path: Path) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    path = tmp_path / "latents.safetensors" if stored else None  # not there: shapes need no file
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        arguments, target = TINY[name].sample(VideoClip("a", 5, 32, 48, 6, path=path), clip_generator(0, 0, "a"))
+    assert isinstance(target, FakeTensor)
+    assert all(isinstance(value, FakeTensor) for value in arguments.values() if isinstance(value, torch.Tensor))

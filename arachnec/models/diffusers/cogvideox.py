@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +58,7 @@ class CogVideoXTextToVideo:
 
     config: Mapping[str, Any]
     text_length: int | None
-    snr_shift: float
+    alphas: tuple[float, ...]
 
     @property
     def geometry(self) -> common.Geometry:
@@ -74,7 +73,7 @@ class CogVideoXTextToVideo:
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
-        x_t, timestep, target = velocity_prediction(x0, alphas_cumprod(self.snr_shift), generator)
+        x_t, timestep, target = velocity_prediction(x0, self.alphas, generator)
         text, _ = common.text_embeddings(clip, "CogVideoX", self.config["text_embed_dim"], self.text_length)
         arguments: dict[str, object] = {
             "hidden_states": x_t,
@@ -123,7 +122,7 @@ def text_to_video(
     config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)
     if not config["use_rotary_positional_embeddings"]:
         text_length = config["max_text_seq_length"]
-    return CogVideoXTextToVideo(config, text_length, snr_shift or SNR_SHIFT.get(name or "", 1.0))
+    return CogVideoXTextToVideo(config, text_length, alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "", 1.0)))
 
 
 def velocity_prediction(
@@ -141,7 +140,6 @@ def velocity_prediction(
     return signal * x0 + spread * noise, timestep, signal * noise - spread * x0
 
 
-@functools.cache
 def alphas_cumprod(snr_shift: float) -> tuple[float, ...]:
     """The cumulated alphas of CogVideoX's scheduler: scaled linear betas, shifted, with zero terminal SNR."""
     with torch.device("cpu"):

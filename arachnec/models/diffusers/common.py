@@ -206,16 +206,16 @@ def flow_matching(x0: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def draw_normal(shape: tuple[int, ...] | torch.Size, generator: torch.Generator) -> Tensor:
-    """Standard normal float32 on the generator's device; on the meta device, while planning, a shape and no draw."""
+    """Standard normal float32 on the generator's device; while planning, a shape and no draw."""
     if planning():
-        return torch.empty(shape, dtype=torch.float32, device="meta")
+        return torch.empty(shape, dtype=torch.float32)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def draw_uniform(generator: torch.Generator) -> Tensor:
     """float32 ``[1]`` on [0, 1)."""
     if planning():
-        return torch.empty(1, dtype=torch.float32, device="meta")
+        return torch.empty(1, dtype=torch.float32)
     return torch.rand(1, generator=generator, dtype=torch.float32, device=generator.device)
 
 
@@ -226,7 +226,9 @@ def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def planning() -> bool:
-    return torch.get_default_device().type == "meta"
+    """Whether tensors made here have a shape and no values: on the meta device, or under a mode that fakes them."""
+    made = torch.empty(0)
+    return made.is_meta or type(made) is not Tensor
 
 
 def mean_squared_error(prediction: Tensor, target: Tensor) -> Tensor:
@@ -238,7 +240,7 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     if planning():
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape)
     try:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
