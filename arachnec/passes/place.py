@@ -1,10 +1,10 @@
 """Ranks for every cascade, and with them Ulysses x ring and the true times.
 
-Cascades are taken in order of their start. Each gets ranks that are free then, and among those, in this order: on as
-few nodes as possible; where its inputs are (a handoff within a rank costs nothing); in the node whose free ranks it
-fills best, so that whole nodes stay free for wide cascades; between nodes on NICs of the same letter, for Arachne's
-contention penalty. Where a group ends up on more nodes than its degree needs, it takes longer, and everything that
-waits for it or for its ranks starts later: the order on every rank stays as scheduled.
+Cascades are taken in order of their start. Each gets ranks that are free then, and among those, in this order: those
+on which it can start first; on as few nodes as possible; where its inputs are (a handoff within a rank costs nothing);
+in the node whose free ranks it fills best, so that whole nodes stay free for wide cascades; between nodes on NICs of
+the same letter, for Arachne's contention penalty. Where a group ends up on more nodes than its degree needs, it takes
+longer, and what waits for it or for its ranks starts later: the order on every rank stays as scheduled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from arachnec.passes.cost import GIB, CostModel, times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of
 
 TOLERANCE = 1e-6  # ms
+WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,7 @@ class Place(Pass):
 
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
-        order = in_order(module.cascades)
-        ranks = choose_ranks(cost.cluster, order)
-        placed = retimed([with_ranks(cascade, ranks[cascade.name], cost) for cascade in order], cost)
-        named = {cascade.name: cascade for cascade in placed}
+        named = {cascade.name: cascade for cascade in placements(module.cascades, cost)}
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
         everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
@@ -59,18 +57,32 @@ def in_order(cascades: Sequence[Cascade]) -> list[Cascade]:
     return sorted(cascades, key=lambda cascade: (cascade.start, depth[cascade.name]))
 
 
-def choose_ranks(cluster: Cluster, order: Sequence[Cascade]) -> dict[str, tuple[int, ...]]:
-    """Ranks for cascades in order of start, no rank in two at once by the times they were scheduled at."""
-    free_at = [0.0] * cluster.world
-    chosen: dict[str, tuple[int, ...]] = {}
-    for cascade in order:
-        free = [rank for rank in range(cluster.world) if free_at[rank] <= cascade.start + TOLERANCE]
-        near = {rank for name in cascade.inputs for rank in chosen.get(name, ())}
-        ranks = pick_ranks(cluster, free, cascade.degree, near)
-        chosen[cascade.name] = ranks
+def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """Every cascade with its ranks, as early as its inputs, their handoffs and the earlier cascades on its ranks allow.
+
+    By the times they were scheduled at, enough ranks are free for each; by the times that the placement gives, some of
+    those may be late, and others early.
+    """
+    world = range(cost.cluster.world)
+    planned = [0.0 for _ in world]  # when a rank is free by the schedule
+    actual = [0.0 for _ in world]  # and when it is, as placed
+    done: dict[str, Cascade] = {}
+    for cascade in in_order(cascades):
+        inputs = [done[name] for name in cascade.inputs if name in done]
+        ready = max((producer.end for producer in inputs), default=0.0)
+        free = [rank for rank in world if planned[rank] <= cascade.start + TOLERANCE]
+        first = max(ready, *sorted(actual[rank] for rank in free)[: cascade.degree])
+        slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+        early = [rank for rank in free if actual[rank] <= first + slack]
+        ranks = pick_ranks(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
+        placed = with_ranks(cascade, ranks, cost)
+        arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
+        start = max(arrived, *(actual[rank] for rank in ranks))
+        end = start + (placed.end - placed.start)
+        done[cascade.name] = placed.with_attrs(start=_ms(start), end=_ms(end))
         for rank in ranks:
-            free_at[rank] = cascade.end
-    return chosen
+            planned[rank], actual[rank] = cascade.end, done[cascade.name].end
+    return list(done.values())
 
 
 def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
@@ -111,7 +123,8 @@ def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
         if present.issuperset(range(first, first + degree))
     ]
     if blocks:
-        return tuple(min(blocks, key=lambda block: (-len(near.intersection(block)), block[0])))
+        best = min(blocks, key=lambda block: (-len(near.intersection(block)), block[0]))
+        return tuple(best)
     return tuple(sorted(sorted(ranks, key=lambda rank: (rank not in near, rank))[:degree]))
 
 
@@ -128,23 +141,6 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
         ring=split.ring if split else None,
         end=Quantity(cascade.start + duration, "ms"),
     )
-
-
-def retimed(order: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """Every cascade as early as its inputs, their handoffs and the earlier cascades on its ranks allow."""
-    free_at: dict[int, float] = defaultdict(float)
-    done: dict[str, Cascade] = {}
-    for cascade in order:
-        start = max(free_at[rank] for rank in cascade.ranks)
-        for name in cascade.inputs:
-            producer = done.get(name)
-            if producer is not None:
-                start = max(start, producer.end + arrival(producer, cascade, cost))
-        end = start + (cascade.end - cascade.start)
-        done[cascade.name] = cascade.with_attrs(start=_ms(start), end=_ms(end))
-        for rank in cascade.ranks:
-            free_at[rank] = done[cascade.name].end
-    return list(done.values())
 
 
 def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:

@@ -11,7 +11,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel, shape_of, times_of
+from arachnec.passes.cost import RESERVE, CostModel, shape_of, times_of
 from arachnec.passes.schedule_check import validate_schedule
 from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem, Schedule, Solution, violations
 
@@ -35,9 +35,10 @@ class StateTooLarge(Diagnostic):
     title: ClassVar[str] = (
         "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
     )
-    help: ClassVar[str] = "use devices with more memory, train fewer parameters, or a narrower dtype"
+    help: ClassVar[str] = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters"
     state: float
     memory: float
+    reserve: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     Raises UserError naming the clip where a cascade fits the memory at no degree.
     """
     if cost.room <= 0:
-        raise UserError(StateTooLarge(None, cost.state, cost.cluster.memory))
+        raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
     memo: dict[tuple[object, ...], tuple[Choice, ...]] = {}
     jobs = []
