@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -69,13 +70,10 @@ def stage_colours(module: Module, timelines: Sequence[Timeline]) -> dict[str, st
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(order)}
 
 
-def ticks(end: float, count: int = 8) -> list[float]:
-    """Round times from 0 to ``end``, about ``count`` of them."""
-    step = 10.0 ** len(str(int(end))) / 1e4
-    while end / step > count:
-        for factor in (2.0, 2.5, 2.0):
-            if end / step > count:
-                step *= factor
+def ticks(end: float, most: int = 8) -> list[float]:
+    """Round times from 0 to ``end``, at most ``most`` steps apart."""
+    power = 10.0 ** math.floor(math.log10(end / most))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= end * (1 - 1e-9))
     return [step * i for i in range(int(end / step + 1e-9) + 1)]
 
 
