@@ -7,6 +7,7 @@ graphs.cascade      the block graphs, to be read
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
+profile.json        the measured costs the plan was made with, where there are some
 =================== ========================================================================================
 
 Nothing in it is a pickle. What is read is held to a schema and to a size.
@@ -15,7 +16,9 @@ Nothing in it is a pickle. What is read is held to a schema and to a size.
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -37,6 +40,7 @@ FORMAT = 1
 LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
+PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
 LIBRARIES = ("torch", "diffusers", "transformers")
 
 
@@ -122,6 +126,7 @@ def write_executable(
         raise ValueError("an executable needs a lowered program and a traced module")
     training = verified(training or Training())
     folder.mkdir(parents=True, exist_ok=True)
+    pipeline, profiles = own_profiles(pipeline)
     texts = {
         PROGRAM: print_module(program),
         TRACED: print_module(replace(traced, graphs=())),
@@ -129,7 +134,7 @@ def write_executable(
         MODEL: model_file.path.read_text(encoding="utf-8"),
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
-    texts |= {path.name: path.read_text(encoding="utf-8") for path in load}
+    texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
     iterations = {clip.attrs.get("iteration", 0) for clip in traced.clips}
     header = Header(
         format=FORMAT,
@@ -144,6 +149,23 @@ def write_executable(
     for name, text in {**texts, **(extra or {})}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
+    """The pipeline's text with every profile file it names under a name in the folder, and those files' texts."""
+    texts: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        path = Path(json.loads(found[1])) if found[1].startswith('"') else Path(found[1])
+        if not path.is_file():
+            return found[0]  # the name of a data sheet
+        text = path.read_text(encoding="utf-8")
+        known = next((name for name, other in texts.items() if other == text), None)
+        name = known or ("profile.json" if not texts else f"profile_{len(texts)}.json")
+        texts[name] = text
+        return f"profile={name}"
+
+    return PROFILE_OPTION.sub(renamed, pipeline), texts
 
 
 def read_executable(folder: Path) -> Executable:

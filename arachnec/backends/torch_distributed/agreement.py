@@ -25,7 +25,7 @@ class RanksDiffer(Diagnostic):
 
 
 def agree(digests: Mapping[str, str], device: torch.device) -> None:
-    """Compare SHA-256 digests (hexadecimal, by part) over all ranks. Raises ``UserError`` on every rank if any differ."""
+    """Compare SHA-256 digests (hexadecimal, by part) over all ranks. Raises ``UserError`` if any differ."""
     parts = sorted(digests)
     words = [
         int.from_bytes(bytes.fromhex(digests[p])[8 * i : 8 * i + 8], signed=True) for p in parts for i in range(WORDS)

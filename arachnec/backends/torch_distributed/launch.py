@@ -59,7 +59,7 @@ class _Rank:
     error_file: Path
 
 
-def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None]) -> None:
+def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None], *, worker: str = WORKER) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
     ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake and for a rank
@@ -80,7 +80,7 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
                 if number == 0:
                     environment[EVENTS_FD] = str(writing)
                 process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER, *arguments],
+                    [sys.executable, "-m", worker, *arguments],
                     env=environment,
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,

@@ -47,7 +47,7 @@ def written(folder: Path, options: RunOptions) -> list[str]:
     """What the run left behind, one line each; makes the pictures."""
     place = options.report or folder / "run.json"
     summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
-    lines = [f"report {place}", f"timeline of the last step, as data: {folder / 'measured.json'}"]
+    lines = [f"report {place}", f"timeline of the last step {folder / 'measured.svg'} (as data: measured.json)"]
     if options.save_gradients:
         lines.append(f"gradients of the last step: {options.save_gradients}")
     if options.checkpoint:

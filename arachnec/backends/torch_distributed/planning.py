@@ -23,6 +23,7 @@ from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
 
 NICENESS = 10
+PLANNER = "arachnec.backends.torch_distributed.planning"
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,22 @@ def plan_iteration(executable: Executable, number: int, world: int) -> Module:
     Raises ``UserError`` for clips that cannot be planned on so many ranks.
     """
     from arachnec.passes.pipeline import Pipeline
+    from arachnec.passes.registry import installed, load_file
 
+    registry = installed()
+    for name in executable.header.load:
+        registry = load_file(executable.folder / name, registry)
     batch = iteration_of(executable.traced, number)
     assert batch.cluster is not None
     batch = replace(batch, cluster=cluster_for(batch.cluster, world))
-    return Pipeline.parse(executable.header.pipeline).run(batch)
+    return Pipeline.parse(executable.header.pipeline, registry).run(batch)
 
 
 class BackgroundPlanner:
     """Rank 0's side: ask early, fetch late."""
 
     def __init__(self, folder: Path, world: int) -> None:
-        command = [sys.executable, "-m", __name__, str(folder), str(world)]
+        command = [sys.executable, "-m", PLANNER, str(folder.absolute()), str(world)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._answers: dict[int, Answer] = {}
@@ -153,6 +158,7 @@ def main(folder: str, world: str) -> None:
     # What passes print must not get between the answers.
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     os.nice(NICENESS)
+    os.chdir(folder)  # where the pipeline finds its profile
     executable = read_executable(Path(folder))
     for line in sys.stdin:
         reply = answer(lambda number: plan_iteration(executable, number, int(world)), int(line))

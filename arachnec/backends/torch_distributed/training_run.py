@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
 from arachnec.backends.executable import MODEL, Executable
+from arachnec.backends.timeline import planned, read_measured
+from arachnec.backends.timeline_svg import draw
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups
@@ -26,16 +27,8 @@ from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.sequence import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module
 from arachnec.kernels.process_groups import ProcessGroups
-
-
-def choose_device(executable: Executable) -> torch.device:
-    """The GPU of this local rank; the CPU where the executable is for CPUs or there are not enough GPUs."""
-    if _planned_for_cpu(executable) or torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 @dataclass
@@ -71,7 +64,7 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
     count = options.steps or executable.header.iterations
     progress = Progress()
     events.emit(report.Start(world, _describe(device), done, count))
-    if device.type == "cpu" and not _planned_for_cpu(executable):
+    if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note(f"planned for another device, run on {_describe(device)}: planned times do not apply"))
     try:
         for step in range(done, done + count):
@@ -93,7 +86,7 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
                 checkpoint.save(options.checkpoint, _state(optimizer, model), position)
     finally:
         plans.close()
-    _finish(executable, options, device, done + count - 1, progress)
+    _finish(executable, options, device, module, done + count - 1, progress)
 
 
 def _step(
@@ -147,14 +140,19 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     return save
 
 
-def _finish(executable: Executable, options: RunOptions, device: torch.device, last: int, progress: Progress) -> None:
+def _finish(
+    executable: Executable, options: RunOptions, device: torch.device, module: Module, last: int, progress: Progress
+) -> None:
     """Write the timeline of the last step, the report, and the pictures."""
     rows = gather_text(msgspec.json.encode(progress.intervals).decode(), device)
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
     measured = report.Measured(last, intervals)
-    report.write_json(executable.folder / "measured.json", measured)
+    place = executable.folder / "measured.json"
+    report.write_json(place, measured)
+    picture = draw(module, planned(module), read_measured(place))
+    place.with_suffix(".svg").write_text(picture, encoding="utf-8")
     summary = report.run_report(dist.get_world_size(), _describe(device), progress.steps)
     report.write_json(options.report or executable.folder / "run.json", summary)
 
@@ -181,6 +179,7 @@ def _describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _planned_for_cpu(executable: Executable) -> bool:
+def planned_for_cpu(executable: Executable) -> bool:
+    """Whether the executable's cluster is one of CPUs."""
     cluster = executable.program.cluster
     return cluster is not None and cluster.attrs.get("device") == "cpu"

@@ -1,0 +1,51 @@
+"""A profile of this machine: the ranks that measure, and the fit of what they found."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from arachnec.backends.torch_distributed.launch import RankCrashed, launch
+from arachnec.data.manifest import read_manifest
+from arachnec.models.file import load_model_file
+from arachnec.passes.cluster_file import parse_cluster
+from arachnec.passes.profile_file import LinkProfile, Measurement, Profile, fit_profile, write_profile
+
+WORKER = "arachnec.backends.profiler"
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the ranks found: (stage, phase, measurements), and the links."""
+
+    device: str
+    stages: list[tuple[str, str, list[Measurement]]]
+    links: LinkProfile | None
+
+
+def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
+    """Measure on as many local ranks as the cluster has, fit, and write the profile.
+
+    Raises ``UserError`` for a malformed input, before anything is started, and for what fails on a rank.
+    """
+    machine = parse_cluster(cluster)
+    load_model_file(model)
+    read_manifest(data)
+    with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+        found = Path(scratch) / "measured.json"
+        arguments = [str(model), str(data), str(machine.attrs["device"]), str(found)]
+        try:
+            launch(machine.world, arguments, lambda line: None, worker=WORKER)
+        except RankCrashed as crash:
+            # The launcher's own traceback would only hide the rank's.
+            print(crash, file=sys.stderr)
+            sys.exit(1)
+        measured = msgspec.json.decode(found.read_bytes(), type=Measured)
+    name = f"{platform.machine()}, {os.cpu_count()} cores, {machine.world} ranks at once"
+    profile = fit_profile(measured.stages, machine=name, device=measured.device, links=measured.links)
+    write_profile(profile, output)
+    return profile

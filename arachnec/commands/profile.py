@@ -1,0 +1,40 @@
+"""``arachnec profile``: measure a model's stages, and the links, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("profile")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
+@click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
+def command(model: Path, data: Path, cluster: str, output: Path) -> None:
+    """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
+    the cost formulas that `annotate{profile=FILE}` reads."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from arachnec.backends.local_profile import profile_here
+
+    profile = profile_here(model, data, cluster, output)
+    table = Table(title="measured on all ranks at once", title_justify="left")
+    for name in ("stage", "phase", "B", "S", "T", "measured ms", "fitted ms"):
+        table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
+    for stage in profile.stages:
+        for run, residual in zip(stage.measurements, stage.fit.residuals, strict=True):
+            sizes = (str(run.batch), str(run.tokens), str(run.text))
+            table.add_row(stage.stage, stage.phase, *sizes, f"{run.ms:.1f}", f"{run.ms * (1 + residual):.1f}")
+    console = Console()
+    console.print(table)
+    for stage in profile.stages:
+        if stage.fit.held_out is not None:
+            error = f"{100 * stage.fit.held_out:.0f} %"
+            console.print(f"{stage.stage} {stage.phase}: mean error {error} on points held out", highlight=False)
+    if profile.links is not None:
+        links = f"{profile.links.latency:.0f} us, {profile.links.intra:.2f} GB/s"
+        console.print(f"links, all ranks sending: {links}", highlight=False)
+    console.print(f"wrote {output}", highlight=False, soft_wrap=True)
