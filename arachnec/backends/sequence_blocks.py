@@ -1,9 +1,9 @@
 """A model whose blocks run on one rank's tokens, while everything around them runs as it was written.
 
-Each block's ``forward`` is replaced on the instance; parameters, names, ``state_dict`` and storages stay what they are.
+Each block's ``forward`` is replaced on the instance; parameters, names, ``state_dict`` and storages stay as they are.
 A block hands on its own tokens as ``ShardedTokens``. The next block takes them as they are; anything else that touches
-them, a skip connection, a head, a print, gets the whole tensor, gathered. So the first block of a chain slices its inputs,
-the last is gathered from, and what lies between needs no knowledge of the model.
+them, a skip connection, a head, a print, gets the whole tensor, gathered. So the first block of a chain slices its
+inputs, the last is gathered from, and what lies between needs no knowledge of the model.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ METADATA = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
 
+REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009 (the stubs call it a bool)
+
 
 class ShardedTokens(Tensor):
     """A tensor of which this rank holds some tokens along one dimension; its shape is that of the whole."""
@@ -43,11 +45,9 @@ class ShardedTokens(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, shard: SequenceShard) -> ShardedTokens:
         sizes = (*local.shape[:dim], shard.total, *local.shape[dim + 1 :])
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, sizes, dtype=local.dtype, device=local.device
-        )
+        made: ShardedTokens = Tensor._make_wrapper_subclass(cls, sizes, dtype=local.dtype, device=local.device)
         made.local, made.token_dim, made.shard, made._whole = local, dim, shard, None
-        return made  # type: ignore[no-any-return]
+        return made
 
     def whole(self) -> Tensor:
         """All tokens, on every rank. Collective over the ranks of the shard; gathered once."""
@@ -61,17 +61,17 @@ class ShardedTokens(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+        if func is REQUIRES_GRAD:
             return args[0].local.requires_grad
         args, kwargs = pytree.tree_map_only(ShardedTokens, ShardedTokens.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Only reached past __torch_function__, by a custom autograd function, where gathering would lose the gradient.
         raise NotImplementedError(f"{func} got a shard of a sequence; gather it first with .whole()")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTokens({list(self.shape)}, tokens {self.shard.tokens} along {self.token_dim})"
 
 
@@ -84,7 +84,7 @@ class _Running:
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
 
     def shard_of(self, length: int) -> SequenceShard:
-        """The shard of a sequence of ``length``: the cascade's own, or one with the same shares where text was joined."""
+        """The shard of ``length`` tokens: the cascade's own, or one with the same shares where text was joined."""
         assert self.shard is not None
         if length == self.shard.total:
             return self.shard

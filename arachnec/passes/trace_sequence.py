@@ -1,7 +1,7 @@
-"""The sequence-parallel rewrite: the graph of a block becomes the graph of one rank's share of it, or a reason why not.
+"""The sequence-parallel rewrite: a block's graph becomes the graph of one rank's share of it, or a reason why not.
 
-An abstract interpretation (Cousot and Cousot, POPL 1977) whose domain says, for every dimension of every tensor, which of
-its positions a rank holds (``trace_sequence_labels``), and whose transfer functions are rules, one per op
+An abstract interpretation (Cousot and Cousot, POPL 1977) whose domain says, for every dimension of every tensor, which
+of its positions a rank holds (``trace_sequence_labels``), and whose transfer functions are rules, one per op
 (``trace_sequence_rules``). A rule that cannot prove that its op commutes with taking a rank's tokens has the op's
 operands gathered, and the op runs in full on every rank: always right, and reported with what it costs.
 """
@@ -25,6 +25,7 @@ from arachnec.passes.trace_errors import stack_span
 from arachnec.passes.trace_sequence_context import Context, MixesTokens, Refused, Result
 from arachnec.passes.trace_sequence_labels import Layout, Part, Size, Value, same
 from arachnec.passes.trace_sequence_rules import RULES, Rule, rule_for
+from arachnec.passes.trace_sequence_shapes import operands
 
 LENGTH = sympy.Symbol("L", positive=True, integer=True)
 """The length of what is sharded, where that is not S but, say, S + T: a block whose shell joined text and video."""
@@ -63,7 +64,7 @@ class Note:
 
     def __str__(self) -> str:
         where = f"{self.place.file}:{self.place.line}: " if self.place else ""
-        return f"{where}`{self.op}` {self.reason}; its operands are gathered on every rank ({self.bytes} bytes)"
+        return f"{where}`{self.op}` {self.reason} ({self.bytes} bytes)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,9 +213,11 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
     if node.op == "get_attr":
         context.environment[node] = context.graph.get_attr(str(node.target))
         return False
-    if node.target is operator.getitem and isinstance(context.environment.get(node.args[0]), list):  # type: ignore[call-overload]
-        context.environment[node] = context.environment[node.args[0]][node.args[1]]  # type: ignore[index]
-        return False
+    if node.target is operator.getitem:
+        source, index = operands(node)
+        if isinstance(context.environment.get(source), list):
+            context.environment[node] = context.environment[source][index]
+            return False
     sharded = any(value.sharded for value in context.inputs(node))
     known = len(context.events)
     try:
@@ -277,12 +280,12 @@ def _outputs(context: Context, captured: CapturedBlock) -> tuple[int | None, ...
     context.enter(output)
     nodes: list[fx.Node] = []
     dims: list[int | None] = []
-    for result in output.args[0]:  # type: ignore[union-attr]
+    for result in operands(output)[0]:
         value = context.value(result)
         sharded = [dim for dim, layout in enumerate(value.layouts) if layout is not None]
         if sharded and not (len(sharded) == 1 and value.layouts[sharded[0]].pure):  # type: ignore[union-attr]
-            context.enter(result)  # type: ignore[arg-type]
-            context.record("gathered", "is returned with tokens and text joined", value.bytes)
+            context.enter(result)
+            context.record("gathered", "is returned with its tokens joined to something else", value.bytes)
             value, sharded = context.whole(value), []
         nodes.append(value.node)
         dims.append(sharded[0] if sharded else None)

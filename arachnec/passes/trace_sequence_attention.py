@@ -60,7 +60,7 @@ def _local_attention(
         raise MixesTokens("masks a rank's own queries by their place in the sequence")
     layouts = (None,) * (len(context.sizes(node)) - 2) + (layout, None)
     if mask is not None:
-        mask = context.aligned(_gathered_columns(context, mask), layouts[:-1] + (None,))
+        mask = context.aligned(_gathered_columns(context, mask), (*layouts[:-1], None))
     return _call(context, node, query, key, value, mask, layouts)
 
 

@@ -249,10 +249,10 @@ class Context:
 
     def _move(self, function: Any, value: Value, dim: int, layout: Layout, after: Layout | None) -> Value:
         known = self._moved.get((value.node, dim))
-        if known is not None and (
-            known.layouts[dim] is None or (after is not None and alike(known.layouts[dim], after))
-        ):
-            return known
+        if known is not None:
+            there = known.layouts[dim]
+            if there is None or (after is not None and alike(there, after)):
+                return known
         merged = (self.size(layout.outer), self.size(layout.inner)) if layout.merged else ()
         node = self.call(function, value.node, dim, self.shard, self.parts(layout), *merged)
         layouts = (*value.layouts[:dim], after, *value.layouts[dim + 1 :])

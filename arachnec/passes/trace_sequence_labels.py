@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 from torch import fx
 
-Size = sympy.Expr
+Size: TypeAlias = sympy.Expr
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _table() -> dict[Any, Rule]:
         shapes.unbind: "unbind",
         shapes.select: "select",
         shapes.slice_scatter: "slice_scatter",
-        shapes.pad: "constant_pad_nd",
+        shapes.pad: "constant_pad_nd pad",
         shapes.moved_within: "flip roll",
         shapes.last_dimension: "view_as_complex view_as_real",
     }

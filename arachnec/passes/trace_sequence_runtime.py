@@ -34,7 +34,7 @@ def shard_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: 
         return shard_tokens(x, dim, shard)
     lengths = [shard.total if part is None else part for part in parts]
     split = _unmerge(x, dim, (outer, sum(lengths), inner))
-    pieces = split.split(lengths, dim + 1)
+    pieces = torch.split(split, lengths, dim + 1)
     held = [shard_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
     return _merge(torch.cat(held, dim + 1), dim)
 
@@ -45,7 +45,7 @@ def gather_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer:
         return gather_tokens(x, dim, shard)
     lengths = [shard.local if part is None else part for part in parts]
     split = _unmerge(x, dim, (outer, sum(lengths), inner))
-    pieces = split.split(lengths, dim + 1)
+    pieces = torch.split(split, lengths, dim + 1)
     whole = [gather_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
     return _merge(torch.cat(whole, dim + 1), dim)
 
@@ -62,7 +62,7 @@ def attention_over_tokens(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of local tokens over the whole sequence; [B, H, L, D], or [B, L, D] without heads.
+    """``scaled_dot_product_attention`` of local tokens over the whole sequence: [B, H, L, D], or [B, L, D].
 
     Raises NotImplementedError for a mask that needs a gradient: distributed attention gives it none.
     """

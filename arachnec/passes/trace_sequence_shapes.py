@@ -32,6 +32,11 @@ aten = torch.ops.aten
 Layouts = tuple[Layout | None, ...]
 
 
+def operands(node: fx.Node) -> Any:
+    """The arguments as the op's schema has them; fx's own type for them allows everything."""
+    return node.args
+
+
 def reshape(context: Context, node: fx.Node) -> Result:
     """Split and merged dimensions, as long as the token dimension stays whole or merges with whole neighbours."""
     value, sizes = context.value(node.args[0]), context.sizes(node)
@@ -61,10 +66,10 @@ def permute(context: Context, node: fx.Node) -> Result:
     value = context.value(node.args[0])
     rank = len(value.sizes)
     if node.target is aten.permute.default:
-        order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
+        order = [dim % rank for dim in operands(node)[1]]
     elif node.target is aten.transpose.int:
         order = list(range(rank))
-        a, b = (int(dim) % rank for dim in node.args[1:])  # type: ignore[arg-type]
+        a, b = (dim % rank for dim in operands(node)[1:])
         order[a], order[b] = order[b], order[a]
     elif rank == 2:
         order = [1, 0]
@@ -76,7 +81,7 @@ def permute(context: Context, node: fx.Node) -> Result:
 
 def unsqueeze(context: Context, node: fx.Node) -> Result:
     value = context.value(node.args[0])
-    dim = int(node.args[1]) % (len(value.sizes) + 1)  # type: ignore[arg-type]
+    dim = operands(node)[1] % (len(value.sizes) + 1)
     layouts = (*value.layouts[:dim], None, *value.layouts[dim:])
     return context.emit(node.target, (value.node, dim), {}, node.meta["val"], layouts)
 
@@ -84,8 +89,8 @@ def unsqueeze(context: Context, node: fx.Node) -> Result:
 def squeeze(context: Context, node: fx.Node) -> Result:
     """The dimensions that are 1 for every clip; never the tokens of a rank that happens to hold one."""
     value = context.value(node.args[0])
-    wanted = node.args[1] if len(node.args) > 1 else range(len(value.sizes))
-    dims = [d % len(value.sizes) for d in ([wanted] if isinstance(wanted, int) else wanted)]  # type: ignore[union-attr]
+    wanted = operands(node)[1] if len(node.args) > 1 else range(len(value.sizes))
+    dims = [d % len(value.sizes) for d in ([wanted] if isinstance(wanted, int) else wanted)]
     dims = [dim for dim in dims if value.sizes[dim] == 1]
     layouts = [layout for dim, layout in enumerate(value.layouts) if dim not in dims]
     return context.emit(aten.squeeze.dims, (value.node, dims), {}, node.meta["val"], layouts)
@@ -100,7 +105,7 @@ def expand(context: Context, node: fx.Node) -> Result:
 
 def repeat(context: Context, node: fx.Node) -> Result:
     value, sizes = context.value(node.args[0]), context.sizes(node)
-    times = [context.expression(count) for count in node.args[1]]  # type: ignore[union-attr]
+    times = [context.expression(count) for count in operands(node)[1]]
     layouts = (None,) * (len(sizes) - len(value.sizes)) + value.layouts
     if any(layout is not None and count != 1 for layout, count in zip(layouts, times, strict=True)):
         raise MixesTokens("repeats the tokens")
@@ -109,7 +114,7 @@ def repeat(context: Context, node: fx.Node) -> Result:
 
 def cat(context: Context, node: fx.Node) -> Result:
     """Along the tokens it joins the operands' parts; along another dimension their tokens must lie alike."""
-    values = [context.value(item) for item in node.args[0]]  # type: ignore[union-attr]
+    values = [context.value(item) for item in operands(node)[0]]
     sizes = context.sizes(node)
     dim = int(context.argument(node, "dim", 0)) % len(sizes)
     values = [value for value in values if len(value.sizes) == len(sizes)]  # an empty [0] tensor joins anything
@@ -137,7 +142,7 @@ def _joined(values: Sequence[Value], dim: int) -> Layout | None:
 
 
 def stack(context: Context, node: fx.Node) -> Result:
-    values = [context.value(item) for item in node.args[0]]  # type: ignore[union-attr]
+    values = [context.value(item) for item in operands(node)[0]]
     rank = len(values[0].sizes)
     dim = int(context.argument(node, "dim", 0)) % (rank + 1)
     layouts = context.align(values, rank, values[0].sizes)
@@ -224,7 +229,7 @@ def _pieces(context: Context, node: fx.Node, value: Value, layouts: Layouts) -> 
 
 def select(context: Context, node: fx.Node) -> Result:
     value = context.value(node.args[0])
-    dim = int(node.args[1]) % len(value.sizes)  # type: ignore[arg-type]
+    dim = operands(node)[1] % len(value.sizes)
     if value.layouts[dim] is not None:
         raise MixesTokens("takes one of the tokens")
     layouts = (*value.layouts[:dim], *value.layouts[dim + 1 :])
@@ -267,7 +272,7 @@ def slice_scatter(context: Context, node: fx.Node) -> Result:
 
 def pad(context: Context, node: fx.Node) -> Result:
     value = context.value(node.args[0])
-    widths = list(node.args[1])  # type: ignore[arg-type]
+    widths = list(operands(node)[1])
     for pair in range(len(widths) // 2):
         if value.layouts[len(value.sizes) - 1 - pair] is not None and any(
             w != 0 for w in widths[2 * pair : 2 * pair + 2]

@@ -18,12 +18,12 @@ from tests.models.sequence_models import MODELS, Size
 
 @dataclass(frozen=True)
 class Step:
-    """``tokens`` per rank, sum the clip's; where empty, split by ``uneven`` chance or as evenly as possible."""
+    """``tokens`` per rank, sum the clip's; where empty, at random cuts."""
 
     ranks: tuple[int, ...]
     ulysses: int
     ring: int
-    size: Size = Size()
+    size: Size
     tokens: tuple[int, ...] = ()
     recompute: bool = False
 
@@ -75,9 +75,7 @@ def _compare(name: str, sequence: SequenceModel, groups: ProcessGroups, step: St
     for gradient in partial.values():
         dist.all_reduce(gradient, group=groups.get(step.ranks))
     whole = torch.stack([g.norm() for g in truth.values()]).norm()
-    worst = max(
-        (((partial[n] - g).norm() / torch.maximum(g.norm(), 1e-3 * whole)).item(), n) for n, g in truth.items()
-    )
+    worst = max((((partial[n] - g).norm() / torch.maximum(g.norm(), 1e-3 * whole)).item(), n) for n, g in truth.items())
     return Difference(step, abs(loss * degree - true_loss) / abs(true_loss), *worst)
 
 
