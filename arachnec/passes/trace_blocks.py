@@ -23,7 +23,7 @@ from arachnec.passes.trace_dims import Sizes, fit_dimension, moves_with_batch, m
 from arachnec.passes.trace_errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
 from arachnec.passes.trace_export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
 from arachnec.passes.trace_find import find_blocks, structure
-from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, flatten_call, is_meta, record
+from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, Repeats, flatten_call, is_meta, record
 from arachnec.passes.trace_verify import example_inputs, materialised, verify_block
 
 Dims = tuple[sympy.Expr, ...]
@@ -200,7 +200,8 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
     candidates = find_blocks(model)
     if not candidates:
         raise UserError(NoBlocks(None, type(model).__name__))
-    recordings = [record(model, candidates, example, grad=i == 0) for i, example in enumerate(examples)]
+    repeats = Repeats(model, candidates)
+    recordings = [record(model, candidates, example, repeats, grad=i == 0) for i, example in enumerate(examples)]
     if not recordings[0].calls:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
         raise UserError(BlocksNotCalled(None, type(model).__name__, names))

@@ -107,8 +107,8 @@ def _points(captured: CapturedBlock) -> list[Point]:
     known = captured.examples
     if set(known[0]) - {B, S, T}:
         return list(known)
-    texts = (64, 96, 224) if len({point[T] for point in known}) > 1 else (known[0][T],)
-    sizes = itertools.product((1, 2), (4096, 5120, 7168), texts)
+    texts = (64, 224) if len({point[T] for point in known}) > 1 else (known[0][T],)
+    sizes = [*itertools.product((1, 2, 4), (4096, 5120, 7168), texts), (2, 4096, sum(texts))]
     return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
 
 
@@ -184,7 +184,7 @@ def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool]) -> tu
         kept[_storage(tensor)] = tensor
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad(), torch.device("meta"):
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
         outputs = _Meta(_on_meta(captured)).run(*arguments)
     assert outputs is not None  # alive until here, and with it all that was packed
     own = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key, "chained") == "chained")
@@ -215,7 +215,7 @@ def _peak(captured: CapturedBlock, point: Point) -> int:
         storages.append({_storage(x): x.untyped_storage().nbytes() for x in tensors})
         alive.append(tensors)
 
-    with torch.no_grad(), torch.device("meta"):
+    with torch.no_grad():
         _Meta(_on_meta(captured), seen).run(*_arguments(captured, point, grad=False))
     position = {node: i for i, node in enumerate(order)}
     given = {key for node, held in zip(order, storages, strict=True) if node.op == "placeholder" for key in held}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from arachnec.passes.trace_find import structure
 
 # Reading these of a shard gives what the whole tensor would: they do not count as a use.
 HARMLESS = frozenset(
@@ -74,7 +77,9 @@ def leaf_names(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return tuple("_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path in paths)
 
 
-def record(model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall, *, grad: bool = False) -> Recording:
+def record(
+    model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall, repeats: Repeats, *, grad: bool = False
+) -> Recording:
     """Run ``model(**call.arguments)`` and record the calls of ``blocks`` (module path to module).
 
     ``grad`` keeps autograd on, to learn which inputs of the blocks need a gradient.
@@ -86,12 +91,60 @@ def record(model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall,
             stack.callback(block.register_forward_hook(tape.leave, with_kwargs=True).remove)
         stack.enter_context(training_mode(model))
         stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(repeats)
         if is_meta(model):
             stack.enter_context(torch.device("meta"))
         stack.enter_context(tape)
         output = model(**call.arguments)
     tape.escapes |= {tape.owner[id(x)] for x in pytree.tree_leaves(output) if id(x) in tape.owner}
     return Recording(tuple(tape.calls), frozenset(tape.escapes))
+
+
+class Repeats:
+    """On the meta device, where results are shapes alone, blocks of one structure need to run but once per input shape.
+
+    Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self.blocks = {block: structure(block) for block in blocks.values()} if is_meta(model) else {}
+        self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+
+    def __enter__(self) -> None:
+        for block, kind in self.blocks.items():
+            block.__dict__["forward"] = self._once(block.forward, kind)
+
+    def __exit__(self, *error: object) -> None:
+        for block in self.blocks:
+            del block.__dict__["forward"]
+
+    def _once(self, forward: Any, kind: Any) -> Any:
+        @functools.wraps(forward)
+        def once(*args: Any, **kwargs: Any) -> Any:
+            inputs, form = pytree.tree_flatten((args, kwargs))
+            key = kind, str(form), torch.is_grad_enabled(), tuple(_form(leaf) for leaf in inputs)
+            if key not in self.seen:
+                outputs, spec = pytree.tree_flatten(forward(*args, **kwargs))
+                places = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+                self.seen[key] = [places.get(id(leaf), leaf) for leaf in outputs], spec
+                return pytree.tree_unflatten(outputs, spec)
+            outputs, spec = self.seen[key]
+            return pytree.tree_unflatten([inputs[x] if type(x) is int else _like(x) for x in outputs], spec)
+
+        return once
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+
+
+def _like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.passes.trace_errors import CannotRecord
-from arachnec.passes.trace_record import ExampleCall, is_meta, training_mode
+from arachnec.passes.trace_find import find_blocks
+from arachnec.passes.trace_record import ExampleCall, Repeats, is_meta, training_mode
 
 # Small pixel shapes that most models take: 8k + 1 frames, sides that are multiples of 32. All differ in everything.
 SMALL = ((9, 64, 96), (17, 96, 160), (17, 64, 96), (9, 64, 128))
@@ -120,6 +121,7 @@ class _Probe:
     ) -> None:
         self.model, self.source, self.encoders, self.like = model, source, encoders, like
         self.device = "meta" if is_meta(model) else str(next(iter(model.parameters()), torch.empty(0)).device)
+        self.repeats = Repeats(model, find_blocks(model))
         self.made: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
 
     def arguments(self, shape: tuple[int, ...], text: int) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class _Probe:
     def takes(self, shape: tuple[int, ...], text: int) -> Exception | None:
         """None if the model runs on such a clip, else what it raised."""
         try:
-            with torch.no_grad(), training_mode(self.model), torch.device(self.device):
+            with torch.no_grad(), training_mode(self.model), torch.device(self.device), self.repeats:
                 self.model(**tiled(self.arguments(shape, text), 2))
         except Exception as error:
             return error
