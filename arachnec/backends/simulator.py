@@ -46,8 +46,8 @@ def simulate(module: Module) -> Simulation:
     values = Values(module)
     engine = _Engine(values, module.cluster)
     engine.run()
-    timeline = Timeline("simulated", tuple(engine.intervals), tuple(engine.transfers))
-    ranks = [program.rank for program in module.programs]
+    ranks = tuple(program.rank for program in module.programs)
+    timeline = Timeline("simulated", tuple(engine.intervals), tuple(engine.transfers), ranks)
     busy = tuple(timeline.busy_ms(rank) for rank in ranks)
     worked = (sum(i.end - i.start for i in timeline.lanes.get(rank, ())) for rank in ranks)
     iteration = timeline.end

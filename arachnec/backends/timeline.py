@@ -50,19 +50,23 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All intervals of one iteration under a title such as ``planned`` or ``measured``."""
+    """All intervals of one iteration under a title such as ``planned`` or ``measured``.
+
+    ``everyone`` names ranks that belong to it even where they have nothing to do.
+    """
 
     title: str
     intervals: tuple[Interval, ...]
     transfers: tuple[Transfer, ...] = ()
+    everyone: tuple[int, ...] = ()
 
     @cached_property
     def lanes(self) -> dict[int, tuple[Interval, ...]]:
         """The intervals of every rank, by start."""
-        found: dict[int, list[Interval]] = {}
+        found: dict[int, list[Interval]] = {rank: [] for rank in self.everyone}
         for interval in sorted(self.intervals, key=lambda i: (i.rank, i.start, i.end)):
             found.setdefault(interval.rank, []).append(interval)
-        return {rank: tuple(lane) for rank, lane in found.items()}
+        return {rank: tuple(found[rank]) for rank in sorted(found)}
 
     @cached_property
     def end(self) -> float:
@@ -101,7 +105,7 @@ def planned(module: Module) -> Timeline:
             end = now + _ms(instruction, "time", 0.0)
             intervals.append(Interval(program.rank, instruction.op, instruction.target, now, end))
             now = end
-    return Timeline("planned", tuple(intervals))
+    return Timeline("planned", tuple(intervals), everyone=tuple(ends))
 
 
 def read_measured(path: Path) -> Timeline:

@@ -136,7 +136,7 @@ def _panel(
 ) -> list[str]:
     scale = (WIDTH - LEFT - RIGHT) / end
     bottom = top + 20 + height * len(rows)
-    busy = [timeline.busy_ms(rank) for rank in rows]
+    busy = [timeline.busy_ms(rank) for rank in timeline.lanes]
     summary = f"{time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy):.1%}"
     parts = [
         f'<text x="{LEFT}" y="{top + 12}" font-weight="bold" fill="#1b1f24">{escape(timeline.title)}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def test_the_terminal_chart_fits_its_width_and_a_screen(ranks: int) -> None:
     lines = in_terminal(lowered, planned(lowered))
     assert max(map(len, lines)) <= 100
     assert len(lines) <= MOST_ROWS + 3
+
+
+def test_ranks_without_anything_to_do_have_a_row_and_count_as_imbalance() -> None:
+    cascades = [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))]
+    lowered = lower(module_of(cluster(gpus=4), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    idle = replace(lowered, programs=tuple(replace(p, instructions=p.instructions[:-2]) for p in lowered.programs))
+    lines = in_terminal(idle, planned(idle))
+    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
+    assert "imbalance 75.0%" in lines[0]
+    assert "rank 3" in draw(idle, planned(idle))
 
 
 def test_the_terminal_chart_names_cascades_and_shows_idle_ranks() -> None:

@@ -1,0 +1,79 @@
+"""``arachnec check``, ``simulate`` and ``show`` on files, folders and wrong input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from arachnec.cli import run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VALID = GOLDEN / "check" / "valid.cascade"
+
+
+@pytest.fixture
+def executable(tmp_path: Path) -> Path:
+    shutil.copy(VALID, tmp_path / "program.cascade")
+    return tmp_path
+
+
+def test_check_says_what_it_has_proved(executable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program in (executable, VALID):
+        assert run(["check", str(program)]) == 0
+        said = capsys.readouterr().out
+        assert "2 clips" in said
+        assert "at most 61.04 of 80.00 GiB" in said
+
+
+@pytest.mark.parametrize("command", ["check", "simulate"])
+def test_a_program_that_breaks_a_rule_exits_with_2_and_its_reason(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, str(GOLDEN / "check" / "sends_cross.cascade")]) == 2
+    assert "deadlock" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "simulate", "show"])
+def test_what_is_no_program_exits_with_2(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placed = GOLDEN / "lower" / "pipeline_1f1b.cascade"
+    for wrong, reason in (
+        (tmp_path, "has no program.cascade"),
+        (tmp_path / "none", "cannot be read"),
+        (placed, "placed"),
+    ):
+        assert run([command, str(wrong)]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_simulate_reports_as_json(executable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(executable), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for key in ("makespan_ms", "iteration_ms", "bound_ms", "gap", "proved_optimal", "imbalance", "peak_memory_gib"):
+        assert key in report
+    assert report["makespan_ms"] == max(row["end_ms"] for row in report["cascades"])
+    assert report["gap"] == pytest.approx(report["makespan_ms"] / report["bound_ms"] - 1)
+    assert [row["rank"] for row in report["ranks"]] == [0, 1, 2]
+
+
+def test_simulate_writes_trace_and_drawing(executable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, svg = executable / "t.json", executable / "t.svg"
+    assert run(["simulate", str(executable), "--trace", str(trace), "--svg", str(svg)]) == 0
+    assert "simulated" in capsys.readouterr().out
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert svg.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_show_has_planned_and_after_a_run_measured(executable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(executable)]) == 0
+    said = capsys.readouterr().out
+    assert "planned" in said
+    assert "measured" not in said
+    interval = {"rank": 0, "op": "forward", "target": "t1", "start": 0.0, "end": 90.0}
+    (executable / "measured.json").write_text(json.dumps({"step": 3, "intervals": [interval]}), encoding="utf-8")
+    assert run(["show", str(executable)]) == 0
+    said = capsys.readouterr().out
+    assert "measured, step 3" in said
+    assert max(map(len, said.splitlines())) <= 100
