@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from arachnec.passes.schedule_problem import Problem, Schedule
 
-THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
-FEW_THRESHOLDS = (1.0, 1.03, 1.1)
-MANY_JOBS = 512
+THRESHOLDS = (*(1 + step / 100 for step in range(21)), 1.25, 1.3, 1.4, 1.5, 2.0)
+FEW_THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1)
+MANY_JOBS = 300
 
 Priority = Callable[[int], tuple[float, ...]]
 
@@ -156,32 +156,42 @@ def improve(
 ) -> Schedule:
     """Local search over degrees and order: ``steps`` tries, or until ``stop`` says so or the bound is met.
 
-    A try changes the degree of one or two jobs, mostly of those that end last, or moves a job in the order, and is kept
-    if the makespan is no longer than before.
+    A try changes degrees by one place, or moves a job in the order; half of the time it is a job that ends last. It is
+    kept if the makespan is no longer than before.
     """
     dice = random.Random(seed)
     order = sorted(range(len(problem.jobs)), key=lambda j: (schedule.starts[j], j))
-    picks = list(schedule.picks)
+    current, length = schedule, schedule.makespan(problem)
     best = schedule
-    length = schedule.makespan(problem)
     moldable = [j for j, job in enumerate(problem.jobs) if len(job.choices) > 1]
     for _ in range(steps):
         if length <= bound or stop():
             break
-        new_picks, new_order = list(picks), list(order)
+        picks, new_order = list(current.picks), order
+        last = _last_jobs(problem, current, length)
         if moldable and dice.random() < 0.6:
             for _ in range(dice.choice((1, 1, 2))):
-                j = dice.choice(moldable)
-                near = new_picks[j] + dice.choice((-1, 1))
-                new_picks[j] = min(max(near, 0), len(problem.jobs[j].choices) - 1)
+                j = dice.choice(last if dice.random() < 0.5 else moldable)
+                picks[j] = min(max(picks[j] + dice.choice((-1, 1)), 0), len(problem.jobs[j].choices) - 1)
         if dice.random() < 0.6:
-            j = new_order.pop(dice.randrange(len(new_order)))
-            new_order.insert(dice.randrange(len(new_order) + 1), j)
-            new_order = list(nearest_order(problem, new_order))
-        tried = list_schedule(problem, new_picks, new_order)
+            new_order = _moved(problem, order, dice.choice(last) if dice.random() < 0.5 else None, dice)
+        tried = list_schedule(problem, picks, new_order)
         reached = tried.makespan(problem)
         if reached <= length:
-            picks, order = new_picks, new_order
             if reached < length:
-                best, length = tried, reached
+                best = tried
+            current, order, length = tried, new_order, reached
     return best
+
+
+def _last_jobs(problem: Problem, schedule: Schedule, length: int) -> list[int]:
+    runs = zip(problem.jobs, schedule.picks, schedule.starts, strict=True)
+    return [j for j, (job, pick, start) in enumerate(runs) if start + job.choices[pick].ticks == length]
+
+
+def _moved(problem: Problem, order: list[int], job: int | None, dice: random.Random) -> list[int]:
+    """The order with a job, or a random one, somewhere else; what it waits for still comes before it."""
+    wished = list(order)
+    position = wished.index(job) if job is not None else dice.randrange(len(wished))
+    wished.insert(dice.randrange(len(wished)), wished.pop(position))
+    return list(nearest_order(problem, wished))

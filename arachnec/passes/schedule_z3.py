@@ -26,7 +26,8 @@ from arachnec.passes.schedule_problem import Problem, Schedule, Solution, violat
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
-TRIES = 4000  # of the local search, where time allows
+TRIES = 4000  # of the local search before Z3, where time allows
+UNLIMITED = 2**31
 Z3_STEPS_PER_STEP = 20_000
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
@@ -80,9 +81,11 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
 
 
 def search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
-    """Local search for its share of the budget."""
+    """Local search: for its share of the budget where Z3 comes next, for all of it where there are too many jobs."""
     if clock.steps is not None:
         return improve(problem, schedule, bound, seed=seed, steps=clock.steps)
+    if len(problem.jobs) > WHOLE:
+        return improve(problem, schedule, bound, seed=seed, steps=UNLIMITED, stop=lambda: clock.left() <= 0)
     floor = clock.left() * (1 - SEARCH_SHARE)
     return improve(problem, schedule, bound, seed=seed, steps=TRIES, stop=lambda: clock.left() <= floor)
 
