@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
+import os
 import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -13,6 +23,7 @@ from torch import Tensor, nn
 from arachnec.backends.sequence_blocks import SequenceModel, install
 from arachnec.kernels.process_groups import ProcessGroups, subgroups
 from arachnec.passes.trace_blocks import capture_blocks
+from tests.distributed.harness import PRELOAD, ROOT
 from tests.models.sequence_models import MODELS, Size
 
 
@@ -38,28 +49,122 @@ class Difference:
     parameter: str
 
 
-_MODELS: dict[str, SequenceModel] = {}
-_GROUPS: list[ProcessGroups] = []
+def compare(name: str, steps: tuple[Step, ...], timeout: float = 120.0) -> list[Difference]:
+    """Every step's difference as each of its ranks sees it."""
+    if not _SERVER:
+        _SERVER.append(_Server())
+    return _SERVER[0].compare(name, steps, timeout)
 
 
-def compare(name: str, steps: tuple[Step, ...]) -> list[Difference]:
-    """Run by every rank of the world; the steps it takes part in."""
-    if not _GROUPS:
-        _GROUPS.append(ProcessGroups())
-    groups = _GROUPS[0]
-    groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
-    sequence = _model(name)
-    return [_compare(name, sequence, groups, step) for step in steps if dist.get_rank() in step.ranks]
+class _Server:
+    """A process that captures a model once and forks the ranks, which would otherwise each capture it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipe, theirs = context.Pipe()
+        with _root_on_path():
+            self._process = context.Process(target=_serve, args=(theirs,))
+            self._process.start()
+        theirs.close()
+
+    def compare(self, name: str, steps: tuple[Step, ...], timeout: float) -> list[Difference]:
+        self._pipe.send((name, steps, timeout))
+        if not self._pipe.poll(timeout + 60):
+            raise TimeoutError(f"no answer about {name}")
+        answers = self._pipe.recv()
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        assert not failures, "\n".join(failures)
+        return [difference for answer in answers for difference in answer]
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        self._process.kill()
 
 
-def _model(name: str) -> SequenceModel:
-    if name not in _MODELS:
-        torch.manual_seed(0)
-        model = MODELS[name].build()
-        for parameter in model.parameters():  # gates that start at zero would hide what is wrong behind them
-            nn.init.normal_(parameter, std=0.3)
-        _MODELS[name] = install(model, capture_blocks(model, MODELS[name].examples(), verify=False))
-    return _MODELS[name]
+_SERVER: list[_Server] = []
+
+
+@atexit.register
+def _close() -> None:
+    for server in _SERVER:
+        server.close()
+
+
+@contextlib.contextmanager
+def _root_on_path() -> Iterator[None]:
+    known = list(sys.path)
+    sys.path.append(str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path[:] = known
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, steps, timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            sequence = _captured(name)
+        except BaseException:
+            pipe.send([traceback.format_exc()])
+            continue
+        pipe.send(_forked(name, steps, sequence, timeout))
+
+
+def _captured(name: str) -> SequenceModel:
+    torch.manual_seed(0)
+    model = MODELS[name].build()
+    for parameter in model.parameters():  # gates that start at zero would hide what is wrong behind them
+        nn.init.normal_(parameter, std=0.3)
+    return install(model, capture_blocks(model, MODELS[name].examples(), verify=False))
+
+
+def _forked(name: str, steps: tuple[Step, ...], sequence: SequenceModel, timeout: float) -> list[Any]:
+    context = multiprocessing.get_context("fork")
+    world = 1 + max(rank for step in steps for rank in step.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, world, folder, name, steps, sequence, theirs))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        answers = [_answer(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
+        for process in processes:
+            process.join(5)
+            process.kill()
+    return answers
+
+
+def _answer(rank: int, pipe: Connection, timeout: float) -> Any:
+    try:
+        return pipe.recv() if pipe.poll(timeout) else f"rank {rank} did not answer"
+    except EOFError:
+        return f"rank {rank} died"
+
+
+def _rank(
+    rank: int, world: int, folder: str, name: str, steps: tuple[Step, ...], sequence: SequenceModel, pipe: Connection
+) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    try:
+        groups = ProcessGroups()
+        groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
+        pipe.send([_compare(name, sequence, groups, step) for step in steps if rank in step.ranks])
+    except BaseException:
+        pipe.send(f"rank {rank}: {traceback.format_exc()}")
+    finally:
+        os._exit(0)
 
 
 def _compare(name: str, sequence: SequenceModel, groups: ProcessGroups, step: Step) -> Difference:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from arachnec.kernels.sequence_shard import even_split
-from tests.distributed.harness import run_ranks
-from tests.distributed.sequence_cases import Difference, Step, compare
+from tests.distributed.sequence_cases import Step, compare
 from tests.models.sequence_models import MODELS, ModelCase, Size
 
-WORLD = 4
 CLIP = Size(3, 4, 6)
 
 
@@ -29,13 +27,8 @@ def steps(case: ModelCase) -> tuple[Step, ...]:
     )
 
 
-def differences(name: str) -> list[Difference]:
-    found = run_ranks(WORLD, compare, name, steps(MODELS[name]), timeout=200)
-    return [difference for rank in found for difference in rank]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_equal_those_of_one_process(name: str) -> None:
-    found = differences(name)
+    found = compare(name, steps(MODELS[name]))
     assert len(found) == sum(len(step.ranks) for step in steps(MODELS[name]))
     assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
