@@ -96,5 +96,6 @@ class TextEncoder(nn.Module):
     def forward(self, loaded: Tensor) -> Tensor:
         """The last hidden state ``[B, text_tokens, width]``; what stands for padding is zero."""
         ids, mask = loaded.unbind(1)
-        hidden: Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        # transformers looks at a mask's values, and on the meta device it has none.
+        hidden: Tensor = self.model(input_ids=ids, attention_mask=None if mask.is_meta else mask).last_hidden_state
         return hidden * mask[..., None].to(hidden.dtype)

@@ -50,6 +50,11 @@ def test_on_the_meta_device_an_encoder_makes_the_shapes_it_makes_elsewhere(
     encoder = encoders[name]
     loaded, planned = encoder.load(clips[0], "cpu"), encoder.load(clips[0], "meta")
     assert (loaded.shape, loaded.dtype) == (planned.shape, planned.dtype) and planned.is_meta
+    model_file = load_model_file(DEMO / "model.py")
+    assert model_file.encoders is not None
+    with torch.device("meta"):
+        output = model_file.encoders()[name](planned)
+    assert output.is_meta and output.shape == encoder(loaded).shape
 
 
 @pytest.mark.parametrize("name", ["vae", "text"])

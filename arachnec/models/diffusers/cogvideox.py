@@ -59,6 +59,7 @@ class CogVideoXTextToVideo:
     config: Mapping[str, Any]
     text_length: int | None
     alphas: tuple[float, ...]
+    dtype: torch.dtype = torch.float32
 
     @property
     def geometry(self) -> common.Geometry:
@@ -69,7 +70,7 @@ class CogVideoXTextToVideo:
 
     def build(self) -> torch.nn.Module:
         model: torch.nn.Module = common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config)
-        return model
+        return model.to(self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
@@ -85,7 +86,7 @@ class CogVideoXTextToVideo:
             arguments["image_rotary_emb"] = self._rotary(clip, x0.device)
         if self.config["ofs_embed_dim"]:
             arguments["ofs"] = torch.full((1,), 2.0, device=x0.device)  # the constant of the 1.5 pipelines
-        return arguments, target
+        return common.in_precision(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
@@ -109,20 +110,27 @@ class CogVideoXTextToVideo:
 
 
 def text_to_video(
-    name: str | None = None, /, *, text_length: int | None = None, snr_shift: float | None = None, **config: Any
+    name: str | None = None,
+    /,
+    *,
+    text_length: int | None = None,
+    snr_shift: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
 ) -> CogVideoXTextToVideo:
     """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
 
     With rotary positions the model reads a clip's ``text_tokens`` text tokens as they are, and ``text_length`` pads all
     captions with zeros to one length. Without, its position table starts after ``max_text_seq_length`` text tokens, so
     captions are always padded to that. ``snr_shift`` is the scheduler's ``snr_shift_scale``: 3 for the 2B, else 1.
-    Raises ``UserError`` for an unknown name or key.
+    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "CogVideoXTransformer3DModel")
     config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)
     if not config["use_rotary_positional_embeddings"]:
         text_length = config["max_text_seq_length"]
-    return CogVideoXTextToVideo(config, text_length, alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "", 1.0)))
+    alphas = alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "", 1.0))
+    return CogVideoXTextToVideo(config, text_length, alphas, dtype)
 
 
 def velocity_prediction(

@@ -43,6 +43,7 @@ class HunyuanTextToVideo:
 
     config: Mapping[str, Any]
     text_length: int | None
+    dtype: torch.dtype = torch.float32
 
     @property
     def geometry(self) -> common.Geometry:
@@ -51,7 +52,7 @@ class HunyuanTextToVideo:
 
     def build(self) -> torch.nn.Module:
         model: torch.nn.Module = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config)
-        return model
+        return model.to(self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
@@ -66,19 +67,21 @@ class HunyuanTextToVideo:
         }
         if self.config["guidance_embeds"]:
             arguments["guidance"] = torch.full_like(timestep, GUIDANCE)
-        return arguments, target
+        return common.in_precision(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
 
-def text_to_video(name: str | None = None, /, *, text_length: int | None = None, **config: Any) -> HunyuanTextToVideo:
+def text_to_video(
+    name: str | None = None, /, *, text_length: int | None = None, dtype: torch.dtype = torch.float32, **config: Any
+) -> HunyuanTextToVideo:
     """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens; ``text_length`` (256 in HunyuanVideo's own training) pads all
     captions to one length instead, and the attention mask hides the padding. The pooled text embedding is the output of
-    an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption. Raises
-    ``UserError`` for an unknown name or key.
+    an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption. ``dtype``
+    is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)
-    return HunyuanTextToVideo(config, text_length)
+    return HunyuanTextToVideo(config, text_length, dtype)

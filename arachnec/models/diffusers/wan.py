@@ -38,6 +38,7 @@ class WanTextToVideo:
 
     config: Mapping[str, Any]
     text_length: int | None
+    dtype: torch.dtype = torch.float32
 
     @property
     def geometry(self) -> common.Geometry:
@@ -46,7 +47,7 @@ class WanTextToVideo:
 
     def build(self) -> torch.nn.Module:
         model: torch.nn.Module = common.constructor(MODULE, "WanTransformer3DModel")(**self.config)
-        return model
+        return model.to(self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
@@ -57,17 +58,19 @@ class WanTextToVideo:
             "encoder_hidden_states": text,
             "return_dict": False,
         }
-        return arguments, target
+        return common.in_precision(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
 
-def text_to_video(name: str | None = None, /, *, text_length: int | None = None, **config: Any) -> WanTextToVideo:
+def text_to_video(
+    name: str | None = None, /, *, text_length: int | None = None, dtype: torch.dtype = torch.float32, **config: Any
+) -> WanTextToVideo:
     """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
-    all captions with zeros to one length instead, as the model was pretrained. Raises ``UserError`` for an unknown name
-    or key.
+    all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the weights
+    and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "WanTransformer3DModel")
-    return WanTextToVideo(common.configuration("Wan", model, CONFIGURATIONS, name, config), text_length)
+    return WanTextToVideo(common.configuration("Wan", model, CONFIGURATIONS, name, config), text_length, dtype)
