@@ -1,7 +1,7 @@
 """What a model's stages and this machine's links take, measured on as many ranks at once as training will use.
 
 All ranks run the same cascade at the same time, so that what they cost each other, cores and memory bandwidth, is in
-the numbers. One rank: ``python -m arachnec.backends.profiler MODEL DATA DEVICE OUTPUT``; ``arachnec profile`` starts it.
+the numbers. One rank: ``python -m arachnec.backends.profiler MODEL DATA DEVICE OUTPUT``, from ``arachnec profile``.
 """
 
 from __future__ import annotations

@@ -144,11 +144,16 @@ def cluster(world: int) -> Cluster:
 
 def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
     """The traced module of all iterations, as the front end would make it."""
-    zero = Quantity(1e-3, "GiB")
-    stages = [Stage("vae", False, Attributes.of(params=12, output=zero))] if encoder else []
+    small = Quantity(1e-3, "GiB")
+    per_token = Term(1e-6, (("B", 1), ("S", 1)))
+    flops = Formula((per_token, Term(1e-9, (("B", 1), ("S", 2)))), "TFLOP")
+    saved = Formula((per_token,), "GiB")
+    encoder_attrs = Attributes.of(params=12, dtype="f32", flops=flops, output=small)
+    stages = [Stage("vae", False, encoder_attrs)] if encoder else []
     dit = Attributes.of(
-        params=3000, dtype="f32", hidden=12, heads=3, attentions=2, saved=zero, workspace=zero, state=zero
-    )
+        params=3000, dtype="f32", hidden=12, heads=3, attentions=2, joint=False,
+        flops=flops, saved=saved, saved_recompute=saved, workspace=saved, traffic=saved, state=small,
+    )  # fmt: skip
     clips = [
         Clip(0, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=number))
         for number, batch in enumerate(iterations)
@@ -211,11 +216,12 @@ def executable(
     encoder: bool = False,
     training: Training | None = None,
     pipeline: str = "default",
+    more: str = "",
 ) -> Path:
-    """An executable folder whose iteration 0 runs ``works``."""
+    """An executable folder whose iteration 0 runs ``works``. ``more`` is code at the end of the model file."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.py"
-    source.write_text(MODEL + (ENCODER if encoder else ""))
+    source.write_text(MODEL + (ENCODER if encoder else "") + more)
     module = traced(world, iterations, encoder=encoder)
     return write_executable(
         folder,
@@ -278,3 +284,7 @@ def assert_same_gradients(found: Path, expected: dict[str, torch.Tensor], tolera
     for name, value in expected.items():
         limit = tolerance * max(float(value.double().norm()), 1e-3 * whole)
         assert float((gradients[name].double() - value.double()).norm()) <= limit, name
+
+
+def losses(report: Path) -> list[float]:
+    return [step["loss"] for step in msgspec.json.decode(report.read_bytes())["steps"]]

@@ -1,0 +1,143 @@
+"""Starting ranks, planning their steps in the background, and what a person reads when one of them fails."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from arachnec.backends.torch_distributed.agreement import agree
+from arachnec.backends.training import Training
+from tests.distributed.executor_cases import (
+    Work,
+    assert_same_gradients,
+    clip,
+    executable,
+    losses,
+    plain_loop,
+    run,
+)
+from tests.distributed.harness import RankError, run_ranks
+
+CLIPS = (clip("a", 3), clip("b", 5))
+WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
+DIES = """
+
+import os, signal
+
+def sample(clip, generator, inner=sample):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(clip, generator)
+"""
+RAISES = """
+
+def loss(prediction, target):
+    return prediction.no_such_thing()
+"""
+BUGGY = """
+
+import torch
+from torch import nn
+
+def build(inner=build):
+    model = inner()
+    def refuse(*_):
+        raise RuntimeError("this layer is broken")
+    model.head.register_forward_pre_hook(refuse)
+    return model
+"""
+
+
+def test_every_step_has_its_own_clips_and_plan_on_another_number_of_ranks(tmp_path: Path) -> None:
+    batches = [CLIPS, (clip("c", 7), clip("d", 1), clip("e", 3)), (clip("f", 9),)]
+    folder = executable(tmp_path / "build", batches, WORKS, 3, training=Training(lr=0.0))
+    result = run(
+        folder, "--ranks", "2", "--steps", "5", "--report", tmp_path / "r.json", "--save-gradients", tmp_path / "g"
+    )
+    assert result.returncode == 0, result.stderr
+    found = losses(tmp_path / "r.json")
+    for step in range(5):
+        loss, gradients = plain_loop(folder, batches[step % 3], step=step)
+        assert abs(found[step] - loss) <= 1e-6 * abs(loss)
+    assert_same_gradients(tmp_path / "g", gradients)
+    steps = msgspec.json.decode((tmp_path / "r.json").read_bytes())["steps"]
+    assert [step["iteration"] for step in steps] == [0, 1, 2, 0, 1]
+    # The first plan is waited for; one that recurs is not.
+    assert steps[0]["exposed_planning_ms"] > 10 * steps[4]["exposed_planning_ms"]
+    assert (folder / "measured.svg").read_text().startswith("<svg")
+
+
+def test_a_killed_rank_gives_one_message_and_takes_the_others_down(tmp_path: Path) -> None:
+    folder = executable(tmp_path / "build", [CLIPS], WORKS, 2, more=DIES)
+    started = time.monotonic()
+    result = run(folder)
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1
+    assert "rank 1 of 2 was killed by SIGKILL; the others were stopped" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "expected", "traceback"),
+    [
+        pytest.param(RAISES, 2, "no_such_thing", False, id="users-mistake"),
+        pytest.param(BUGGY, 1, "this layer is broken", True, id="anything-else"),
+    ],
+)
+def test_an_exception_on_the_ranks_is_told_once(
+    tmp_path: Path, more: str, code: int, expected: str, traceback: bool
+) -> None:
+    result = run(executable(tmp_path / "build", [CLIPS], WORKS, 2, more=more))
+    assert result.returncode == code
+    assert expected in result.stderr
+    assert result.stderr.count("Traceback") == int(traceback)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--ranks", "3"], "cannot be made again for 3"),
+        (["--lr", "-1"], "lr = -1.0 cannot be trained with"),
+        (["--ema", "1.5"], "ema = 1.5"),
+        (["--resume"], "--resume needs the folder of the checkpoints"),
+        (["--resume", "--checkpoint", "nowhere"], "no complete checkpoint in nowhere"),
+    ],
+)
+def test_a_wrong_option_is_one_message_and_exit_code_2(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    result = run(executable(tmp_path / "build", [CLIPS], WORKS, 2), *arguments)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_torchrun_starts_the_worker_by_hand(tmp_path: Path) -> None:
+    folder = executable(tmp_path / "build", [CLIPS], WORKS, 2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    worker = ["--rdzv-endpoint=localhost:0", "-m", "arachnec.backends.torch_distributed.worker", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*torchrun, *worker], capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\nstep ") == 1
+    loss, _ = plain_loop(folder, CLIPS)
+    assert abs(losses(folder / "run.json")[0] - loss) <= 1e-6 * abs(loss)
+
+
+def _agree(by_rank: list[dict[str, str]]) -> None:
+    digests = by_rank[torch.distributed.get_rank()]
+    agree({name: hashlib.sha256(text.encode()).hexdigest() for name, text in digests.items()}, torch.device("cpu"))
+
+
+def test_ranks_that_differ_in_a_part_say_which(tmp_path: Path) -> None:
+    same = {"clips.jsonl": "a", "model.py": "b", "versions": "c"}
+    run_ranks(2, _agree, [same, same])
+    with pytest.raises(RankError, match=r"rank 1 and rank 0 differ in model\.py"):
+        run_ranks(2, _agree, [same, same | {"model.py": "other"}])
