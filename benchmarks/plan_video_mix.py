@@ -1,7 +1,7 @@
 """How close to the lower bound plans of a bucketed video mix come, and how long that takes.
 
-N independent clips on M GPUs in nodes of eight: images and 256p, 480p and 720p clips of 17 to 121 frames on a transformer
-of 5120 x 40, degrees that are powers of two, at most 20,000 tokens per GPU. One line of JSON per instance::
+N independent clips on M GPUs in nodes of eight: images and 256p, 480p and 720p clips of 17 to 121 frames on a
+transformer of 5120 x 40, degrees that are powers of two, at most 20,000 tokens per GPU. One line of JSON per size::
 
     python benchmarks/plan_video_mix.py --budget 1000 --wide
 """

@@ -20,6 +20,7 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
+from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import best_heuristic, improve
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_problem import Problem, Schedule, Solution, violations
@@ -28,6 +29,7 @@ DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
 TRIES = 4000  # of the local search before Z3, where time allows
 UNLIMITED = 2**31
+FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
@@ -74,6 +76,8 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     """The best schedule within the budget."""
     bound = lower_bound(problem)
     schedule = best_heuristic(problem, bound)
+    if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
+        schedule = min(schedule, best_one_degree(problem), key=lambda found: found.makespan(problem))
     schedule = search(problem, schedule, bound, clock, seed)
     if len(problem.jobs) <= WHOLE and schedule.makespan(problem) > bound and _any_left(clock):
         return prove(problem, Solution(schedule, bound, bound, False), clock, seed)
