@@ -13,6 +13,8 @@ import math
 import re
 from collections.abc import Sequence
 from contextvars import ContextVar
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -388,11 +390,26 @@ def _joined(words: list[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def _accepted(state: Any) -> set[str]:
+    """The terminals that would let lark's parser go on: of those its table lists, the ones that survive a trial."""
+    silent = copy(state.parse_conf)
+    silent.callbacks = {}
+    found = set()
+    for terminal in filter(str.isupper, silent.parse_table.states[state.position]):
+        trial = state.copy(deepcopy_values=False)
+        trial.parse_conf = silent
+        try:
+            trial.feed_token(Token(terminal, ""), terminal == "$END")
+        except UnexpectedToken:
+            continue
+        found.add(terminal)
+    return found
+
+
 def _diagnose(error: UnexpectedInput, text: str, file: str) -> Diagnostic:
     if not re.sub(r"//[^\n]*", "", text).strip():
         return syntax_errors.NoModule(None, file=file)
-    accepts = error.accepts if isinstance(error, UnexpectedToken) else getattr(error, "allowed", None)
-    words = _expected(set(accepts or ()))
+    words = _expected(_accepted(error.state))
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
         rows = text.rstrip().split("\n")
         span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
@@ -405,6 +422,9 @@ def _diagnose(error: UnexpectedInput, text: str, file: str) -> Diagnostic:
     else:
         token = cast(UnexpectedToken, error).token
         found, span = str(token), _token_span(token, file, text)
+        if not found.startswith('"'):
+            found = found.split(maxsplit=1)[0]  # a token may be a number with a word that was not meant as its unit
+            span = replace(span, end_line=span.line, end_column=span.column + len(found))
     bare = [word.strip("`") for word in words if word.startswith("`")]
     close = difflib.get_close_matches(found, bare, 1)
     shown = "the end of the line" if found == "\n" else f"`{found.splitlines()[0] if found else found}`"

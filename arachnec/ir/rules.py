@@ -30,6 +30,7 @@ from arachnec.ir.nodes import (
     Step,
     integer,
     integers,
+    quantity,
 )
 from arachnec.ir.printer import number, percent, symbol
 from arachnec.ir.span import Span
@@ -49,11 +50,6 @@ class World:
     cascades: dict[str, Cascade]
     graphs: dict[str, Graph]
 
-    @property
-    def slack(self) -> float:
-        """ms by which times may miss each other: what rounding does."""
-        return 1e-6 + 1e-9 * max((cascade.end for cascade in self.module.cascades), default=0.0)
-
 
 def world_of(module: Module) -> World:
     return World(
@@ -63,6 +59,11 @@ def world_of(module: Module) -> World:
         {cascade.name: cascade for cascade in module.cascades},
         {graph.name: graph for graph in module.graphs},
     )
+
+
+def slack_of(module: Module) -> float:
+    """ms by which times may miss each other: what rounding does."""
+    return 1e-6 + 1e-9 * max((cascade.end for cascade in module.cascades), default=0.0)
 
 
 def label(node: object) -> str:
@@ -159,8 +160,9 @@ def _unknown(
 ) -> Diagnostic:
     names = list(known)
     close = difflib.get_close_matches(name, names, 1, 0.5)
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    remedy = f"did you mean `{what.partition('`')[2][:1]}{close[0]}`?" if close else f"there is {shown or 'none'}"
+    mark = what.partition("`")[2][:1]
+    shown = ", ".join(f"{mark}{item}" for item in names[:8]) + (", ..." if len(names) > 8 else "")
+    remedy = f"did you mean `{mark}{close[0]}`?" if close else f"the module has {shown or 'none'}"
     return errors.UnknownReference(node.attrs.span(attribute) or node.span, label(node), what, remedy)
 
 
@@ -204,7 +206,7 @@ def cascades_fit_their_stage(world: World) -> Found:
             continue
         if cascade.phase in GRADIENT and not stage.trained:
             yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
-        if world.module.level >= Level.COSTED and "times" not in cascade.attrs:
+        elif world.module.level >= Level.COSTED and "times" not in cascade.attrs:
             wanted = {Phase.TRAIN: ("forward", "backward"), Phase.BACKWARD: ("backward",), Phase.WEIGHT: ("backward",)}
             for name in wanted.get(cascade.phase, ("forward",)):
                 if name not in stage.attrs:
@@ -235,21 +237,20 @@ def times_are_in_order(world: World) -> Found:
     module = world.module
     if module.level < Level.SCHEDULED:
         return
-    makespan = module.attrs["makespan"]
+    makespan, slack = quantity(module.attrs["makespan"]), slack_of(module)
     for cascade in module.cascades:
         start, end = cascade.start, cascade.end
-        if end < start - world.slack:
+        if end < start - slack:
             yield errors.EndsBeforeStart(_at(cascade, "end"), label(cascade), number(start), number(end))
-        if end > makespan.value + world.slack:  # type: ignore[union-attr]
-            latest = number(makespan.value)  # type: ignore[union-attr]
-            yield errors.WrongMakespan(_at(cascade, "end"), label(cascade), latest, number(end))
+        if end > makespan + slack:
+            yield errors.WrongMakespan(_at(cascade, "end"), label(cascade), number(makespan), number(end))
 
 
 def inputs_end_first(world: World) -> Found:
     """Of plans; what the programs of a lowered module do is proved by ``check``."""
     if world.module.level not in (Level.SCHEDULED, Level.PLACED):
         return
-    slack = world.slack
+    slack = slack_of(world.module)
     for cascade in world.module.cascades:
         for name in cascade.inputs:
             source = world.cascades.get(name)
@@ -310,7 +311,7 @@ def a_rank_does_one_thing(world: World) -> Found:
     """Of plans; what the programs of a lowered module do is proved by ``check``."""
     if world.module.level != Level.PLACED:
         return
-    slack = world.slack
+    slack = slack_of(world.module)
     busy: dict[int, list[Cascade]] = {}
     for cascade in world.module.cascades:
         if cascade.end - cascade.start > slack:
@@ -336,7 +337,7 @@ def trained_stages_step(world: World) -> Found:
         counts = Counter(node.stage for node in found)
         for stage in module.stages:
             count = counts[stage.name]
-            if count > 1 or (count == 0 and stage.name in with_gradient):
+            if count > 1 or (count == 0 and stage.trained and stage.name in with_gradient):
                 yield errors.NotReduced(stage.span, stage.name, "no" if count == 0 else str(count), what)
 
 
@@ -365,12 +366,17 @@ def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
     return node.attrs.span(attribute) or node.span
 
 
-RULES: tuple[Callable[[World], Found], ...] = (
+NAMES: tuple[Callable[[World], Found], ...] = (
     nodes_fit_the_level,
     sizes_count,
     names_are_unique,
     references_resolve,
     inputs_come_first,
+    graphs_are_ordered,
+)
+"""Asked first; where one finds a mistake, the others would only repeat it."""
+
+PLANS: tuple[Callable[[World], Found], ...] = (
     cascades_fit_their_stage,
     degrees_are_legal,
     times_are_in_order,
@@ -379,5 +385,4 @@ RULES: tuple[Callable[[World], Found], ...] = (
     groups_fit_the_degree,
     a_rank_does_one_thing,
     trained_stages_step,
-    graphs_are_ordered,
 )

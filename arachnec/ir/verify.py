@@ -20,7 +20,7 @@ from arachnec.ir.nodes import (
     Stage,
     Step,
 )
-from arachnec.ir.rules import RULES, label, world_of
+from arachnec.ir.rules import NAMES, PLANS, label, world_of
 from arachnec.ir.span import Span
 from arachnec.ir.values import Formula, Quantity, Value
 
@@ -31,12 +31,15 @@ Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 def verify(module: Module) -> tuple[Diagnostic, ...]:
     """Every mistake, in the order of the text; empty where the module is right.
 
-    Structure is looked at only where every attribute is right, so that one mistake gives one message.
+    Names are looked at only where every attribute is right, and plans where every name is, so that one mistake gives
+    one message.
     """
     if problems := tuple(_attributes(module)):
         return problems
     world = world_of(module)
-    return tuple(problem for rule in RULES for problem in rule(world))
+    if problems := tuple(problem for rule in NAMES for problem in rule(world)):
+        return problems
+    return tuple(problem for rule in PLANS for problem in rule(world))
 
 
 def check_module(module: Module) -> None:
@@ -90,7 +93,9 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
         names.add(name)
         row = table.get(name)
         if row is None:
-            yield _unknown(node, name, table, level)
+            close = _close(name, table, level)
+            names.update(close)  # what was misspelt is not missing as well
+            yield _unknown(node, name, close, table, level)
         elif row.since > level:
             yield errors.EarlyAttribute(_place(node, name), label(node), name, level.word, row.since.word)
         elif not kinds.test(row.kind)(value):
@@ -106,9 +111,14 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
             )
 
 
-def _unknown(node: Attributed, name: str, table: Mapping[str, tables.Row], level: Level) -> Diagnostic:
+def _close(name: str, table: Mapping[str, tables.Row], level: Level) -> list[str]:
+    return difflib.get_close_matches(name, [row.name for row in table.values() if row.since <= level], 1)
+
+
+def _unknown(
+    node: Attributed, name: str, close: list[str], table: Mapping[str, tables.Row], level: Level
+) -> Diagnostic:
     known = [row.name for row in table.values() if row.since <= level]
-    close = difflib.get_close_matches(name, known, 1)
     listed = f"its attributes are {', '.join(known)}" if known else "it has no attributes"
     remedy = f"did you mean `{close[0]}`?" if close else listed
     return errors.UnknownAttribute(_place(node, name), label(node), name, remedy)

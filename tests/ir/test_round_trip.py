@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
@@ -21,6 +21,7 @@ LEVELS = pytest.mark.parametrize("level", list(Level), ids=lambda level: level.w
 
 
 @LEVELS
+@settings(max_examples=30)
 @given(data=st.data())
 def test_parse_of_print_is_the_module(level: Level, data: st.DataObject) -> None:
     module = data.draw(any_module(level))
@@ -30,6 +31,7 @@ def test_parse_of_print_is_the_module(level: Level, data: st.DataObject) -> None
 
 
 @LEVELS
+@settings(max_examples=30)
 @given(data=st.data())
 def test_right_modules_verify_before_and_after_their_text(level: Level, data: st.DataObject) -> None:
     module = data.draw(right_module(level))
@@ -39,6 +41,7 @@ def test_right_modules_verify_before_and_after_their_text(level: Level, data: st
     assert verify(again) == ()
 
 
+@settings(max_examples=30)
 @given(module=any_module(Level.LOWERED))
 def test_text_that_was_printed_prints_the_same_again(module: Module) -> None:
     text = print_module(module)
