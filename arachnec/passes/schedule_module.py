@@ -149,7 +149,8 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
         for degree in [degrees[cascade.name]]
     )
     makespan = max((end for _, end in times.values()), default=0.0)
-    bound = lower_bound(problem)
+    # the problem rounds each time up by less than a tick, which these times need not do
+    bound = max(0, lower_bound(problem) - len(problem.jobs))
     proved = makespan * TICKS <= bound
     solution = Solution(Schedule((), ()), bound, bound, proved)
     made = _at_level_scheduled(module, cascades, solution, makespan)
