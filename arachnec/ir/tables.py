@@ -68,7 +68,9 @@ STAGE = table("""
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
-    state           | GiB            | traced | optional | parameters, gradients, master copies, optimizer state
+    state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
+    optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
+    sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what an encoder hands off
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree

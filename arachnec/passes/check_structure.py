@@ -94,10 +94,10 @@ def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int
             return "it names no single other rank"
         if peers[0] == rank:
             return "a rank does not send to itself"
-    elif op in ("step", "free"):
+    elif op == "free":
         return "it takes no ranks" if peers else None
     elif not peers:
-        return None if op == "encode" else "it names no ranks"
+        return None if op in ("encode", "step") else "it names no ranks"
     elif rank not in peers:
         return f"rank {rank} is not one of its ranks"
     if peers in sound:

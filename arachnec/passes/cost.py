@@ -280,10 +280,15 @@ class CostModel:
         return 2 * _collective(group_link(self.cluster, ranks), size, len(ranks), 1, penalty(self.cluster, ranks))
 
     def step_time(self, stage: Stage) -> float:
-        """ms of the optimizer, which reads and writes the stage's state once."""
+        """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
         sheet = find_data_sheet(str(self.cluster.attrs.get("device")))
         bandwidth = sheet.bandwidth if sheet else ASSUMED_BANDWIDTH
-        return 2 * _gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
+        update = 2 * _gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
+        if "sharded" not in stage.attrs:
+            return update
+        everyone = tuple(range(self.cluster.world))
+        link, contention = group_link(self.cluster, everyone), penalty(self.cluster, everyone)
+        return update + _collective(link, parameter_bytes(stage), len(everyone), 1, contention)
 
     # -- what the stage says ---------------------------------------------------------------------------------------
 
@@ -336,9 +341,15 @@ def uneven(things: int, parts: int) -> float:
 
 
 def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients as they are summed over ranks, in fp32."""
+    """Bytes of a stage's gradients as they are summed over ranks, in the parameters' precision."""
+    return parameter_bytes(stage) if stage.trained else 0.0
+
+
+def parameter_bytes(stage: Stage) -> float:
+    """Bytes of a stage's parameters in their own precision."""
     params = stage.attrs.get("params", 0)
-    return 4.0 * params if stage.trained and isinstance(params, int) else 0.0
+    size = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
+    return size * params if isinstance(params, int) else 0.0
 
 
 def _size(cascade: Cascade, symbol: str) -> float:

@@ -183,8 +183,10 @@ def synchronisation(
             ends[rank].append(instruction)
     for stage in trained:
         time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
+        # With the optimizer dealt out over ranks, the step ends with every rank sending what it updated to the others.
+        together = tuple(sorted(resident[stage.name])) if "sharded" in stage.attrs else ()
         for rank in resident[stage.name]:
-            ends[rank].append(Instruction("step", stage.name, (), Attributes.of(time=time)))
+            ends[rank].append(Instruction("step", stage.name, together, Attributes.of(time=time)))
     return ends
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+# First, because what the state leaves of a device decides how large micro-batches may be.
+_STATE = "shard-optimizer"
+_END = "place,lower,check"
+
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
-    "default": "partition{policy=dual},annotate,schedule-z3,place,lower,check",
+    "default": f"{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
-    "data-parallel": "partition{policy=equal-token},annotate,schedule-static{policy=data-parallel},place,lower,check",
+    "data-parallel": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them
-    "equal-token": "partition{policy=equal-token},annotate,schedule-static,place,lower,check",
+    "equal-token": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-static,{_END}",
     # one sequence-parallel degree for all, the one that is best for these clips
-    "ulysses": "partition,annotate,schedule-static,place,lower,check",
+    "ulysses": f"{_STATE},partition,annotate,schedule-static,{_END}",
     # AdaptiveLoad: the dual limits balance the micro-batches, data parallelism runs them
-    "adaptive-load": "partition{policy=dual},annotate,schedule-static{policy=data-parallel},place,lower,check",
+    "adaptive-load": f"{_STATE},partition{{policy=dual}},annotate,schedule-static{{policy=data-parallel}},{_END}",
 }

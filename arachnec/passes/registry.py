@@ -20,6 +20,7 @@ from arachnec.passes.base import Pass
 
 BUILTIN = {
     "partition": "arachnec.passes.partition:Partition",
+    "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
     "schedule-z3": "arachnec.passes.schedule_z3:ScheduleZ3",

@@ -22,7 +22,8 @@ from arachnec.passes.trace_shell import measure_encoder, measure_shell
 
 GIB = 2**30
 TERA = 10**12
-ADAMW = 16  # bytes per trained parameter: weight, gradient and two moments in fp32 (arXiv 1412.6980)
+MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32 (arXiv 1412.6980)
+MASTER = 8  # of parameters below fp32: the fp32 copy that is updated, and the gradient it is updated with
 
 
 def trained_stage(
@@ -57,17 +58,23 @@ def trained_stage(
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             traffic=_traffic(every, numbers),
-            state=Quantity(state_bytes(model) / GIB, "GiB"),
+            state=Quantity((held_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
+            optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
         ),
     )
 
 
-def state_bytes(model: nn.Module) -> int:
-    """Parameters and, of the trained ones, gradients, fp32 copies and AdamW's moments; buffers."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * p.dtype.itemsize for p in model.parameters() if not p.requires_grad)
-    lower = sum(p.numel() * p.dtype.itemsize for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4)
-    return ADAMW * trained + frozen + lower + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+def held_bytes(model: nn.Module) -> int:
+    """What every rank that computes must have: parameters, gradients of the trained ones, buffers."""
+    parameters = sum(p.numel() * p.dtype.itemsize * (2 if p.requires_grad else 1) for p in model.parameters())
+    return parameters + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """What the update needs beside that: moments and, below fp32, master copies. One rank may do it for all."""
+    return sum(
+        p.numel() * (MOMENTS + (MASTER if p.dtype.itemsize < 4 else 0)) for p in model.parameters() if p.requires_grad
+    )
 
 
 def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:

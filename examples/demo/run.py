@@ -61,7 +61,7 @@ def closing(output: Path, build: Path) -> None:
         "  build/loss.png         the loss curve\n"
         "  build/measured.svg     what every rank did in the last step\n\n"
         "Next:\n"
-        f"  arachnec show {build}                                   the plan and the measured step, one above the other\n"
+        f"  arachnec show {build}                                   the plan above the measured step\n"
         "  arachnec compile examples/wan2_1_14b.py --data examples/clips_480p.jsonl --cluster 2x8:h100-80g\n"
         "  docs/your_model.md                                      your own model in three functions"
     )

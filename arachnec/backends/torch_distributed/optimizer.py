@@ -6,9 +6,11 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.training import Training
@@ -17,16 +19,20 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Optimizer:
-    """The update of one stage; every rank holds the whole of it and computes the same.
+    """The update of one stage.
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
-    updates and the parameter is rounded from.
+    updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
+    same; with it, each parameter's state lies on one rank of the default process group, which updates the parameter and
+    sends it to the others (ZeRO, arXiv 1910.02054, section 5.1), and every method is called by all ranks together.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], training: Training) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], training: Training, *, sharded: bool = False) -> None:
         self._parameters = dict(parameters)
         self._training = training
-        self._masters = {name: _master(value) for name, value in self._parameters.items()}
+        self._owners = owners(self._parameters, dist.get_world_size()) if sharded else {}
+        mine = [name for name in self._parameters if self._owners.get(name) in (None, _rank(sharded))]
+        self._masters = {name: _master(self._parameters[name]) for name in mine}
         self._adam = torch.optim.AdamW(
             list(self._masters.values()), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8
         )
@@ -41,13 +47,13 @@ class Optimizer:
         norm = global_norm(self._parameters)
         limit = self._training.clip_norm
         scale = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-        for name, value in self._parameters.items():
-            self._masters[name].grad = None if value.grad is None else value.grad.float() * scale
-        self._adam.step()
         for name, master in self._masters.items():
+            gradient = self._parameters[name].grad
+            master.grad = None if gradient is None else gradient.to(master.dtype) * scale
+        self._adam.step()
+        for master in self._masters.values():
             master.grad = None
-            if master is not self._parameters[name]:
-                self._parameters[name].copy_(master)
+        self.round_parameters()
         decay = self._training.ema
         if decay:
             for name, average in self.ema.items():
@@ -55,7 +61,7 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state as a flat mapping of tensors, each the very one in use; loading copies into them in place."""
+        """This rank's state as a flat mapping of tensors, each the very one in use; loading copies into them in place."""
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master.detach()
@@ -67,10 +73,16 @@ class Optimizer:
 
     @torch.no_grad()
     def round_parameters(self) -> None:
-        """Write the master copies into the parameters: after loading."""
+        """Write the master copies into the parameters, on every rank: after an update, or after loading."""
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 self._parameters[name].copy_(master)
+        sent = [
+            dist.broadcast(self._parameters[name].detach(), owner, async_op=True)
+            for name, owner in self._owners.items()
+        ]
+        for work in sent:
+            work.wait()
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
@@ -80,6 +92,21 @@ class Optimizer:
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
         return state
+
+
+def owners(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """The rank that updates each parameter: the largest first, each to the rank with the least so far."""
+    loads = [(0, rank) for rank in range(ranks)]
+    found: dict[str, int] = {}
+    for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
+        load, rank = heapq.heappop(loads)
+        found[name] = rank
+        heapq.heappush(loads, (load + parameters[name].numel(), rank))
+    return found
+
+
+def _rank(sharded: bool) -> int | None:
+    return dist.get_rank() if sharded else None
 
 
 @torch.no_grad()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
 from arachnec.backends.executable import MODEL, Executable
@@ -20,7 +20,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups
 from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
@@ -31,100 +31,142 @@ from arachnec.ir.nodes import Module
 from arachnec.kernels.process_groups import ProcessGroups
 
 
-@dataclass
-class Progress:
-    """How far this process has come."""
-
-    steps: list[report.StepReport] = field(default_factory=list)
-    intervals: list[Interval] = field(default_factory=list)
-
-
 def train(executable: Executable, options: RunOptions, device: torch.device) -> None:
     """Carry out ``options.steps`` optimizer steps; every rank of the default process group calls this.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    training = options.training(executable.training)
-    agree(executable.digests | {"the options": events.digest(repr(training))}, device)
-    model_file = executable.model_file()
-    model = build_model(model_file, training, device)
-    share_weights(model)
-    parameters = trained_parameters(model)
-    optimizer = Optimizer(parameters, training)
-    encoders = build_encoders(model_file, training, device)
-    done = _resume(executable, options, optimizer, model)
-    groups = ProcessGroups()
-    clips = dict(enumerate(executable.clips))
-    specs = Specs(model_file, encoders, device)
-    dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-    sequences = Sequences(model_file, model, executable.clips, dtype)
-    plans = Plans(executable, rank, world, device)
-    channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+    trainer = Trainer(executable, options, device)
     count = options.steps or executable.header.iterations
-    progress = Progress()
-    events.emit(report.Start(world, _describe(device), done, count))
+    events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
-        events.emit(report.Note(f"planned for another device, run on {_describe(device)}: planned times do not apply"))
+        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
+    steps: list[report.StepReport] = []
     try:
-        for step in range(done, done + count):
-            number = step % executable.header.iterations
-            module, exposed = plans.get(number, following=(step + 1) % executable.header.iterations)
-            groups.ensure(wanted_groups(module))
-            channels |= directed_channels(module, channels, device)
-            sequence = sequences.for_program(module)
-            equipment = Equipment(
-                rank, device, model_file, model, parameters, encoders, sequence, optimizer, groups, channels, training
-            )
-            received = specs.received(module, program_of(module, rank), clips)
-            own = Iteration.of(module, rank, clips, received, step)
-            last = step == done + count - 1
-            saving = options.save_gradients if last and rank == 0 else None
-            progress.intervals = _step(equipment, own, number, exposed, saving, progress)
+        end = trainer.done + count
+        for step in range(trainer.done, end):
+            last = step == end - 1
+            saving = options.save_gradients if last and dist.get_rank() == 0 else None
+            steps.append(trainer.step(step, save_gradients=saving))
+            events.emit(steps[-1])
             if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
-                position = checkpoint.Position(step + 1, training.seed, executable.digests[MODEL])
-                checkpoint.save(options.checkpoint, _state(optimizer, model), position)
+                trainer.save(options.checkpoint, step + 1)
     finally:
-        plans.close()
-    _finish(executable, options, device, module, done + count - 1, progress)
+        trainer.close()
+    _finish(executable, options, trainer, steps)
 
 
-def _step(
-    equipment: Equipment,
-    own: Iteration,
-    number: int,
-    exposed: float,
-    save_gradients: Path | None,
-    progress: Progress,
-) -> list[Interval]:
-    """Run one iteration, put together what all ranks measured, and report it. Returns this rank's intervals."""
-    device = equipment.device
-    dist.barrier()
-    clock = Clock(equipment.rank, device)
-    started = time.perf_counter()
-    run = run_iteration(equipment, own, clock, _saver(save_gradients))
-    intervals = clock.intervals()
-    elapsed = (time.perf_counter() - started) * 1e3
-    mine = [run.loss, elapsed, report.busy_ms(intervals), report.peak_memory_gib(device), run.norm or 0.0]
-    everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
-    module = own.module
-    step_ms = float(everyone[:, 1].max())
-    event = report.StepReport(
-        step=own.step,
-        iteration=number,
-        loss=float(everyone[:, 0].sum()),
-        gradient_norm=float(everyone[:, 4].max()),
-        step_ms=step_ms,
-        planned_ms=report.planned_ms(module),
-        imbalance=report.imbalance(everyone[:, 2].tolist()),
-        tokens_per_s=sum(clip.tokens for clip in module.clips) / step_ms * 1e3,
-        exposed_planning_ms=exposed,
-        peak_memory_gib=float(everyone[:, 3].max()),
-        cascades=len(module.cascades),
-    )
-    progress.steps.append(event)
-    events.emit(event)
-    return intervals
+class Trainer:
+    """A model in training on one rank: everything that stays from step to step. All methods are collective."""
+
+    def __init__(self, executable: Executable, options: RunOptions, device: torch.device) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        training = options.training(executable.training)
+        agree(executable.digests | {"the options": events.digest(repr(training))}, device)
+        model_file = executable.model_file()
+        model = build_model(model_file, training, device)
+        share_weights(model)
+        parameters = trained_parameters(model)
+        sharded = any("sharded" in stage.attrs for stage in executable.program.stages)
+        self._equipment = Equipment(
+            rank=rank,
+            device=device,
+            model_file=model_file,
+            model=model,
+            parameters=parameters,
+            encoders=build_encoders(model_file, training, device),
+            sequence=None,
+            optimizer=Optimizer(parameters, training, sharded=sharded),
+            groups=ProcessGroups(),
+            channels={},
+            training=training,
+        )
+        self._executable = executable
+        self._clips = dict(enumerate(executable.clips))
+        self._specs = Specs(model_file, self._equipment.encoders, device)
+        dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+        self._sequences = Sequences(model_file, model, executable.clips, dtype)
+        self.done = self._resume(options)
+        self._plans = Plans(executable, rank, world, device)
+        self.module = executable.program  # of the latest step
+        self.intervals: list[Interval] = []  # of the latest step on this rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._equipment.device
+
+    def step(self, number: int, *, save_gradients: Path | None = None) -> report.StepReport:
+        """Plan and carry out optimizer step ``number``; put together what all ranks measured."""
+        iterations = self._executable.header.iterations
+        iteration = number % iterations
+        self.module, exposed = self._plans.get(iteration, following=(number + 1) % iterations)
+        self._equip(self.module)
+        equipment = self._equipment
+        received = self._specs.received(self.module, program_of(self.module, equipment.rank), self._clips)
+        own = Iteration.of(self.module, equipment.rank, self._clips, received, number)
+        dist.barrier()
+        clock = Clock(equipment.rank, equipment.device)
+        started = time.perf_counter()
+        run = run_iteration(equipment, own, clock, _saver(save_gradients))
+        self.intervals = clock.intervals()
+        elapsed = (time.perf_counter() - started) * 1e3
+        return self._report(own, iteration, run, elapsed, exposed)
+
+    def save(self, folder: Path, steps: int) -> None:
+        """A checkpoint after ``steps`` optimizer steps."""
+        position = checkpoint.Position(steps, self._equipment.training.seed, self._executable.digests[MODEL])
+        checkpoint.save(folder, self._state(), position)
+
+    def close(self) -> None:
+        """End the planner. The process groups end with the default one."""
+        self._plans.close()
+
+    def _equip(self, module: Module) -> None:
+        """Make what this program needs and earlier ones did not: process groups, channels, traced blocks."""
+        equipment = self._equipment
+        equipment.groups.ensure(wanted_groups(module))
+        self._equipment = replace(
+            equipment,
+            channels={**equipment.channels, **directed_channels(module, equipment.channels, equipment.device)},
+            sequence=self._sequences.for_program(module),
+        )
+
+    def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
+        device = self._equipment.device
+        busy = report.busy_ms(self.intervals)
+        mine = [run.loss, elapsed, busy, report.peak_memory_gib(device), run.norm or 0.0]
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        step_ms = float(everyone[:, 1].max())
+        return report.StepReport(
+            step=own.step,
+            iteration=iteration,
+            loss=float(everyone[:, 0].sum()),
+            gradient_norm=float(everyone[:, 4].max()),
+            step_ms=step_ms,
+            planned_ms=report.planned_ms(own.module),
+            imbalance=report.imbalance(everyone[:, 2].tolist()),
+            tokens_per_s=sum(clip.tokens for clip in own.module.clips) / step_ms * 1e3,
+            exposed_planning_ms=exposed,
+            peak_memory_gib=float(everyone[:, 3].max()),
+            cascades=len(own.module.cascades),
+        )
+
+    def _state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, as tensors."""
+        buffers = {f"buffer/{name}": value for name, value in self._equipment.model.named_buffers()}
+        return self._equipment.optimizer.tensors() | buffers
+
+    def _resume(self, options: RunOptions) -> int:
+        """Optimizer steps done before this run."""
+        if not options.resume or options.checkpoint is None:
+            return 0
+        position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
+        self._equipment.optimizer.round_parameters()
+        seed = self._equipment.training.seed
+        if position.seed != seed:
+            difference = f"it draws with seed {position.seed}, this run with {seed}"
+            raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
+        return position.steps
 
 
 def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
@@ -140,39 +182,19 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     return save
 
 
-def _finish(
-    executable: Executable, options: RunOptions, device: torch.device, module: Module, last: int, progress: Progress
-) -> None:
-    """Write the timeline of the last step, the report, and the pictures."""
-    rows = gather_text(msgspec.json.encode(progress.intervals).decode(), device)
+def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
+    """Write the timeline of the last step and the report."""
+    device = trainer.device
+    rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
-    measured = report.Measured(last, intervals)
     place = executable.folder / "measured.json"
-    report.write_json(place, measured)
-    picture = draw(module, planned(module), read_measured(place))
+    report.write_json(place, report.Measured(steps[-1].step, intervals))
+    picture = draw(trainer.module, planned(trainer.module), read_measured(place))
     place.with_suffix(".svg").write_text(picture, encoding="utf-8")
-    summary = report.run_report(dist.get_world_size(), _describe(device), progress.steps)
+    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
     report.write_json(options.report or executable.folder / "run.json", summary)
-
-
-def _state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Everything that the next step depends on, as tensors."""
-    return optimizer.tensors() | {f"buffer/{name}": value for name, value in model.named_buffers()}
-
-
-def _resume(executable: Executable, options: RunOptions, optimizer: Optimizer, model: nn.Module) -> int:
-    """Optimizer steps done before this run."""
-    if not options.resume or options.checkpoint is None:
-        return 0
-    position = checkpoint.load(options.checkpoint, _state(optimizer, model), executable.digests[MODEL])
-    optimizer.round_parameters()
-    seed = options.training(executable.training).seed
-    if position.seed != seed:
-        difference = f"it draws with seed {position.seed}, this run with {seed}"
-        raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
-    return position.steps
 
 
 def _describe(device: torch.device) -> str:

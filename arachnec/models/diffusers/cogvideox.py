@@ -123,7 +123,8 @@ def text_to_video(
     With rotary positions the model reads a clip's ``text_tokens`` text tokens as they are, and ``text_length`` pads all
     captions with zeros to one length. Without, its position table starts after ``max_text_seq_length`` text tokens, so
     captions are always padded to that. ``snr_shift`` is the scheduler's ``snr_shift_scale``: 3 for the 2B, else 1.
-    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
+    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name
+    or key.
     """
     model = common.constructor(MODULE, "CogVideoXTransformer3DModel")
     config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)

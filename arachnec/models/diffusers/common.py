@@ -227,7 +227,10 @@ def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def in_precision(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``; not timesteps, not tables."""
+    """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``.
+
+    Timesteps and tables keep theirs.
+    """
     return {name: value.to(dtype) if _carries_activations(value) else value for name, value in arguments.items()}
 
 

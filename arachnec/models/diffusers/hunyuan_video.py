@@ -79,8 +79,8 @@ def text_to_video(
 
     The model reads a clip's ``text_tokens`` text tokens; ``text_length`` (256 in HunyuanVideo's own training) pads all
     captions to one length instead, and the attention mask hides the padding. The pooled text embedding is the output of
-    an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption. ``dtype``
-    is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
+    an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption.
+    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)

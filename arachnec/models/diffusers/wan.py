@@ -69,8 +69,8 @@ def text_to_video(
     """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
-    all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the weights
-    and of what the model is given. Raises ``UserError`` for an unknown name or key.
+    all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the
+    weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "WanTransformer3DModel")
     return WanTextToVideo(common.configuration("Wan", model, CONFIGURATIONS, name, config), text_length, dtype)
