@@ -28,10 +28,9 @@ from arachnec.passes.trace_sequence import ShardedBlock, shard_block
 
 # Answered without gathering: what a whole tensor would answer as well.
 METADATA = frozenset(
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
-
-REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009 (the stubs call it a bool)
 
 
 class ShardedTokens(Tensor):
@@ -45,13 +44,20 @@ class ShardedTokens(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, shard: SequenceShard) -> ShardedTokens:
         sizes = (*local.shape[:dim], shard.total, *local.shape[dim + 1 :])
-        made: ShardedTokens = Tensor._make_wrapper_subclass(cls, sizes, dtype=local.dtype, device=local.device)
+        needs_grad = local.requires_grad
+        made: ShardedTokens = Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=local.dtype, device=local.device, requires_grad=needs_grad
+        )
         made.local, made.token_dim, made.shard, made._whole = local, dim, shard, None
+        if needs_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return made
 
     def whole(self) -> Tensor:
-        """All tokens, on every rank. Collective over the ranks of the shard; gathered once."""
-        if self._whole is None:
+        """All tokens, on every rank. Collective over the ranks of the shard; gathered once, and once for gradients."""
+        tracked = self.local.requires_grad and torch.is_grad_enabled()
+        if self._whole is None or (tracked and not self._whole.requires_grad):
             self._whole = gather_tokens(self.local, self.token_dim, self.shard)
         return self._whole
 
@@ -61,18 +67,20 @@ class ShardedTokens(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is REQUIRES_GRAD:
-            return args[0].local.requires_grad
         args, kwargs = pytree.tree_map_only(ShardedTokens, ShardedTokens.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Only reached past __torch_function__, by a custom autograd function, where gathering would lose the gradient.
-        raise NotImplementedError(f"{func} got a shard of a sequence; gather it first with .whole()")
+        raise NotImplementedError(f"{func} got a shard of a sequence past torch's function overrides")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTokens({list(self.shape)}, tokens {self.shard.tokens} along {self.token_dim})"
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    """A gradient only comes here from a custom autograd function, which read the values without their history."""
+    raise RuntimeError("a custom autograd function outside the blocks took tokens that are sharded: pass it `x + 0`")
 
 
 @dataclass
