@@ -1,0 +1,23 @@
+"""Diffusers' Motif-Video: dual, single and decoder blocks."""
+
+import torch
+from diffusers import MotifVideoTransformer3DModel
+from parts import fixed, latent_shape, loss, noised  # noqa: F401
+
+
+def build():
+    return MotifVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=16, num_layers=2, num_single_layers=2,
+        num_decoder_layers=1, mlp_ratio=2.0, text_embed_dim=16, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+
+
+def sample(clip, generator):
+    x, t, target = noised(clip, generator, latent_shape(clip))
+    return {
+        "hidden_states": x,
+        "timestep": 1000 * t,
+        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
+        "encoder_attention_mask": torch.ones(1, clip.text_tokens),
+        "return_dict": False,
+    }, target

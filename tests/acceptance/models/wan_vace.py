@@ -1,0 +1,24 @@
+"""Wan VACE: control blocks beside the main ones, their hints added between blocks."""
+
+import torch
+from diffusers import WanVACETransformer3DModel
+from parts import fixed, latent_shape, loss, noised  # noqa: F401
+
+
+def build():
+    return WanVACETransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=32, num_layers=3, vace_layers=[0, 2], vace_in_channels=6,
+    )  # fmt: skip
+
+
+def sample(clip, generator):
+    x, t, target = noised(clip, generator, latent_shape(clip))
+    return {
+        "hidden_states": x,
+        "timestep": 1000 * t,
+        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
+        "control_hidden_states": fixed((1, 6, *x.shape[2:]), f"control/{clip.id}"),
+        "control_hidden_states_scale": torch.ones(2),
+        "return_dict": False,
+    }, target
