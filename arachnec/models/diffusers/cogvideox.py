@@ -69,8 +69,7 @@ class CogVideoXTextToVideo:
         )
 
     def build(self) -> torch.nn.Module:
-        model: torch.nn.Module = common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config)
-        return model.to(self.dtype)
+        return common.built(common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels

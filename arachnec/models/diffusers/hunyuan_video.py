@@ -51,8 +51,7 @@ class HunyuanTextToVideo:
         return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch))
 
     def build(self) -> torch.nn.Module:
-        model: torch.nn.Module = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config)
-        return model.to(self.dtype)
+        return common.built(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
@@ -80,7 +79,8 @@ def text_to_video(
     The model reads a clip's ``text_tokens`` text tokens; ``text_length`` (256 in HunyuanVideo's own training) pads all
     captions to one length instead, and the attention mask hides the padding. The pooled text embedding is the output of
     an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption.
-    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
+    ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown
+    name or key.
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)

@@ -46,8 +46,7 @@ class WanTextToVideo:
         return common.Geometry(self.config["in_channels"], (time, height, width))
 
     def build(self) -> torch.nn.Module:
-        model: torch.nn.Module = common.constructor(MODULE, "WanTransformer3DModel")(**self.config)
-        return model.to(self.dtype)
+        return common.built(common.constructor(MODULE, "WanTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
