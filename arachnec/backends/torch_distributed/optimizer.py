@@ -61,7 +61,7 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's state as a flat mapping of tensors, each the very one in use; loading copies into them in place."""
+        """This rank's state as a flat mapping of tensors, the very ones in use; loading copies into them in place."""
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master.detach()
