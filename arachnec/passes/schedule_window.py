@@ -33,16 +33,21 @@ class Effort:
     wall_ms: int | None = None
 
 
-def find_schedule(problem: Problem, horizon: int, *, seed: int, effort: Effort) -> tuple[Answer, Schedule | None]:
-    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
+def find_schedule(
+    problem: Problem, horizon: int, *, seed: int, effort: Effort, running: int = 0
+) -> tuple[Answer, Schedule | None]:
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
+
+    The first ``running`` jobs have one choice each and start at 0.
+    """
     unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
     if unit > 1:
         coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
-        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort)
+        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort, running=running)
         if schedule is not None:
             schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
         return answer, schedule
-    model = _Model(problem, horizon)
+    model = _Model(problem, horizon, running)
     solver = model.solver
     solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
@@ -64,8 +69,9 @@ def _divided(job: Job, unit: int) -> Job:
 class _Model:
     """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
 
-    def __init__(self, problem: Problem, horizon: int) -> None:
+    def __init__(self, problem: Problem, horizon: int, running: int = 0) -> None:
         self.problem = problem
+        self.running = running
         self.horizon = horizon
         self.solver = z3.Solver(ctx=z3.Context())
         self.context = self.solver.ctx
@@ -76,6 +82,7 @@ class _Model:
         ]
         for j in jobs:
             self._choose(j)
+        self.solver.add([self.start[j] == 0 for j in range(running)])
         self._areas()
         self._capacity()
 
@@ -111,7 +118,7 @@ class _Model:
             z3.Implies(pick, end[j] == self.start[j] + choice.ticks) for j in jobs for pick, choice in self._choices(j)
         ]
         over = {(i, j): self.start[j] >= end[i] for i, j in free}
-        for j in jobs:
+        for j in jobs[self.running :]:
             held = [(pick, choice.degree) for pick, choice in self._choices(j)]
             for i in jobs:
                 if (i, j) not in over:

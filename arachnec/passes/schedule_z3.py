@@ -3,7 +3,8 @@
 1. A lower bound that holds for every schedule (``bound``).
 2. The best of several list schedules, and a local search from there (``schedule_heuristics``).
 3. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
-   budget is spent (``schedule_window``).
+   budget is spent (``schedule_window``). Of larger ones Z3 improves the tail (``schedule_tail``), taking turns with the
+   local search.
 
 The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
 unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
@@ -24,11 +25,16 @@ from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import best_heuristic, improve
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_problem import Problem, Schedule, Solution, violations
+from arachnec.passes.schedule_tail import tail_of, with_tail
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
-TRIES = 4000  # of the local search before Z3, where time allows
-UNLIMITED = 2**31
+TRIES = 4000  # of one local search, where time allows
+TURN_SHARE = 0.25  # of what is left, for the local search of one turn
+MIN_SHARE = 50.0  # ms
+TAILS = (8, 12, 16)  # jobs
+TAIL_MS = 700  # of one question about a tail
+MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
@@ -78,20 +84,63 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     schedule = best_heuristic(problem, bound)
     if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
         schedule = min(schedule, best_one_degree(problem), key=lambda found: found.makespan(problem))
-    schedule = search(problem, schedule, bound, clock, seed)
-    if len(problem.jobs) <= WHOLE and schedule.makespan(problem) > bound and _any_left(clock):
+    if len(problem.jobs) > WHOLE:
+        schedule = improve_by_turns(problem, schedule, bound, clock, seed)
+        return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
+    share = clock.left() * SEARCH_SHARE
+    schedule = local_search(problem, schedule, bound, clock, seed, share)
+    if schedule.makespan(problem) > bound and _any_left(clock):
         return prove(problem, Solution(schedule, bound, bound, False), clock, seed)
     return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
 
 
-def search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
-    """Local search: for its share of the budget where Z3 comes next, for all of it where there are too many jobs."""
+def local_search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int, share: float) -> Schedule:
+    """Local search for ``share`` ms, or for the steps of the clock."""
     if clock.steps is not None:
         return improve(problem, schedule, bound, seed=seed, steps=clock.steps)
-    if len(problem.jobs) > WHOLE:
-        return improve(problem, schedule, bound, seed=seed, steps=UNLIMITED, stop=lambda: clock.left() <= 0)
-    floor = clock.left() * (1 - SEARCH_SHARE)
+    floor = max(0.0, clock.left() - share)
     return improve(problem, schedule, bound, seed=seed, steps=TRIES, stop=lambda: clock.left() <= floor)
+
+
+def improve_by_turns(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
+    """Local search over the whole, then Z3 on tails of growing size, again and again until the budget is spent."""
+    rounds = 0
+    while _any_left(clock) and schedule.makespan(problem) > bound and (clock.steps is None or rounds == 0):
+        share = max(MIN_SHARE, clock.left() * TURN_SHARE)
+        schedule = local_search(problem, schedule, bound, clock, seed + rounds, share)
+        for size in TAILS:
+            schedule = shorter_tail(problem, schedule, bound, size, clock, seed + rounds)
+        rounds += 1
+    return schedule
+
+
+def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, clock: Clock, seed: int) -> Schedule:
+    """The schedule with the best tail of ``size`` jobs that Z3 finds, by bisection; itself where there is no better."""
+    from arachnec.passes.schedule_window import Answer, Effort, find_schedule
+
+    tail = tail_of(problem, schedule, size)
+    if tail.running > MOST_RUNNING:
+        return schedule
+    high = schedule.makespan(problem) - tail.begin
+    low = max(bound - tail.begin, 0)
+    horizon = high - 1
+    while low < high and clock.left() > 0:
+        wall = None if clock.steps is not None else int(min(clock.left(), TAIL_MS))
+        steps = None if clock.steps is None else clock.steps * Z3_STEPS_PER_STEP
+        answer, found = find_schedule(
+            tail.problem, horizon, seed=seed, effort=Effort(steps, wall), running=tail.running
+        )
+        if found is None:
+            if answer is Answer.UNKNOWN or horizon == high - 1:
+                break
+            low = horizon + 1
+        else:
+            joined = with_tail(schedule, tail, found)
+            if violations(problem, joined):
+                break
+            schedule, high = joined, found.makespan(tail.problem)
+        horizon = (low + high - 1) // 2
+    return schedule
 
 
 def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Solution:
