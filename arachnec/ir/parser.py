@@ -42,10 +42,10 @@ from arachnec.ir.nodes import (
     Step,
     TensorType,
 )
+from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
-LONGEST_RANGE = 1 << 20
 LEVELS = ", ".join(level.word for level in Level)
 Parts: TypeAlias = list[Any]
 Node = TypeVar("Node")

@@ -29,6 +29,7 @@ from arachnec.ir.nodes import (
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 WIDTH = 120
+LONGEST_RANGE = 1 << 16  # so that a short text cannot fill the memory
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -71,9 +72,10 @@ def _stage(stage: Stage) -> str:
 
 
 def _graph(graph: Graph) -> str:
-    inputs = ", ".join(f"{percent(item.name)} : {tensor_type(item.type)}" for item in graph.inputs)
+    items = [f"{percent(item.name)} : {tensor_type(item.type)}" for item in graph.inputs]
+    inputs = ", ".join(items)
     if len(inputs) > WIDTH - 20:
-        inputs = "\n    " + inputs.replace(", %", ",\n    %") + "\n  "
+        inputs = "\n    " + ",\n    ".join(items) + "\n  "
     head = f"  graph {symbol(graph.name)} ({inputs}) -> {_percents(graph.outputs)}" + _inline(graph.attrs)
     return _block(head, (_op(op) for op in graph.ops))
 
@@ -164,7 +166,8 @@ def _ranges(items: tuple[Value, ...]) -> Iterator[str]:
         end = at + 1
         if type(items[at]) is int and items[at] >= 0:  # type: ignore[operator]
             first: int = items[at]  # type: ignore[assignment]
-            while end < len(items) and type(items[end]) is int and items[end] == first + end - at:
+            longest = min(len(items), at + LONGEST_RANGE)
+            while end < longest and type(items[end]) is int and items[end] == first + end - at:
                 end += 1
         if end - at >= 3:
             yield f"{items[at]}..{items[end - 1]}"

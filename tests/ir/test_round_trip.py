@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.ir.nodes import Cascade, Level, Module, Phase
+from arachnec.ir.nodes import Cascade, Graph, GraphInput, Level, Module, Phase, TensorType
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
@@ -61,6 +61,7 @@ def text_of(value: Value) -> str:
     [
         ((4, 5, 6, 7, 12, 13), "[4..7, 12, 13]"),
         ((3, 2, 1), "[3, 2, 1]"),
+        (tuple(range(70_000)), "[0..65535, 65536..69999]"),
         ((True, False), "[true, false]"),
         (1.0, "1.0"),
         (1e-9, "1e-09"),
@@ -80,6 +81,13 @@ def text_of(value: Value) -> str:
 def test_values_are_written_so(value: Value, text: str) -> None:
     assert text_of(value) == text
     assert parse_module(print_module(carrying(value))) == carrying(value)
+
+
+def test_long_lists_of_graph_inputs_break_between_inputs_only() -> None:
+    kind = TensorType("f32", ("B", "S", 1536))
+    graph = Graph("Block", tuple(GraphInput(f"in, %{i}", kind) for i in range(9)), (), ("in, %0",))
+    module = Module("m", Level.TRACED, graphs=(graph,))
+    assert parse_module(print_module(module)) == module
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, Quantity(-math.inf, "ms"), Formula((Term(math.nan),), "ms")])

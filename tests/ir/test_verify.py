@@ -99,4 +99,3 @@ def test_check_module_raises_all_that_verify_finds() -> None:
         check_module(module)
     assert caught.value.diagnostics == verify(module)
     assert len(caught.value.diagnostics) == 4
-
