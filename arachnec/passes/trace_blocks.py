@@ -241,7 +241,8 @@ def _capture(
     captured = _described(name, exported, recordings, members, shapes, others, sizes)
     if verify:
         first = [recording.calls[members[0]] for recording in recordings]
-        verify_block(captured, block, (versions[-1], first[0]))
+        alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
+        verify_block(captured, block, (versions[-1],) if alike else (versions[-1], first[0]))
     return captured
 
 
@@ -324,6 +325,12 @@ def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dic
                 if known != expression:
                     reason = f"it requires {known} = {expression}, which the recordings do not bear out"
                     raise UserError(CannotCapture(None, name, reason))
+    for node, dims in zip(nodes, shapes, strict=True):
+        for size, expression in zip(node.meta["val"].shape, dims, strict=True):
+            found = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(symbols)
+            if sympy.expand(found - expression) != 0:
+                reason = f"it fixes a size that changes with the clip ({expression} = {found})"
+                raise UserError(CannotCapture(None, name, reason))
     return symbols
 
 
@@ -445,6 +452,10 @@ def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict
 
 def _tensor_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+
+
+def _tensors(call: BlockCall) -> list[Tensor]:
+    return [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -26,6 +26,7 @@ ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
 )
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten._to_copy.default)
+EMPTIES = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
 COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 
 
@@ -70,6 +71,8 @@ def export_block(
 def clean(module: fx.GraphModule) -> None:
     """Remove what export leaves behind: assertions, casts to the same type, copies that nothing can tell apart."""
     graph = module.graph
+    _without_copies(graph)
+    _interleaved(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -87,6 +90,69 @@ def clean(module: fx.GraphModule) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
+
+
+def _without_copies(graph: fx.Graph) -> None:
+    """``target.copy_(source)`` has become ``copy(target, source)``, which has no derivative: it is the source, cast and expanded."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        target, source = node.args[:2]
+        assert isinstance(target, fx.Node) and isinstance(source, fx.Node)
+        before, after = source.meta["val"], node.meta["val"]
+        with graph.inserting_before(node):
+            if before.dtype != after.dtype:
+                source = _inserted(graph, node, aten.to.dtype, (source, after.dtype))
+            if before.shape != after.shape:
+                source = _inserted(graph, node, aten.expand_as.default, (source, target))
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _interleaved(graph: fx.Graph) -> None:
+    """Even and odd places written one after the other into an empty tensor (rotary positions) are a stack."""
+    for last in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        first = last.args[0]
+        if not (
+            isinstance(first, fx.Node)
+            and first.target is aten.slice_scatter.default
+            and len(first.users) == 1 + _dead(first)
+        ):
+            continue
+        base, even, *start_even = first.args
+        _, odd, *start_odd = last.args
+        assert isinstance(base, fx.Node) and isinstance(even, fx.Node) and isinstance(odd, fx.Node)
+        dim = int(start_even[0]) if start_even else 0  # type: ignore[arg-type]
+        whole = base.meta["val"].shape[dim]
+        if base.target not in EMPTIES or not isinstance(whole, int) or whole % 2:
+            continue
+        ends = ((dim, 0, 2), (dim, 1, 2))
+        if [_every(start_even, whole), _every(start_odd, whole)] != [*ends]:
+            continue
+        dim %= base.meta["val"].ndim
+        with graph.inserting_before(last):
+            stacked = _inserted(graph, last, aten.stack.default, ([even, odd], dim + 1))
+            result = _inserted(graph, last, aten.flatten.using_ints, (stacked, dim, dim + 1))
+        last.replace_all_uses_with(result)
+        graph.erase_node(last)
+
+
+def _dead(node: fx.Node) -> int:
+    """How many users of a node have no users themselves."""
+    return sum(not user.users for user in node.users)
+
+
+def _every(where: Sequence[Any], whole: int) -> tuple[int, int, int] | None:
+    """Dimension, start and step of a slice's arguments that reach to the end."""
+    dim, start, end, step = [*where, *(0, 0, None, 1)[len(where) :]]
+    return (dim, start or 0, step) if end is None or end >= whole else None
+
+
+def _inserted(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A new node with the value and the source line that an exported one would have."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta = {**like.meta, "val": target(*values)}
+    return node
 
 
 def _is_noop(node: fx.Node) -> bool:

@@ -70,7 +70,7 @@ def _innermost_stacks(model: nn.Module) -> dict[str, nn.Module]:
             if next(child.children(), None) is None:
                 continue  # a list of plain layers is no stack of blocks
             inner = _innermost_stacks(child)
-            prefix = f"{path}.{name}"
+            prefix = f"{path}.{name}" if path else name
             if inner and _parameters(*inner.values()) >= 0.9 * _parameters(child):
                 found |= {f"{prefix}.{key}": block for key, block in inner.items()}
             else:

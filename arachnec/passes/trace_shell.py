@@ -57,9 +57,9 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
 def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Iterator[None]:
     """Every captured block replaced by one that makes outputs of the right shape out of nothing."""
     changed = []
-    size = next(s.values for s in captured.sizes if (s.clip, s.batch, s.text) == (call.clip, call.batch, call.text))
+    recorded = [(size.clip, size.batch, size.text) for size in captured.sizes]
+    index = recorded.index((call.clip, call.batch, call.text))
     for block in captured.blocks:
-        index = captured.sizes.index(next(s for s in captured.sizes if s.values == size))
         values = block.examples[index]
         shapes = [[int(dim.subs(values)) for dim in dims] for dims in block.output_dims]
         types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]  # type: ignore[union-attr]
