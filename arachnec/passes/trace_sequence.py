@@ -175,7 +175,9 @@ def _placeholders(context: Context, captured: CapturedBlock, inputs: tuple[int |
         value = Value(context.placeholder(node.name), sizes, tuple(layouts), like.element_size())
         context.environment[node] = value
         values.append(value)
-    context.start(shard)
+    first = next(value for value in values if value.sharded)
+    device = next(node for node in traced if context.environment[node] is first).meta["val"].device
+    context.start(shard, first.node, device)
     _sources(context, values)
 
 

@@ -58,6 +58,7 @@ class Context:
     _sizes: dict[Size, fx.Node] = field(default_factory=dict)
     _moved: dict[tuple[fx.Node, int], Value] = field(default_factory=dict)
     _here: fx.Node | None = None
+    _device: tuple[torch.device, fx.Node] | None = None
     _shard: fx.Node | None = None
 
     @property
@@ -129,19 +130,30 @@ class Context:
     def placeholder(self, name: str, kind: Any = None) -> fx.Node:
         return self.graph.placeholder(name, kind)
 
-    def start(self, shard: fx.Node) -> None:
-        """The placeholders are all there; sizes can be asked for."""
+    def start(self, shard: fx.Node, token_input: fx.Node, device: torch.device) -> None:
+        """The placeholders are all there; sizes can be asked for.
+
+        ``device`` is where the graph was traced; where it says so, the new one says where ``token_input`` is.
+        """
         self._shard = shard
+        self._device = device, self.call(getattr, token_input, "device")
         self._sizes[self.tokens] = self.call(runtime.total_tokens, shard)
         self._sizes[LOCAL] = self.call(runtime.local_tokens, shard)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target is torch.ops.aten.copy.default:
             target, args, kwargs = runtime.written, args[:2], {}
+        args = tuple(self._placed(argument) for argument in args)
+        kwargs = {name: self._placed(argument) for name, argument in kwargs.items()}
         node = self.graph.call_function(target, args, kwargs)
         if self._here is not None and "stack_trace" in self._here.meta:
             node.meta["stack_trace"] = self._here.meta["stack_trace"]
         return node
+
+    def _placed(self, argument: Any) -> Any:
+        if isinstance(argument, torch.device) and self._device is not None and argument == self._device[0]:
+            return self._device[1]
+        return argument
 
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Any, layouts: Any) -> Value:
         """Call ``target``; its result is the tensor recorded as ``like``, with these layouts.

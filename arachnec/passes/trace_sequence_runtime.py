@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.distributed_attention import distributed_attention
@@ -64,16 +65,18 @@ def attention_over_tokens(
 ) -> Tensor:
     """``scaled_dot_product_attention`` of local tokens over the whole sequence: [B, H, L, D], or [B, L, D].
 
-    Raises NotImplementedError for a mask that needs a gradient: distributed attention gives it none.
+    A mask that needs a gradient (a trained bias on the scores) takes a path of its own: distributed attention gives
+    masks none.
     """
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("an attention mask that is trained cannot be used in distributed attention")
     headless = query.ndim == 3
     if headless:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     if mask is not None:
         mask = mask.unsqueeze(1) if headless and mask.ndim == 3 else mask
         mask = mask[(None,) * (4 - mask.ndim)]
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        output = _biased_attention(query, key, value, mask, shard, query_parts, key_parts, scale, enable_gqa)
+        return output.squeeze(1) if headless else output
     output = distributed_attention(
         query,
         key,
@@ -87,6 +90,24 @@ def attention_over_tokens(
         enable_gqa=enable_gqa,
     )
     return output.squeeze(1) if headless else output
+
+
+def _biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    shard: SequenceShard,
+    query_parts: Parts,
+    key_parts: Parts,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """This rank's queries with their rows of the mask against all keys, gathered."""
+    key, value = (gather_parts(x, 2, shard, key_parts) for x in (key, value))
+    if mask.shape[2] > 1:
+        mask = shard_parts(mask, 2, shard, query_parts)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def _unmerge(x: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
