@@ -74,7 +74,7 @@ def test_every_rule_has_a_golden_error() -> None:
             assert any(re.search(f"^error: {title}$", text, re.MULTILINE) for text in texts), kind.__name__
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(level=st.sampled_from(list(Level)), data=st.data())
 def test_any_module_gets_messages_and_never_a_traceback(level: Level, data: st.DataObject) -> None:
     module = data.draw(any_module(level))
