@@ -94,7 +94,8 @@ def nodes_fit_the_level(world: World) -> Found:
     for since, nodes in groups:
         if nodes and level < since:
             yield errors.EarlyNode(nodes[0].span, label(nodes[0]), level.word, since.word)
-    if module.cluster is None:
+    only_graphs = level is Level.TRACED and not (module.clips or module.stages)
+    if module.cluster is None and not only_graphs:
         yield errors.MissingNode(module.span, "cluster", level.word, "cluster @name { nodes = 1, gpus = 8, ... }")
 
 

@@ -93,6 +93,11 @@ def test_text_cut_anywhere_gets_one_message(module: Module, data: st.DataObject)
     assert render(caught.value.diagnostics[0])
 
 
+def test_a_file_of_graphs_needs_no_cluster() -> None:
+    text = 'module @m attributes { level = "traced" } { graph @A (%x : f32[S]) -> (%x) [] }'
+    assert verify(parse_module(text)) == ()
+
+
 def test_check_module_raises_all_that_verify_finds() -> None:
     module = parse_module('module @m attributes { level = "scheduled", a = 1 } {}')
     with pytest.raises(UserError) as caught:
