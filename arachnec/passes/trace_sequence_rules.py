@@ -105,8 +105,8 @@ def _results(context: Context, node: fx.Node, layouts: Any) -> Result:
 
 def _table() -> dict[Any, Rule]:
     groups: dict[Rule, str] = {
-        pointwise: "to _to_copy clone contiguous copy expand_as alias detach lift_fresh_copy empty_like zeros_like ones_like "
-        "full_like polar real imag conj _conj arctan2 hardswish log_sigmoid threshold hardtanh "
+        pointwise: "to _to_copy clone contiguous copy expand_as alias detach lift_fresh_copy empty_like zeros_like "
+        "ones_like full_like polar real imag conj _conj arctan2 hardswish log_sigmoid threshold hardtanh "
         "logaddexp nan_to_num square lerp softplus elu celu selu relu6 mish",
         as_other: "type_as",
         dropout: "dropout feature_dropout alpha_dropout",
