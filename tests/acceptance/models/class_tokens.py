@@ -24,4 +24,4 @@ class Model(VideoModel):
 
 
 def build():
-    return reset(Model(Classed))
+    return reset(Model())
