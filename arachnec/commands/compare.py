@@ -31,9 +31,7 @@ def command(
     options: PassOptions,
 ) -> None:
     """Plan the first iteration of the clips with every named pipeline and print what each would take."""
-    from rich.console import Console
-
-    from arachnec.commands.tables import comparison_table
+    from arachnec.commands.tables import comparison_table, terminal
     from arachnec.driver import compare
 
     named = {name: options.pipeline(name, profile) for name in names(pipelines)}
@@ -42,7 +40,7 @@ def command(
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
         print()
         return
-    console = Console()
+    console = terminal()
     console.print(comparison_table(rows))
     for row in refused:
         console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}")

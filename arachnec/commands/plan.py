@@ -43,19 +43,16 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from arachnec.commands.tables import MOST_ROWS, ms, ranges
+    from arachnec.commands.tables import MOST_ROWS, ms, plain_table, ranges, terminal
 
     rows = sorted(report["cascades"], key=lambda row: (row["start_ms"], row["name"]))
-    shown = Table(title=f"{len(rows)} cascades", title_justify="left", pad_edge=False)
+    shown = plain_table(f"{len(rows)} cascades")
     for column in ("task", "stage", "degree", "start", "end", "ranks"):
         shown.add_column(column, justify="right" if column in {"degree", "start", "end"} else "left")
     for row in rows[:MOST_ROWS]:
         cells = (row["name"], row["stage"], str(row["degree"]), ms(row["start_ms"]), ms(row["end_ms"]))
         shown.add_row(*cells, ranges(row["ranks"]))
-    console = Console()
+    console = terminal()
     console.print(shown)
     if len(rows) > MOST_ROWS:
         console.print(f"  ... and {len(rows) - MOST_ROWS} more; `--json` has them all")

@@ -15,20 +15,18 @@ import click
 def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads."""
-    from rich.console import Console
-    from rich.table import Table
-
     from arachnec.backends.local_profile import profile_here
+    from arachnec.commands.tables import plain_table, terminal
 
     profile = profile_here(model, data, cluster, output)
-    table = Table(title="measured on all ranks at once", title_justify="left")
+    table = plain_table("measured on all ranks at once")
     for name in ("stage", "phase", "B", "S", "T", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
     for stage in profile.stages:
         for run, residual in zip(stage.measurements, stage.fit.residuals, strict=True):
             sizes = (str(run.batch), str(run.tokens), str(run.text))
             table.add_row(stage.stage, stage.phase, *sizes, f"{run.ms:.1f}", f"{run.ms * (1 + residual):.1f}")
-    console = Console()
+    console = terminal()
     console.print(table)
     for stage in profile.stages:
         if stage.fit.held_out is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -16,13 +15,11 @@ def command(program: Path, svg: Path | None) -> None:
 
     A folder that `arachnec run` has run also shows what was measured in its last step, on the same scale.
     """
-    from rich.console import Console
-
     from arachnec.backends.timeline import planned, read_measured
     from arachnec.backends.timeline_svg import draw
     from arachnec.backends.timeline_terminal import gantt
     from arachnec.commands.program_file import MEASURED, read_program
-    from arachnec.commands.tables import MOST_ROWS, cascade_table
+    from arachnec.commands.tables import MOST_ROWS, cascade_table, terminal
     from arachnec.report import plan_report
 
     module = read_program(program)
@@ -30,7 +27,7 @@ def command(program: Path, svg: Path | None) -> None:
     measured = program / MEASURED
     if program.is_dir() and measured.is_file():
         timelines.append(read_measured(measured))
-    console = Console() if sys.stdout.isatty() else Console(width=100)
+    console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
     console.print(cascade_table(module, rows))
     if len(rows) > MOST_ROWS:

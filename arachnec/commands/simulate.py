@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +69,11 @@ def simulation_report(module: Module, simulation: Simulation) -> dict[str, Any]:
 
 
 def _print(module: Module, simulation: Simulation) -> None:
-    from rich.console import Console
-
     from arachnec.backends.timeline_terminal import gantt
-    from arachnec.commands.tables import ms
+    from arachnec.commands.tables import ms, terminal
     from arachnec.ir.nodes import quantity
 
-    console = Console() if sys.stdout.isatty() else Console(width=100)
+    console = terminal()
     console.print(gantt(module, simulation.timeline, width=min(100, console.width)))
     plan = quantity(module.attrs["makespan"])
     mfu = f", MFU {simulation.mfu:.1%}" if simulation.mfu is not None else ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ MOST_ROWS = 40
 
 def print_plan(compiled: Compiled, folder: Path | None) -> None:
     """The cascades of iteration 0, the plan's figures, and where the executable was written."""
-    console = Console()
+    console = terminal()
     module, report = compiled.module, compiled.report
     console.print(cascade_table(module, report["cascades"]))
     left_out = len(report["cascades"]) - MOST_ROWS
@@ -42,7 +43,7 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
 
 
 def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{module.name}: {len(rows)} cascades", title_justify="left", pad_edge=False)
+    table = plain_table(f"{module.name}: {len(rows)} cascades")
     for column in ("cascade", "stage", "phase", "clips x tokens", "degree", "attention", "ranks", "start", "end"):
         table.add_column(column, justify="right" if column in {"start", "end", "degree"} else "left")
     named = {cascade.name: cascade for cascade in module.cascades}
@@ -71,7 +72,7 @@ def attention_word(ulysses: object, ring: object) -> str:
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row a pipeline, predicted; the fastest first."""
     best = min(row["iteration_ms"] for row in rows)
-    table = Table(title="predicted, one iteration", title_justify="left", pad_edge=False)
+    table = plain_table("predicted, one iteration")
     for column in ("pipeline", "iteration", "to the fastest", "to the bound", "imbalance", "memory", "planning"):
         table.add_column(column, justify="left" if column == "pipeline" else "right")
     for row in sorted(rows, key=lambda row: float(row["iteration_ms"])):
@@ -85,6 +86,16 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             ms(row["planning_ms"]),
         )
     return table
+
+
+def terminal() -> Console:
+    """The person's terminal; where there is none, lines wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def plain_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD)
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -103,5 +114,3 @@ def ms(value: float) -> str:
     if value < 1e3:
         return f"{value:.3g} ms"
     return f"{value / 1e3:.4g} s"
-
-
