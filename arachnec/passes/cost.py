@@ -255,13 +255,17 @@ class CostModel:
         return None
 
     def options(self, cascade: Cascade) -> dict[int, float]:
-        """The degrees worth considering, and the ms at each: they fit the memory and beat every smaller one."""
+        """The degrees worth considering, and the ms at each: they fit the memory and beat every smaller one.
+
+        Of formulas every legal degree up to 64 is considered, and in coarser steps up to the whole cluster.
+        """
         key = shape_of(cascade)
         found = self._options.get(key)
         if found is None:
             found = self._options[key] = {}
             least = math.inf
-            for degree in self.legal_degrees(cascade):
+            legal = self.legal_degrees(cascade)
+            for degree in legal if times_of(cascade) else considered(legal):
                 recompute = self.recompute_at(cascade, degree)
                 if recompute is None:
                     continue
@@ -333,6 +337,13 @@ def times_of(cascade: Cascade) -> dict[int, float]:
         return {}
     pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
     return {integer(degree): quantity(time) for degree, time in pairs}
+
+
+def considered(legal: tuple[int, ...]) -> tuple[int, ...]:
+    """Of ascending degrees all up to 64, multiples of 8 up to 256, multiples of 32 beyond, and the last."""
+    return tuple(
+        degree for degree in legal if degree <= 64 or degree == legal[-1] or degree % (8 if degree <= 256 else 32) == 0
+    )
 
 
 def uneven(things: int, parts: int) -> float:

@@ -70,7 +70,8 @@ def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         ready = max((producer.end for producer in inputs), default=0.0)
-        free = [rank for rank in world if planned[rank] <= cascade.start + TOLERANCE]
+        begin = cascade.start + TOLERANCE
+        free = [rank for rank in world if planned[rank] <= begin]
         first = max(ready, *sorted(actual[rank] for rank in free)[: cascade.degree])
         slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
         early = [rank for rank in free if actual[rank] <= first + slack]
@@ -80,8 +81,9 @@ def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
         start = max(arrived, *(actual[rank] for rank in ranks))
         end = start + (placed.end - placed.start)
         done[cascade.name] = placed.with_attrs(start=_ms(start), end=_ms(end))
+        placed_end, planned_end = done[cascade.name].end, cascade.end
         for rank in ranks:
-            planned[rank], actual[rank] = cascade.end, done[cascade.name].end
+            planned[rank], actual[rank] = planned_end, placed_end
     return list(done.values())
 
 
@@ -92,9 +94,10 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
     """
     if len(free) < degree:
         raise ValueError(f"degree {degree} with {len(free)} ranks free")
+    gpus = cluster.gpus
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in free:
-        nodes[node_of(cluster, rank)].append(rank)
+        nodes[rank // gpus].append(rank)
     whole = [node for node, ranks in nodes.items() if len(ranks) >= degree]
     if whole:
         best = min(whole, key=lambda node: (-len(near.intersection(nodes[node])), len(nodes[node]), node))

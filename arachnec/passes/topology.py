@@ -7,10 +7,11 @@ and one for the fabric between nodes; an edge carries GB/s, us and what it conne
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import TypeAlias
 
 import networkx as nx
@@ -70,22 +71,18 @@ def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
-    rings = [ranks[first::ulysses] for first in range(ulysses)]
-    crossing = any(
-        node_of(cluster, a) != node_of(cluster, b)
-        for ring in rings
-        for a, b in zip(ring, ring[1:] + ring[:1], strict=True)
-    )
+    gpus = cluster.gpus
+    nodes = [rank // gpus for rank in ranks]
+    rings = [nodes[first::ulysses] for first in range(ulysses)]
+    crossing = any(a != b for ring in rings for a, b in pairwise(ring))
     return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0)
 
 
 def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> Link:
+    gpus = cluster.gpus
     worst = (0.0, 0.0)
     for group in groups:
-        counts: dict[int, int] = {}
-        for rank in group:
-            node = node_of(cluster, rank)
-            counts[node] = counts.get(node, 0) + 1
+        counts = Counter(rank // gpus for rank in group)
         least = min(counts.values())
         worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
     outside, inside = worst
@@ -98,15 +95,17 @@ def _with_fractions(cluster: Cluster, inside: float, outside: float) -> Link:
     return Link(inside, outside, quantity(attrs["intra"]), quantity(attrs["inter"]), latency)
 
 
+@lru_cache(maxsize=4096)
 def penalty(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     """Slowdown of a group's traffic between nodes: 1 within a node, 1.05 to 1.21 by how its nodes' NICs match.
 
     ``overlap`` is the intersection of the nodes' NIC sets over the largest NIC set; where a group is on more than two
     nodes the worst pair counts.
     """
+    gpus, letters = cluster.gpus, cluster.attrs.get("nics")
     nodes: dict[int, set[str]] = {}
     for rank in ranks:
-        nodes.setdefault(node_of(cluster, rank), set()).add(nic_of(cluster, rank))
+        nodes.setdefault(rank // gpus, set()).add(letters[rank % gpus] if isinstance(letters, str) else "A")
     if len(nodes) < 2:
         return 1.0
     sets = sorted({tuple(sorted(nics)) for nics in nodes.values()})
