@@ -40,8 +40,8 @@ def command(
     seed: int | None,
     options: PassOptions,
 ) -> None:
-    """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and write
-    the executable."""
+    """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and
+    write the executable."""
     from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.backends.training import Training
     from arachnec.commands.tables import print_plan

@@ -26,17 +26,19 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     left_out = len(report["cascades"]) - MOST_ROWS
     if left_out > 0:
         console.print(f"  ... and {left_out} more; `--json` has them all")
+    everything = f"{ms(report['makespan_ms'])} + gradient sum and optimizer"
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     console.print(
         f"[bold]predicted[/] (costs from: {', '.join(sorted(source))})\n"
-        f"  iteration {ms(report['iteration_ms'])} = makespan {ms(report['makespan_ms'])} + gradient sum and optimizer\n"
+        f"  iteration {ms(report['iteration_ms'])} = makespan {everything}\n"
         f"  lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank"
     )
     console.print(
         f"[bold]measured[/]\n  tracing {compiled.tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}\n"
-        f"[bold]proved[/]\n  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
+        f"[bold]proved[/]\n  {len(module.clips)} clips each counted once, no deadlock, inputs before use, "
+        "memory within the device"
     )
     if folder is not None:
         console.print(f"\nwrote {folder}; next: [bold]arachnec run {folder}[/]")
