@@ -36,7 +36,7 @@ class Trace:
     counter: TokenCounter
 
     def tokens(self, clip: VideoClip) -> int:
-        """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if the model refuses it."""
+        """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
         return self.counter(clip)
 
 

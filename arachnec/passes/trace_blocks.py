@@ -1,14 +1,13 @@
 """Finds the repeated blocks of a model, captures one graph per structure, and says what every dimension in it is.
 
-The blocks are the classes that the model names in ``_repeated_blocks`` or ``_no_split_modules`` (a convention of Diffusers), else
-whatever fills its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters, buffers and scalar
-settings are equal; such blocks share one graph, run with each one's own parameters.
+The blocks are the classes that the model names in ``_repeated_blocks`` or ``_no_split_modules`` (a convention of
+Diffusers), else whatever fills its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters,
+buffers and scalar settings are equal; such blocks share one graph, run with each one's own parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -16,185 +15,44 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.passes.trace_captured import (
+    CapturedBlock,
+    CapturedCall,
+    CapturedModel,
+    Dims,
+    Origin,
+    Slot,
+    call_lifted,
+    lifted,
+    same_value,
+)
 from arachnec.passes.trace_dims import Sizes, fit_dimension, moves_with_batch, moves_with_clip
 from arachnec.passes.trace_errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
 from arachnec.passes.trace_export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
 from arachnec.passes.trace_find import find_blocks, structure
-from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, Repeats, flatten_call, is_meta, record
+from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record
 from arachnec.passes.trace_verify import example_inputs, materialised, verify_block
 
-Dims = tuple[sympy.Expr, ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one placeholder of the graph comes from: ``kind`` is parameter, buffer, constant or input."""
-
-    kind: str
-    target: str | int
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedBlock:
-    """The graph of every block of one structure.
-
-    ``symbols`` maps the graph's own sympy symbols to expressions of ``trace_dims.B``, ``S`` and ``T`` (or of ``N0``, ``N1``, ... for
-    sizes that are no combination of them); ``dims(node)`` is a node's shape in those. ``input_dims`` and ``output_dims`` are the
-    shapes of tensor inputs and outputs in placeholder order. ``constants`` are the calls' other arguments: leaf index, value, and whether
-    every recording had that value (if not, the graph was verified not to depend on it).
-    """
-
-    name: str
-    exported: ExportedProgram
-    instances: tuple[str, ...]
-    slots: tuple[Slot, ...]
-    input_names: tuple[str, ...]
-    input_dims: tuple[Dims, ...]
-    input_leaves: tuple[int, ...]
-    input_grads: tuple[bool, ...]  # whether the loss depends on trained parameters through it
-    output_dims: tuple[Dims, ...]
-    output_leaves: tuple[int, ...]
-    constants: tuple[tuple[int, Any, bool], ...]
-    output_constants: tuple[tuple[int, Any], ...]
-    spec: pytree.TreeSpec
-    output_spec: pytree.TreeSpec
-    symbols: dict[sympy.Symbol, sympy.Expr]
-    examples: tuple[dict[sympy.Symbol, int], ...]  # the sizes of each recording: B, S, T, N0, ...
-
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        return self.exported.graph_module
-
-    @property
-    def input_nodes(self) -> tuple[fx.Node, ...]:
-        """The placeholders of the tensor inputs."""
-        nodes = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
-        return tuple(node for node, slot in zip(nodes, self.slots, strict=True) if slot.kind == "input")
-
-    def expression(self, size: int | torch.SymInt) -> sympy.Expr:
-        """One size of the graph in B, S and T."""
-        if isinstance(size, torch.SymInt):
-            return sympy.sympify(size.node.expr).subs(self.symbols)
-        return sympy.Integer(size)
-
-    def dims(self, node: fx.Node) -> Dims:
-        """The shape of a node's value; () for a node whose value is a number."""
-        value = node.meta.get("val")
-        return tuple(self.expression(size) for size in value.shape) if isinstance(value, Tensor) else ()
-
-    def flatten(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The tensor inputs of a call. Raises ``UserError`` if the call has another form than the recorded ones."""
-        leaves, spec = flatten_call(block, args, kwargs)
-        if spec != self.spec:
-            raise UserError(UnequalCall(None, self.name, str(spec), str(self.spec)))
-        for position, value, fixed in self.constants:
-            if fixed and not _same(leaves[position], value):
-                raise UserError(UnequalCall(None, self.name, repr(leaves[position]), repr(value)))
-        return tuple(leaves[position] for position in self.input_leaves)
-
-    def unflatten(self, outputs: Sequence[Tensor]) -> Any:
-        """What the block's forward returns, from its tensor outputs."""
-        leaves: list[Any] = [None] * (len(self.output_leaves) + len(self.output_constants))
-        for position, tensor in zip(self.output_leaves, outputs, strict=True):
-            leaves[position] = tensor
-        for position, value in self.output_constants:
-            leaves[position] = value
-        return pytree.tree_unflatten(leaves, self.output_spec)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """An input that is the very tensor an earlier call returned: ``calls[call]``'s tensor output number ``output``."""
-
-    call: int
-    output: int
-
-
-@dataclass(frozen=True)
-class CapturedCall:
-    """One call of one block in the model's forward. ``origins`` has an entry per tensor input, None where the shell made it."""
-
-    path: str
-    block: int
-    origins: tuple[Origin | None, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedModel:
-    """``calls`` in the order of the forward; ``blocks`` are the structures they are calls of.
-
-    An ``Origin`` is only there when nothing outside the blocks reads that tensor, so both ends may keep it as a shard.
-    ``escapes`` are the outputs that are read outside.
-    """
-
-    blocks: tuple[CapturedBlock, ...]
-    calls: tuple[CapturedCall, ...]
-    escapes: frozenset[Origin]
-    sizes: tuple[Sizes, ...]
-
-    def block_of(self, path: str) -> CapturedBlock:
-        return next(block for block in self.blocks if path in block.instances)
-
-    @property
-    def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of consecutive calls, each joined to the one before by at least one tensor that has a token dimension."""
-        runs: list[list[int]] = []
-        for index, call in enumerate(self.calls):
-            joined = any(origin is not None and origin.call == index - 1 for origin in call.origins)
-            if joined and runs:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        return tuple(map(tuple, runs))
-
-
-def lifted(captured: CapturedBlock, block: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
-    """The graph as a function of the tensor inputs, bound to this instance's parameters, buffers and the graph's constants."""
-    values: list[Tensor | None] = []
-    for slot in captured.slots:
-        if slot.kind == "parameter":
-            values.append(block.get_parameter(str(slot.target)))
-        elif slot.kind == "buffer":
-            values.append(block.get_buffer(str(slot.target)))
-        elif slot.kind == "constant":
-            constant = captured.exported.constants[str(slot.target)]
-            device = next((parameter.device for parameter in block.parameters()), constant.device)
-            values.append(constant if constant.ndim == 0 else constant.to(device))
-        else:
-            values.append(None)
-    positions = [i for i, slot in enumerate(captured.slots) if slot.kind == "input"]
-    module = captured.graph_module
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        arguments = list(values)
-        for position, tensor in zip(positions, inputs, strict=True):
-            arguments[position] = tensor
-        return tuple(module(*arguments))
-
-    return run
-
-
-def call_lifted(captured: CapturedBlock, block: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the captured graph on ``inputs`` with the parameters and buffers of ``block``."""
-    return lifted(captured, block)(*inputs)
-
-
-@dataclass
-class _Group:
-    """Calls of blocks of one structure, in one form: indices into a recording's calls."""
-
-    members: list[int] = field(default_factory=list)
+__all__ = [
+    "CapturedBlock",
+    "CapturedCall",
+    "CapturedModel",
+    "Origin",
+    "Slot",
+    "call_lifted",
+    "capture_blocks",
+    "lifted",
+]
 
 
 def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
     """Capture the blocks of ``model``, on any device, meta included.
 
-    ``examples`` vary one thing at a time: the first is the one that is exported (batch of 2 or more, all sizes distinct), and another
-    clip shape, another caption length, another batch tell which dimension is which; the last, different in all of them, is where
-    each graph is compared with eager. Raises ``UserError`` for a model that cannot be captured.
+    ``examples`` vary one thing at a time: the first is exported (a batch of 2 or more, all sizes distinct); another
+    clip shape, another caption length, another batch tell which dimension is which; at the last, different in all of
+    them, each graph is compared with eager. Raises ``UserError`` for a model that cannot be captured.
     """
     refuse_dropout_modules(model)
     candidates = find_blocks(model)
@@ -211,10 +69,10 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
     groups: dict[Any, list[int]] = {}
     for i in moving:
         groups.setdefault(_key(candidates[recordings[0].calls[i].path], recordings, i), []).append(i)
-    names = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
+    titles = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
     blocks = tuple(
         _capture(name, candidates, recordings, members, sizes, verify=verify)
-        for name, members in zip(names, groups.values(), strict=True)
+        for name, members in zip(titles, groups.values(), strict=True)
     )
     return _model(blocks, list(groups.values()), recordings[0], sizes)
 
@@ -277,7 +135,7 @@ def _described(
         output_dims=(),
         output_leaves=_tensor_leaves(call.outputs),
         constants=tuple(
-            (i, leaf, all(_same(version.leaves[i], leaf) for version in versions))
+            (i, leaf, all(same_value(version.leaves[i], leaf) for version in versions))
             for i, leaf in enumerate(call.leaves)
             if not isinstance(leaf, Tensor)
         ),
@@ -337,7 +195,7 @@ def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dic
 def _input_dims(
     versions: Sequence[BlockCall], sizes: Sequence[Sizes]
 ) -> tuple[list[Dims], dict[sympy.Symbol, tuple[int, ...]]]:
-    """Every dimension of every tensor input as an expression; sizes that fit no expression get a symbol of their own."""
+    """Every dimension of every tensor input as an expression; sizes that fit none get a symbol of their own."""
     others: dict[tuple[int, ...], sympy.Symbol] = {}
     shapes: list[Dims] = []
     for leaf in _tensor_leaves(versions[0].leaves):
@@ -354,7 +212,7 @@ def _input_dims(
 
 
 def _with_tokens(recordings: Sequence[Recording], examples: Sequence[ExampleCall]) -> tuple[Sizes, ...]:
-    """S of each recording: the first dimension, of the first block input that has one, that follows the clip and not the batch."""
+    """S of each recording: the first dimension of a block's input that follows the clip and not the batch."""
     sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
     for index in range(len(recordings[0].calls)):
         versions = [recording.calls[index] for recording in recordings]
@@ -405,7 +263,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _representative(recording: Recording, members: Sequence[int]) -> int:
-    """The call to export: one with strided inputs if there is one, since what copies them also takes contiguous ones."""
+    """The call to export: with strided inputs if there is one, since what copies those also takes contiguous ones."""
     strided = (
         i for i in members if not all(x.is_contiguous() for x in recording.calls[i].leaves if isinstance(x, Tensor))
     )
@@ -456,10 +314,3 @@ def _tensor_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 def _tensors(call: BlockCall) -> list[Tensor]:
     return [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return bool(type(a) is type(b) and a == b)
-    except (TypeError, ValueError, RuntimeError):
-        return a is b

@@ -12,7 +12,7 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
-from arachnec.passes.trace_blocks import CapturedModel
+from arachnec.passes.trace_captured import CapturedModel
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_flops import AttentionCost, block_flops, token_attentions
 from arachnec.passes.trace_graph import dtype_name

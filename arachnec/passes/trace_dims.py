@@ -68,8 +68,3 @@ def moves_with_batch(values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
         a != b and x.batch != y.batch and x.text == y.text and x.clip == y.clip
         for (a, x), (b, y) in itertools.combinations(zip(values, sizes, strict=True), 2)
     )
-
-
-def text_expression(expression: sympy.Expr) -> str:
-    """As the IR writes a dimension: ``S``, ``S + T``, ``B*S``."""
-    return str(expression)

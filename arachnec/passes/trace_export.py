@@ -1,4 +1,4 @@
-"""One block through ``torch.export``: flat tensors in, flat tensors out, every moving dimension symbolic, functional."""
+"""One block through ``torch.export``: flat tensors in and out, every moving dimension a symbol, nothing in place."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class FlatBlock(nn.Module):
 def export_block(
     name: str, flat: FlatBlock, inputs: Sequence[Tensor], moving: Sequence[Sequence[int]]
 ) -> ExportedProgram:
-    """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` where export cannot."""
+    """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` if export cannot."""
     dynamic = tuple(dict.fromkeys(dims, Dim.DYNAMIC) or None for dims in moving)
     with training_mode(flat), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on
         try:
-            program = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
-            program = program.run_decompositions({})
+            program: ExportedProgram = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
+            program = program.run_decompositions({})  # functional, every operation kept whole
         except UserError:
             raise
         except Exception as error:
@@ -93,7 +93,7 @@ def clean(module: fx.GraphModule) -> None:
 
 
 def _without_copies(graph: fx.Graph) -> None:
-    """``target.copy_(source)`` has become ``copy(target, source)``, which has no derivative: it is the source, cast and expanded."""
+    """What was ``target.copy_(source)``, an operation without derivative, is the source, cast and expanded."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         target, source = node.args[:2]
         assert isinstance(target, fx.Node) and isinstance(source, fx.Node)
@@ -142,7 +142,7 @@ def _dead(node: fx.Node) -> int:
 
 def _every(where: Sequence[Any], whole: int) -> tuple[int, int, int] | None:
     """Dimension, start and step of a slice's arguments that reach to the end."""
-    dim, start, end, step = [*where, *(0, 0, None, 1)[len(where) :]]
+    dim, start, end, step = list(where) + [0, 0, None, 1][len(where) :]
     return (dim, start or 0, step) if end is None or end >= whole else None
 
 
@@ -195,7 +195,7 @@ def _dropout(node: fx.Node) -> float | None:
     """The probability with which this node drops; None if it is no kind of dropout."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
     if "dropout_p" in names:
         return float(given.get("dropout_p", 0.0))
     if node.target.overloadpacket in (aten.dropout, aten.native_dropout, aten.feature_dropout, aten.alpha_dropout):

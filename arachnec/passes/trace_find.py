@@ -17,7 +17,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     listed = _list_members(model)
     for attribute in ("_repeated_blocks", "_no_split_modules"):
         names = set(getattr(model, attribute, None) or ())
-        # The conventions also name single modules (embeddings, refiners) that must not be split; a block stands in a list.
+        # The conventions also name single modules that must not be split (embeddings); a block stands in a list.
         named = {path: module for path, module in listed.items() if type(module).__name__ in names}
         if named:
             return _outermost(named)

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from arachnec.passes.trace_blocks import CapturedBlock, Dims
+from arachnec.passes.trace_captured import CapturedBlock, Dims
 from arachnec.passes.trace_dims import S, T
 
 aten = torch.ops.aten

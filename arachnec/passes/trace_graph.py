@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from arachnec.ir.nodes import Graph, GraphInput, GraphOp, TensorType
 from arachnec.ir.values import Attributes, Value
-from arachnec.passes.trace_blocks import CapturedBlock
+from arachnec.passes.trace_captured import CapturedBlock
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",

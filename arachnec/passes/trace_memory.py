@@ -1,4 +1,4 @@
-"""What a captured graph keeps for its backward, and what it needs while it runs: measured on the meta device, fitted exactly."""
+"""What a captured graph keeps for its backward, and needs while it runs: measured on the meta device, then fitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from arachnec.passes.trace_blocks import CapturedBlock
+from arachnec.passes.trace_captured import CapturedBlock
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_flops import SDPA
 
@@ -28,15 +28,16 @@ BASES = (
     (B * S, B * T, B, S, T, ONE, B * S**2, B * S * T, B * T**2),
 )
 Point = dict[sympy.Symbol, int]
+Matrix = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 
 @dataclass(frozen=True)
 class BlockMemory:
     """Bytes as expressions in B, S and T, parameters not counted.
 
-    ``saved``: what autograd keeps of one call, made in the block; ``chained``: tensors that come from the block before,
-    kept if every block is recomputed; ``shared``: inputs that all blocks read, kept once; ``workspace``: the most that is
-    alive at one moment of a forward that keeps nothing.
+    ``saved``: what autograd keeps of one call, made in it or in the block before; ``chained``: the inputs that come
+    from the block before, kept if every block is recomputed; ``shared``: inputs that all blocks read, kept once;
+    ``workspace``: the most that is alive at one moment of a forward that keeps nothing.
     """
 
     saved: sympy.Expr
@@ -46,7 +47,7 @@ class BlockMemory:
 
 
 def block_memory(captured: CapturedBlock, chained: Sequence[bool]) -> BlockMemory:
-    """``chained[i]`` says whether input i is a block's output. Attention keeps no scores (FlashAttention, arXiv 2205.14135)."""
+    """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135)."""
     points = _points(captured)
     rows = [_saved(captured, point, chained) for point in points]
     saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
@@ -90,12 +91,14 @@ def _exact(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequenc
     return expression if all(abs(a - b) <= 1e-9 * max(1.0, abs(b)) for a, b in zip(at, values, strict=True)) else None
 
 
-def _matrix(terms: Sequence[sympy.Expr], points: Sequence[Point]) -> numpy.ndarray[Any, numpy.dtype[numpy.float64]]:
-    return numpy.array([[float(term.subs(point)) for term in terms] for point in points])
+def _matrix(terms: Sequence[sympy.Expr], points: Sequence[Point]) -> Matrix:
+    matrix: Matrix = numpy.array([[float(term.subs(point)) for term in terms] for point in points])
+    return matrix
 
 
-def _weights(values: Sequence[float]) -> numpy.ndarray[Any, numpy.dtype[numpy.float64]]:
-    return 1.0 / numpy.maximum(numpy.abs(numpy.array(values, dtype=float)), 1.0)
+def _weights(values: Sequence[float]) -> Matrix:
+    weights: Matrix = 1.0 / numpy.maximum(numpy.abs(numpy.array(values, dtype=float)), 1.0)
+    return weights
 
 
 def _combined(coefficients: Sequence[float], terms: Sequence[sympy.Expr]) -> sympy.Expr:
@@ -103,7 +106,7 @@ def _combined(coefficients: Sequence[float], terms: Sequence[sympy.Expr]) -> sym
 
 
 def _points(captured: CapturedBlock) -> list[Point]:
-    """Sizes to measure at; where a size is no combination of B, S and T, only recorded ones are known to go together."""
+    """Sizes to measure at; where one is no combination of B, S and T, only recorded ones are known to go together."""
     known = captured.examples
     if set(known[0]) - {B, S, T}:
         return list(known)
@@ -117,11 +120,8 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        out = (
-            torch.empty_like(query)
-            if query.shape[-1] == value.shape[-1]
-            else query.new_empty((*query.shape[:-1], value.shape[-1]))
-        )
+        alike = query.shape[-1] == value.shape[-1]
+        out = torch.empty_like(query) if alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32), mask)
         return out
 
@@ -131,7 +131,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Meta(fx.Interpreter):
-    """Runs a graph on meta tensors, with attention in place of the quadratic fallback that the meta device would take."""
+    """Runs a graph on meta tensors, attention without the quadratic fallback that the meta device would take."""
 
     def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Node, Any], None] | None = None) -> None:
         super().__init__(module, garbage_collect_values=seen is None)
@@ -157,11 +157,9 @@ def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Ten
     for node, slot in zip(nodes, captured.slots, strict=True):
         value = node.meta["val"]
         shape = [int(size.subs(point)) for size in captured.dims(node)]
-        wants = (
-            value.requires_grad
-            if slot.kind == "parameter"
-            else slot.kind == "input" and captured.input_grads[slot.target]
-        )
+        wants = value.requires_grad if slot.kind == "parameter" else False
+        if isinstance(slot.target, int):
+            wants = captured.input_grads[slot.target]
         arguments.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=bool(grad and wants)))
     return arguments
 

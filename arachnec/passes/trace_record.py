@@ -1,4 +1,4 @@
-"""Runs the real model and writes down every call of its blocks: the arguments, the outputs, and whose outputs they are."""
+"""Runs the real model and writes down every call of its blocks: arguments, outputs, which are one tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 class ExampleCall:
     """One forward of the model: its keyword arguments, and the sizes they were made for.
 
-    ``clip`` is frames, height, width: calls with equal ``clip`` have equal token counts. ``text`` is the caption's tokens.
+    ``clip`` is frames, height, width: calls with equal ``clip`` have equal token counts. ``text`` counts the caption.
     """
 
     arguments: Mapping[str, Any]
@@ -149,19 +149,19 @@ def _like(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """``train()`` and no gradient checkpointing (export would drop it silently; recomputation is the planner's), then as before."""
+    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before."""
     modes = [(module, module.training) for module in model.modules()]
     checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     model.train()
     for module in checkpointing:
-        module.gradient_checkpointing = False
+        module.__dict__["gradient_checkpointing"] = False
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
         for module in checkpointing:
-            module.gradient_checkpointing = True
+            module.__dict__["gradient_checkpointing"] = True
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -179,7 +179,7 @@ class _Frame:
 
 @dataclass
 class _Tape(TorchFunctionMode):
-    """What the hooks write. ``owner`` maps a tensor's identity to the output it is; the tensors are kept, so ids stay unique."""
+    """What the hooks write. ``owner`` maps a tensor's id to the output it is; tensors are kept, so ids stay unique."""
 
     calls: list[BlockCall] = field(default_factory=list)
     escapes: set[tuple[int, int]] = field(default_factory=set)

@@ -38,7 +38,7 @@ class ModelSource(Protocol):
 def arguments_of(
     source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module], *, device: str
 ) -> dict[str, Any]:
-    """Forward's keyword arguments for one clip, on ``device``; on the meta device nothing of the clip's size is allocated.
+    """Forward's keyword arguments for one clip; on the meta device nothing of the clip's size is allocated.
 
     ``encoders`` are on the meta device: only the shapes of what they give are used. Raises ``UserError``.
     """
@@ -89,9 +89,9 @@ def tiled(kwargs: Mapping[str, Any], batch: int) -> dict[str, Any]:
 def example_calls(
     model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module] | None = None
 ) -> list[ExampleCall]:
-    """The recordings that ``capture_blocks`` wants of a model, found by trying: small synthetic clips, else the smallest given.
+    """The recordings that ``capture_blocks`` wants, found by trying: small synthetic clips, else the smallest given.
 
-    Ranks call it again at launch, on the real model. ``encoders`` must be on the meta device; they are built if not given.
+    Ranks call it again at launch, on the real model. ``encoders`` are on the meta device; built if not given.
     Raises ``UserError`` where the model takes no clip it could be recorded with.
     """
     if encoders is None:
@@ -162,7 +162,7 @@ def _shapes(probe: _Probe, clips: Sequence[VideoClip]) -> tuple[tuple[int, ...],
     raise UserError(_cannot(clips, error))
 
 
-def _families(clips: Sequence[VideoClip]) -> Iterator[list[tuple[int, ...]]]:
+def _families(clips: Sequence[VideoClip]) -> Iterator[Sequence[tuple[int, ...]]]:
     yield list(SMALL)
     own = sorted({(c.frames, c.height, c.width) for c in clips}, key=lambda s: s[0] * s[1] * s[2])
     yield own[:4]

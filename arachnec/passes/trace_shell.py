@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.data.clip import VideoClip
-from arachnec.passes.trace_blocks import CapturedModel
+from arachnec.passes.trace_captured import CapturedModel
 from arachnec.passes.trace_record import ExampleCall, training_mode
 
 
@@ -31,7 +31,7 @@ class Measured:
 
 
 def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
-    """The forward of a model on the meta device whose blocks return at once: what its embeddings, tables and head cost."""
+    """The forward of a model on the meta device whose blocks return at once: its embeddings, tables and head."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, Tensor] = {}
 
@@ -62,7 +62,7 @@ def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall
     for block in captured.blocks:
         values = block.examples[index]
         shapes = [[int(dim.subs(values)) for dim in dims] for dims in block.output_dims]
-        types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]  # type: ignore[union-attr]
+        types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]
 
         def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
             made = [
@@ -92,7 +92,7 @@ def measure_encoder(encoder: nn.Module, clip: VideoClip) -> Measured:
 
 
 @dataclass
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operations make, less those whose last tensor is gone; ``peak`` is the most."""
 
     peak: int = 0
@@ -100,7 +100,7 @@ class PeakBytes(TorchDispatchMode):
     _users: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.passes.trace_captured import CapturedBlock, call_lifted
 from arachnec.passes.trace_errors import NotPolymorphic, stack_span
+from arachnec.passes.trace_export import FlatBlock
 from arachnec.passes.trace_record import BlockCall, training_mode
-
-if TYPE_CHECKING:
-    from arachnec.passes.trace_blocks import CapturedBlock
 
 SEED = 2605
 TILE = 1 << 20
@@ -56,9 +54,6 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def verify_block(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall]) -> None:
     """Compare graph and eager on calls of these shapes and strides. Raises ``UserError`` where they differ."""
-    from arachnec.passes.trace_blocks import call_lifted
-    from arachnec.passes.trace_export import FlatBlock
-
     for version in versions:
         inputs = example_inputs(version, block)
         flat = FlatBlock(block, version.leaves, version.spec)

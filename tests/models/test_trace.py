@@ -1,0 +1,233 @@
+"""From a model file to stages: costs in B, S and T, tokens of any clip, and what `sample` may do while planning."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Level, Module
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.passes.trace import trace_model
+
+CLIPS = [
+    VideoClip(0, 17, 64, 96, 40),
+    VideoClip(1, 1, 32, 32, 8),
+    VideoClip(2, 81, 128, 64, 120),
+    VideoClip(3, 9, 32, 64, 8),
+]
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, text):
+        q, k, v = (t.unflatten(2, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        k, v = (f(text).unflatten(2, (4, -1)).transpose(1, 2) for f in (self.key, self.value))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.text = nn.Conv3d(3, WIDTH, (1, 2, 2), (1, 2, 2)), nn.Linear(16, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 12)
+
+    def forward(self, video, text, scale=1.0):
+        if video.shape[3] % 2 or video.shape[4] % 2:
+            raise ValueError("odd latents")
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for block in self.blocks:
+            x = block(x, text)
+        return self.head(x) * scale
+
+
+class VideoEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv3d(3, 3, (1, 8, 8), (4, 8, 8))
+
+    def load(self, clip, device):
+        return torch.zeros(1, 3, clip.frames, clip.height, clip.width, device=device)
+
+    def forward(self, video):
+        return self.convolution(video)
+
+
+class TextEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 16)
+
+    def load(self, clip, device):
+        return torch.zeros(1, clip.text_tokens, dtype=torch.int64, device=device)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+
+def latent(clip):
+    return (clip.frames - 1) // 4 + 1, clip.height // 8, clip.width // 8
+
+
+def sample(clip, generator):
+    noise = torch.randn(1, 3, *latent(clip), generator=generator, device="cpu")
+    return {"video": noise, "text": torch.randn(1, clip.text_tokens, 16, generator=generator)}, noise
+
+
+def sample_encoded(clip, generator):
+    latents = clip.encoded["vae"]
+    noise = torch.randn(latents.shape, generator=generator)
+    return {"video": latents + noise, "text": clip.encoded["text"]}, noise - latents
+
+
+def source(sample=sample, encoders=None, build=Model):
+    return SimpleNamespace(build=build, sample=sample, encoders=encoders)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    encoders = lambda: {"vae": VideoEncoder(), "text": TextEncoder()}  # noqa: E731
+    return trace_model(source(sample_encoded, encoders), CLIPS)
+
+
+def test_tokens_are_what_the_first_block_is_given(traced):
+    assert [traced.tokens(clip) for clip in CLIPS] == [math.prod(latent(clip)) // 4 for clip in CLIPS]
+
+
+def test_a_clip_that_the_model_cannot_take_is_one_message(traced):
+    with pytest.raises(UserError, match=r"clip wide \(17 x 72 x 64, 8 text tokens\): ValueError: odd latents"):
+        traced.tokens(VideoClip("wide", 17, 72, 64, 8))
+
+
+def test_stages_are_the_encoders_and_the_transformer(traced):
+    assert [(stage.name, stage.trained) for stage in traced.stages] == [("vae", False), ("text", False), ("dit", True)]
+    module = Module("x", Level.TRACED, stages=traced.stages, graphs=traced.graphs)
+    assert parse_module(print_module(module)) == module
+
+
+def test_flops_of_the_stage_are_those_that_pytorch_counts_in_the_model(traced):
+    flops = traced.stages[-1].attrs["flops"]
+    for batch, clip in ((1, CLIPS[0]), (3, CLIPS[1]), (2, CLIPS[3])):
+        # On meta, since the counter does not know the CPU's fused attention.
+        with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+            model = Model()
+            model(torch.randn(batch, 3, *latent(clip)), torch.randn(batch, clip.text_tokens, 16))
+        predicted = flops(B=batch, S=traced.tokens(clip), T=clip.text_tokens) * 1e12
+        assert predicted == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_saved_bytes_of_the_stage_are_those_that_autograd_keeps_of_the_model():
+    """On a model without fused attention, whose kernels keep their statistics in paddings of their own."""
+
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+        def forward(self, x, text):
+            return x + self.b(torch.nn.functional.gelu(self.a(x))) * text.mean(1, keepdim=True)
+
+    class LocalModel(Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Local() for _ in range(3)])
+
+    saved = trace_model(source(build=LocalModel), CLIPS).stages[-1].attrs["saved"]
+    model, kept = LocalModel(), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    clip = CLIPS[2]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(torch.randn(2, 3, *latent(clip)), torch.randn(2, clip.text_tokens, 16))
+    assert output.requires_grad
+    measured = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+    predicted = saved(B=2, S=math.prod(latent(clip)) // 4, T=clip.text_tokens) * 2**30
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_recomputation_keeps_less_and_no_memory_is_quadratic(traced):
+    attrs = traced.stages[-1].attrs
+    for name in ("saved", "saved_recompute", "workspace", "traffic"):
+        assert all(dict(term.powers).get("S", 0) < 2 for term in attrs[name].terms), name
+    sizes = {"B": 1, "S": 10_000, "T": 100}
+    assert attrs["saved_recompute"](**sizes) < 0.6 * attrs["saved"](**sizes)
+    assert attrs["attentions"] == 3 and attrs["heads"] == 4 and attrs["hidden"] == WIDTH and attrs["joint"] is False
+    assert attrs["traffic"](**sizes) == pytest.approx(3 * 4 * 4 * 10_000 * WIDTH / 2**30)
+
+
+def test_state_is_sixteen_bytes_a_trained_parameter(traced):
+    parameters = sum(p.numel() for p in Model().parameters())
+    assert traced.stages[-1].attrs["params"] == parameters
+    assert traced.stages[-1].attrs["state"].value * 2**30 == pytest.approx(16 * parameters)
+
+
+def test_an_encoder_hands_off_its_output(traced):
+    vae, text = traced.stages[0].attrs, traced.stages[1].attrs
+    clip = CLIPS[0]
+    sizes = {"B": 2, "S": traced.tokens(clip), "T": clip.text_tokens}
+    assert vae["output"](**sizes) * 2**30 == pytest.approx(2 * 3 * math.prod(latent(clip)) * 4, rel=0.02)
+    assert text["output"](**sizes) * 2**30 == pytest.approx(2 * clip.text_tokens * 16 * 4, rel=0.02)
+    assert vae["flops"](**sizes) > 0
+
+
+def values_needed(clip, generator):
+    kwargs, target = sample(clip, generator)
+    return {**kwargs, "scale": 1.0 if float(kwargs["video"].sum()) else 2.0}, target
+
+
+def drawn_in_place(clip, generator):
+    noise = torch.empty(1, 3, *latent(clip)).normal_(generator=generator)
+    return {"video": noise, "text": torch.ones(1, clip.text_tokens, 16, device="cpu")}, noise
+
+
+@pytest.mark.parametrize("function", [sample, values_needed, drawn_in_place])
+def test_any_sample_that_works_on_the_cpu_works_in_planning(function):
+    traced = trace_model(source(function), CLIPS)
+    assert traced.tokens(CLIPS[2]) == math.prod(latent(CLIPS[2])) // 4
+    assert next(iter(traced.counter.model.parameters())).is_meta
+
+
+def test_a_caption_of_constant_length_is_a_number():
+    def padded(clip, generator):
+        kwargs, target = sample(clip, generator)
+        return {**kwargs, "text": torch.zeros(1, 77, 16)}, target
+
+    (stage,) = trace_model(source(padded), CLIPS).stages
+    assert all("T" not in dict(term.powers) for term in stage.attrs["flops"].terms)
+
+
+def test_a_model_that_takes_only_its_own_clips_is_recorded_with_those():
+    own = [VideoClip(0, 16, 48, 48, 8), VideoClip(1, 8, 48, 48, 8), VideoClip(2, 8, 32, 48, 8)]
+
+    def picky(clip, generator):
+        if (clip.frames, clip.height, clip.width) not in {(c.frames, c.height, c.width) for c in own}:
+            raise ValueError("not a bucket of mine")
+        return sample(clip, generator)
+
+    traced = trace_model(source(picky), own)
+    assert [traced.tokens(clip) for clip in own] == [math.prod(latent(clip)) // 4 for clip in own]
+
+
+def test_a_model_that_cannot_run_is_one_message():
+    def broken(clip, generator):
+        kwargs, target = sample(clip, generator)
+        return {**kwargs, "text": torch.zeros(1, 3, 5)}, target
+
+    with pytest.raises(UserError, match="cannot be run on a small clip"):
+        trace_model(source(broken), CLIPS)
