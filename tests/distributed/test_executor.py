@@ -136,7 +136,7 @@ def test_a_program_that_does_not_check_is_not_run(tmp_path: Path) -> None:
 def test_the_report_says_what_was_measured_and_the_timeline_has_every_instruction(tmp_path: Path) -> None:
     import msgspec
 
-    folder = executable(tmp_path, [CLIPS], ALONE, 2)
+    folder = executable(tmp_path, [CLIPS], ENCODED, 2, encoder=True)
     report = train_on(2, folder, steps=2)
     assert report["ranks"] == 2
     for step in report["steps"]:
@@ -145,6 +145,8 @@ def test_the_report_says_what_was_measured_and_the_timeline_has_every_instructio
     intervals = msgspec.json.decode((folder / "measured.json").read_bytes())["intervals"]
     program = read_executable(folder).program
     for rank in range(2):
-        done = [(i["op"], i["target"]) for i in intervals if i["rank"] == rank]
+        done = [(i["op"], i["target"]) for i in intervals if i["rank"] == rank and i["op"] != "wait"]
         assert done == [(step.op, step.target) for step in program.programs[rank].instructions]
     assert all(0 <= i["start"] <= i["end"] for i in intervals)
+    received = {step.target for p in program.programs for step in p.instructions if step.op == "receive"}
+    assert {i["target"] for i in intervals if i["op"] == "wait"} == received

@@ -48,10 +48,12 @@ class Handoffs:
         assert work is not None
         self._coming[name] = (work, buffer)
 
-    def arrived(self, name: str) -> Tensor | None:
-        """Wait for a posted value and return it; None if nothing by that name is on its way."""
-        if name not in self._coming:
-            return None
+    def is_coming(self, name: str) -> bool:
+        """Whether a value by that name was posted and not yet waited for."""
+        return name in self._coming
+
+    def arrived(self, name: str) -> Tensor:
+        """Wait for a posted value and return it."""
         work, buffer = self._coming.pop(name)
         work.wait()
         return buffer

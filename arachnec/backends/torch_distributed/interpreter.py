@@ -120,6 +120,7 @@ def run_iteration(
     for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
         for post in posts:
             handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+        walk.wait_for_inputs(instruction, clock)
         with clock.measure(instruction.op, instruction.target):
             walk.execute(instruction)
     handoffs.finish()
@@ -140,6 +141,14 @@ class _Walk:
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
 
+    def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
+        """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
+        names = self.cascades[instruction.target].inputs if instruction.op == "forward" else (instruction.target,)
+        for name in names:
+            if self.handoffs.is_coming(name) and instruction.op != "receive":
+                with clock.measure("wait", name):
+                    self.run.values[name] = self.handoffs.arrived(name)
+
     def _encode(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         encoder = self.equipment.encoders[cascade.stage]
@@ -148,8 +157,6 @@ class _Walk:
     def _forward(self, instruction: Instruction) -> None:
         equipment = self.equipment
         cascade = self.cascades[instruction.target]
-        for name in cascade.inputs:
-            self._settle(name)
         encoded = encoded_inputs(self.iteration.module, cascade, self.run.values)
         with self._sharded(instruction, cascade):
             loss = cascade_loss(
@@ -172,7 +179,6 @@ class _Walk:
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
 
     def _send(self, instruction: Instruction) -> None:
-        self._settle(instruction.target)
         self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])
 
     def _receive(self, instruction: Instruction) -> None:
@@ -190,15 +196,9 @@ class _Walk:
         drop_gradients(self.equipment.parameters)
 
     def _free(self, instruction: Instruction) -> None:
-        self._settle(instruction.target)
         self.handoffs.sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
-
-    def _settle(self, name: str) -> None:
-        arrived = self.handoffs.arrived(name)
-        if arrived is not None:
-            self.run.values[name] = arrived
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]

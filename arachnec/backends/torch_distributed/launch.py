@@ -99,9 +99,8 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
 
 def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str, str]:
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world)))
-    if world == 1 or "GLOO_SOCKET_IFNAME" not in environment:
-        environment["GLOO_SOCKET_IFNAME"] = _loopback()
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -115,8 +114,8 @@ def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str
     }
 
 
-def _loopback() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None]) -> _Rank | None:
