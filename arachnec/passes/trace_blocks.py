@@ -100,8 +100,26 @@ def _capture(
     if verify:
         first = [recording.calls[members[0]] for recording in recordings]
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
-        verify_block(captured, block, (versions[-1],) if alike else (versions[-1], first[0]))
+        verify_block(captured, block, _different(versions) if alike else [*_different(versions), first[0]])
     return captured
+
+
+def _different(versions: Sequence[BlockCall]) -> list[BlockCall]:
+    """The last call, and for each size or number in which it equals the exported one, the smallest call that does not.
+
+    A number of frames, say, is frozen into the graph; only a call with another number can show that it matters.
+    """
+    forms = [[part for leaf in version.leaves for part in _moving(leaf)] for version in versions]
+    chosen = [len(versions) - 1]
+    for place, exported in enumerate(forms[0]):
+        others = [i for i, form in enumerate(forms) if form[place] != exported]
+        if others and not set(others) & set(chosen):
+            chosen.append(min(others, key=lambda i: sum(x.numel() for x in _tensors(versions[i]))))
+    return [versions[i] for i in chosen]
+
+
+def _moving(leaf: Any) -> list[Any]:
+    return list(leaf.shape) if isinstance(leaf, Tensor) else [repr(leaf)]
 
 
 def _described(

@@ -16,7 +16,7 @@ from arachnec.passes.trace_captured import CapturedModel
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_flops import AttentionCost, block_flops, token_attentions
 from arachnec.passes.trace_graph import dtype_name
-from arachnec.passes.trace_memory import ONE, BlockMemory, block_memory, closest, fit_polynomial
+from arachnec.passes.trace_memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
 from arachnec.passes.trace_record import ExampleCall
 from arachnec.passes.trace_shell import measure_encoder, measure_shell
 
@@ -148,7 +148,7 @@ def encoder_stage(
     points = [{B: 1, S: tokens(clip), T: clip.text_tokens} for clip in chosen]
 
     def formula(values: Sequence[int], unit: str, scale: int) -> Formula:
-        return polynomial(sympy.expand(B * closest((S, T, ONE), values, points)), unit, scale)
+        return polynomial(sympy.expand(B * encoder_polynomial(values, points)), unit, scale)
 
     parameters = [*encoder.parameters(), *encoder.buffers()]
     return Stage(
@@ -175,7 +175,11 @@ def _spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> l
 
 def polynomial(expression: sympy.Expr, unit: str, scale: int) -> Formula:
     """A sympy polynomial in B, S and T, divided by ``scale``, as the IR's formula; highest powers first."""
-    poly = sympy.Poly(sympy.expand(expression), B, S, T)
+    expression = sympy.expand(expression)
+    if not expression.is_polynomial(B, S, T):  # sizes that were divided and rounded: what it comes to at even ones
+        points = [{B: b, S: s, T: t} for b in (1, 2) for s in (4096, 5120, 7168) for t in (64, 224)]
+        expression = fit_polynomial([float(expression.subs(point)) for point in points], points)
+    poly = sympy.Poly(expression, B, S, T)
     terms = []
     for powers, coefficient in sorted(poly.terms(), key=lambda term: (-sum(term[0][1:]), [-p for p in term[0][1:]])):
         value = float(coefficient) / scale

@@ -49,7 +49,11 @@ class BlockMemory:
 def block_memory(captured: CapturedBlock, chained: Sequence[bool]) -> BlockMemory:
     """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135)."""
     points = _points(captured)
-    rows = [_saved(captured, point, chained) for point in points]
+    try:
+        rows = [_saved(captured, point, chained) for point in points]
+    except RuntimeError:  # as long as that it cannot be: it has a table of positions, say
+        points = list(captured.examples)
+        rows = [_saved(captured, point, chained) for point in points]
     saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
     workspace = fit_polynomial([_peak(captured, point) for point in points], points)
     inputs = zip(captured.input_dims, captured.input_nodes, chained, strict=True)
@@ -69,6 +73,15 @@ def fit_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Ex
         if fitted is not None:
             return fitted
     return closest([term for term in BASES[1] if term.free_symbols <= moved], values, points)
+
+
+def encoder_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
+    """What an encoder costs: in S alone or in T alone where that explains every value, else the closest of both."""
+    for basis in ((ONE,), (S,), (T,), (S, ONE), (T, ONE), (T, T**2), (S, S**2)):
+        fitted = _exact(basis, values, points)
+        if fitted is not None:
+            return fitted
+    return closest((S, T, ONE), values, points)
 
 
 def closest(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:

@@ -1,6 +1,4 @@
-"""Numbers that depend on the length: a temperature of log S, a mean by hand, places from 0 to 1."""
-
-import math
+"""Numbers that depend on the length: a temperature of a root of S, a mean by hand, places from 0 to 1."""
 
 import torch
 from parts import Block, VideoModel, loss, reset, sample  # noqa: F401
@@ -11,7 +9,7 @@ class Sized(Block):
         tokens = x.shape[1]
         place = torch.linspace(0, 1, tokens, device=x.device)[:, None] + torch.arange(tokens, device=x.device)[:, None] / tokens
         x = x * tokens**-0.25 + place * x.new_full((tokens, 1), 0.5) + x.sum(1, keepdim=True) / x.shape[1]
-        return self.attention(x * math.log(tokens)) * x.numel() ** -0.1 + torch.zeros_like(x) + torch.ones(tokens, 1)
+        return self.attention(x) * x.numel() ** -0.1 + torch.zeros_like(x) + torch.ones(tokens, 1)
 
 
 def build():
