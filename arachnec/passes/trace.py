@@ -22,6 +22,7 @@ from arachnec.passes.trace_errors import CannotTake
 from arachnec.passes.trace_graph import block_graph
 from arachnec.passes.trace_record import flatten_call, training_mode
 from arachnec.passes.trace_sample import ModelSource, arguments_of, example_calls, meta_encoders
+from arachnec.passes.trace_sequence import shard_block
 
 TRAINED = "dit"
 
@@ -104,6 +105,8 @@ def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool =
     encoders = meta_encoders(source)
     calls = example_calls(model, source, clips, encoders)
     captured = capture_blocks(model, calls)
+    for block in captured.blocks:
+        shard_block(block)  # what no rank could run is refused here, not at launch
     counter = TokenCounter(model, captured, source, encoders)
     trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())

@@ -31,8 +31,8 @@ from arachnec.passes.trace_captured import (
 from arachnec.passes.trace_dims import Sizes, fit_dimension, moves_with_batch, moves_with_clip
 from arachnec.passes.trace_errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
 from arachnec.passes.trace_export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
-from arachnec.passes.trace_find import find_blocks, structure
-from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record
+from arachnec.passes.trace_find import Unread, find_blocks, structure, unread_settings
+from arachnec.passes.trace_record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record, run_once
 from arachnec.passes.trace_verify import example_inputs, materialised, verify_block
 
 __all__ = [
@@ -58,7 +58,8 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
     candidates = find_blocks(model)
     if not candidates:
         raise UserError(NoBlocks(None, type(model).__name__))
-    repeats = Repeats(model, candidates)
+    unread = unread_settings(candidates, lambda: run_once(model, examples[0]))
+    repeats = Repeats(model, candidates, unread)
     recordings = [record(model, candidates, example, repeats, grad=i == 0) for i, example in enumerate(examples)]
     if not recordings[0].calls:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
@@ -68,7 +69,7 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
     moving = [i for i in range(len(recordings[0].calls)) if _has_tokens(recordings, i, sizes)]
     groups: dict[Any, list[int]] = {}
     for i in moving:
-        groups.setdefault(_key(candidates[recordings[0].calls[i].path], recordings, i), []).append(i)
+        groups.setdefault(_key(candidates[recordings[0].calls[i].path], unread, recordings, i), []).append(i)
     titles = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
     blocks = tuple(
         _capture(name, candidates, recordings, members, sizes, verify=verify)
@@ -266,14 +267,14 @@ def _refuse_unequal(model: nn.Module, recordings: Sequence[Recording]) -> None:
                 raise UserError(UnequalCall(None, a.path, str(b.spec), str(a.spec)))
 
 
-def _key(block: nn.Module, recordings: Sequence[Recording], index: int) -> Any:
+def _key(block: nn.Module, unread: Unread, recordings: Sequence[Recording], index: int) -> Any:
     """Calls with equal keys are calls of one graph: the block's structure and the form of the call."""
     forms = []
     for recording in recordings:
         call = recording.calls[index]
         forms.append(tuple(_form(leaf) for leaf in call.leaves))
     call = recordings[0].calls[index]
-    return structure(block), str(call.spec), str(call.output_spec), tuple(forms)
+    return structure(block, unread), str(call.spec), str(call.output_spec), tuple(forms)
 
 
 def _form(leaf: Any) -> Any:

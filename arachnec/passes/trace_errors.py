@@ -63,6 +63,19 @@ class NotPolymorphic(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NumberMatters(Diagnostic):
+    title: ClassVar[str] = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
+    help: ClassVar[str] = (
+        "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand it "
+        "what it makes of `{name}` as a tensor"
+    )
+    block: str
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
 class ActiveDropout(Diagnostic):
     title: ClassVar[str] = "{module} drops activations at random (p = {probability:g})"
     label: ClassVar[str] = "in this operation"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+Unread = frozenset[tuple[str, str]]
 SCALARS = (bool, int, float, str, type(None))
 
 
@@ -24,13 +26,67 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return _outermost(_innermost_stacks(model))
 
 
-def structure(block: nn.Module) -> Any:
-    """Hashable; equal for blocks that differ in nothing but the values of their parameters and buffers."""
+def structure(block: nn.Module, unread: Unread = frozenset()) -> Any:
+    """Hashable; equal for blocks that differ in nothing but values of parameters, buffers and ``unread`` settings."""
     return (
-        tuple((path, _settings(module)) for path, module in block.named_modules()),
+        tuple((path, _kept(path, _settings(module), unread)) for path, module in block.named_modules()),
         tuple((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in block.named_parameters()),
         tuple((n, tuple(b.shape), str(b.dtype)) for n, b in block.named_buffers()),
     )
+
+
+def unread_settings(blocks: Mapping[str, nn.Module], run: Callable[[], object]) -> Unread:
+    """Settings in which otherwise equal blocks differ and that ``run``, a forward of the model, never looks at.
+
+    A block that keeps its own index is the common case. Returned as (path in the block, attribute).
+    """
+    kinds: dict[Any, list[nn.Module]] = {}
+    for block in blocks.values():
+        shape = structure(block)
+        kinds.setdefault((tuple((path, s[0]) for path, s in shape[0]), *shape[1:]), []).append(block)
+    watched: dict[int, dict[str, tuple[str, str]]] = {}
+    modules: list[nn.Module] = []
+    for alike in kinds.values():
+        for path in dict(alike[0].named_modules()):
+            members = [block.get_submodule(path) for block in alike]
+            names = _differing([dict(_settings(member)[1]) for member in members])
+            for member in members if names else ():
+                watched[id(member)] = {name: (path, name) for name in names}
+                modules.append(member)
+    if not watched:
+        return frozenset()
+    read: set[tuple[str, str]] = set()
+    classes = [type(module) for module in modules]
+    try:
+        for module, kind in zip(modules, classes, strict=True):
+            module.__class__ = _watching(kind, watched, read)
+        run()
+    finally:
+        for module, kind in zip(modules, classes, strict=True):
+            module.__class__ = kind
+    return frozenset(setting for names in watched.values() for setting in names.values()) - read
+
+
+def _differing(settings: Sequence[dict[str, Any]]) -> list[str]:
+    return [name for name in settings[0] if any(other.get(name) != settings[0][name] for other in settings[1:])]
+
+
+def _watching(
+    kind: type[nn.Module], watched: Mapping[int, dict[str, tuple[str, str]]], read: set[Any]
+) -> type[nn.Module]:
+    """The class, writing down which of the watched attributes are looked up."""
+
+    def look_up(self: nn.Module, name: str) -> Any:
+        setting = watched[id(self)].get(name)
+        if setting is not None:
+            read.add(setting)
+        return kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": look_up, "__module__": kind.__module__})
+
+
+def _kept(path: str, settings: Any, unread: Unread) -> Any:
+    return settings[0], tuple((name, value) for name, value in settings[1] if (path, name) not in unread)
 
 
 def _settings(owner: Any, depth: int = 0) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from arachnec.passes.trace_find import structure
+from arachnec.passes.trace_find import Unread, structure
 
 # Reading these of a shard gives what the whole tensor would: they do not count as a use.
 HARMLESS = frozenset(
@@ -106,8 +106,8 @@ class Repeats:
     Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        self.blocks = {block: structure(block) for block in blocks.values()} if is_meta(model) else {}
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread = frozenset()) -> None:
+        self.blocks = {block: structure(block, unread) for block in blocks.values()} if is_meta(model) else {}
         self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def __enter__(self) -> None:
@@ -145,6 +145,16 @@ def _like(leaf: Any) -> Any:
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)
+
+
+def run_once(model: nn.Module, call: ExampleCall) -> None:
+    """The model's own forward, for what can be seen of it from outside."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(training_mode(model))
+        stack.enter_context(torch.no_grad())
+        if is_meta(model):
+            stack.enter_context(torch.device("meta"))
+        model(**call.arguments)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.passes.trace_captured import CapturedBlock, call_lifted
-from arachnec.passes.trace_errors import NotPolymorphic, stack_span
+from arachnec.passes.trace_errors import NotPolymorphic, NumberMatters, stack_span
 from arachnec.passes.trace_export import FlatBlock
 from arachnec.passes.trace_record import BlockCall, training_mode
 
@@ -62,13 +62,28 @@ def verify_block(captured: CapturedBlock, block: nn.Module, versions: Sequence[B
             try:
                 found = call_lifted(captured, block, inputs)
             except Exception as error:
+                _refuse_numbers(captured, version)
                 raise UserError(_refuse(captured, f"{type(error).__name__}: {str(error).splitlines()[0]}")) from error
+        if any(not _close(a, b) for a, b in zip(found, expected, strict=True)):
+            _refuse_numbers(captured, version)
         for index, (a, b) in enumerate(zip(found, expected, strict=True)):
             if a.shape != b.shape:
                 raise UserError(_refuse(captured, f"output {index} is {list(a.shape)}, eager gives {list(b.shape)}"))
             difference = _difference(a, b)
             if not difference <= tolerance(b.dtype):
                 raise UserError(_refuse(captured, f"output {index} is off by {difference:.1e} of its largest value"))
+
+
+def _refuse_numbers(captured: CapturedBlock, version: BlockCall) -> None:
+    """Raises ``UserError`` where the call has another number than the one that is frozen into the graph."""
+    for position, value, fixed in captured.constants:
+        if not fixed and repr(version.leaves[position]) != repr(value):
+            first, second = repr(value), repr(version.leaves[position])
+            raise UserError(NumberMatters(None, captured.name, version.names[position], first, second))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and _difference(a, b) <= tolerance(b.dtype)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

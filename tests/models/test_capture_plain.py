@@ -128,13 +128,26 @@ def test_capture_leaves_the_model_as_it_was():
 
 
 def test_blocks_with_other_settings_are_other_structures():
-    model = Model()
+    model = Model(twist=lambda block, x: x * getattr(block, "alpha", 1.0))
     model.stages[1][1].alpha = 2.0
     captured = capture_blocks(model, examples())
     assert [block.instances for block in captured.blocks] == [
         ("stages.0.0", "stages.0.1", "stages.1.0"),
         ("stages.1.1",),
     ]
+
+
+def test_settings_that_no_forward_reads_make_no_structure():
+    model = Model(twist=lambda block, x: x * block.alpha)
+    for index, block in enumerate(block for stage in model.stages for block in stage):
+        block.index, block.alpha = index, 1.0 + index % 2
+    kinds = {path: type(block) for path, block in find_blocks(model).items()}
+    captured = capture_blocks(model, examples())
+    assert [block.instances for block in captured.blocks] == [
+        ("stages.0.0", "stages.1.0"),
+        ("stages.0.1", "stages.1.1"),
+    ]
+    assert {path: type(block) for path, block in find_blocks(model).items()} == kinds
 
 
 @pytest.mark.parametrize("use", [lambda video: video * 1.0, lambda video: (video.mean(), video)[1]])
