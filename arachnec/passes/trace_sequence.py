@@ -124,7 +124,7 @@ def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
     right for any that has a token dimension; what else has one (tables, masks) arrives whole and is sliced where it
     meets tokens. Raises ``UserError`` where no input has the tokens as a dimension of their own.
     """
-    found = [_token_dim(dims) for dims in captured.input_dims]
+    found = [_token_dim(captured, dims) for dims in captured.input_dims]
     passed_on = [dims in captured.output_dims for dims in captured.input_dims]
     first = next((i for i, dim in enumerate(found) if dim is not None and passed_on[i]), None)
     if first is None:
@@ -140,17 +140,29 @@ def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
     )
 
 
-def _token_dim(dims: tuple[Size, ...]) -> int | None:
-    """The only dimension with tokens, if they are not multiplied by anything: S, or S + T."""
+def _token_dim(captured: CapturedBlock, dims: tuple[Size, ...]) -> int | None:
+    """The only dimension with tokens, if they are not multiplied by anything: S, or S + T.
+
+    Also B*S, the rows of all clips, where no other size of the block knows of S: these rows are as good as tokens.
+    """
     with_tokens = [i for i, size in enumerate(dims) if size.has(S)]
-    if len(with_tokens) != 1 or sympy.expand(dims[with_tokens[0]]).coeff(S) != 1:
+    if len(with_tokens) != 1:
         return None
-    return with_tokens[0] if not sympy.expand(dims[with_tokens[0]] - S).has(S) else None
+    size = sympy.expand(dims[with_tokens[0]])
+    return with_tokens[0] if not (size - S).has(S) or _opaque(captured, size) else None
+
+
+def _opaque(captured: CapturedBlock, tokens: Size) -> bool:
+    return all(size == tokens for size in captured.symbols.values() if size.has(S))
 
 
 def _context(captured: CapturedBlock, tokens: Size) -> Context:
     if tokens == S:
         return Context(S, dict(captured.symbols))
+    if _opaque(captured, tokens):
+        return Context(
+            LENGTH, {symbol: LENGTH if size == tokens else size for symbol, size in captured.symbols.items()}
+        )
     forward = {S: LENGTH - (tokens - S)}
     symbols = {symbol: sympy.expand(size.subs(forward)) for symbol, size in captured.symbols.items()}
     return Context(LENGTH, symbols)
@@ -195,13 +207,16 @@ def _sources(context: Context, values: Iterable[Value]) -> None:
         if context.knows_size(size):
             continue
         unknown = [symbol for symbol in size.free_symbols if not context.knows_size(symbol)]
-        if len(unknown) > 1 or (not isinstance(size, sympy.Symbol) and (not unknown or size.coeff(unknown[0]) != 1)):
+        factor = size.coeff(unknown[0]) if len(unknown) == 1 else sympy.S.Zero
+        if unknown and not (factor.is_Integer and factor > 0 and not (size - factor * unknown[0]).has(unknown[0])):
             continue
         node = context.call(torch.ops.aten.sym_size.int, value.node, dim)
         context.define_size(size, node)
-        if not isinstance(size, sympy.Symbol):
-            rest = context.size(size - unknown[0])
-            context.define_size(unknown[0], context.call(operator.sub, node, rest))
+        if not unknown or isinstance(size, sympy.Symbol):
+            continue
+        rest = context.size(size - factor * unknown[0])
+        times = context.call(operator.sub, node, rest)
+        context.define_size(unknown[0], context.call(operator.floordiv, times, int(factor)))
 
 
 def _has_tensor(node: fx.Node) -> bool:

@@ -164,6 +164,33 @@ def _with_vector(context: Context, node: fx.Node, a: Value, b: Value) -> Result:
     raise MixesTokens("multiplies tokens with a vector of tokens")
 
 
+def einsum(context: Context, node: fx.Node) -> Result:
+    """A sum of products by letters. One letter of the result may be tokens; tokens of any other are gathered."""
+    equation = str(node.args[0]).replace(" ", "")
+    values = [context.value(operand) for operand in node.args[1]]  # type: ignore[union-attr]
+    sources, _, result = equation.partition("->")
+    terms = sources.split(",")
+    if not result or "." in equation or any(len(set(term)) < len(term) for term in terms):
+        raise MixesTokens("is written in a form that is not followed")
+    kept: dict[str, Layout] = {}
+    for term, value in zip(terms, values, strict=True):
+        for letter, layout in zip(term, value.layouts, strict=True):
+            if layout is None or letter not in result or (kept and letter not in kept):
+                continue
+            if not alike(kept.setdefault(letter, layout), layout):
+                raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
+    values = [_einsum_operand(context, term, value, kept) for term, value in zip(terms, values, strict=True)]
+    layouts = tuple(kept.get(letter) for letter in result)
+    return context.emit(node.target, (equation, [value.node for value in values]), {}, node.meta["val"], layouts)
+
+
+def _einsum_operand(context: Context, term: str, value: Value, kept: dict[str, Layout]) -> Value:
+    for dim, letter in enumerate(term):
+        if letter not in kept:
+            value = _noted(context, value, dim)
+    return context.aligned(value, [kept.get(letter) for letter in term])
+
+
 def added_product(context: Context, node: fx.Node) -> Result:
     """addmm, baddbmm: ``beta * input + alpha * a @ b``."""
     added, a, b = (context.value(arg) for arg in node.args[:3])

@@ -78,10 +78,10 @@ def reduction(context: Context, node: fx.Node) -> Result:
 
 
 def along_dimension(context: Context, node: fx.Node) -> Result:
-    """softmax, cumsum, sort, glu: positions of one dimension meet, which must not be the tokens."""
+    """softmax, cumsum, sort, glu, repeat_interleave: positions of one dimension meet, which must not be the tokens."""
     value = context.value(node.args[0])
-    dim = int(context.argument(node, "dim", -1))
-    if value.layouts[dim] is not None:
+    dim = context.argument(node, "dim", -1)
+    if dim is None or value.layouts[dim] is not None:
         raise MixesTokens("combines the tokens")
     return _results(context, node, value.layouts)
 
@@ -112,10 +112,11 @@ def _table() -> dict[Any, Rule]:
         dropout: "dropout feature_dropout alpha_dropout",
         norm: "layer_norm rms_norm",
         reduction: "sum mean amax amin max min var std prod any all logsumexp linalg_vector_norm argmax argmin norm",
-        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod sort topk glu logcumsumexp",
+        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod sort topk glu repeat_interleave",
         factory: "new_zeros new_ones new_empty new_full",
         attention.attention: "scaled_dot_product_attention",
         attention.matmul: "matmul bmm mm",
+        attention.einsum: "einsum",
         attention.added_product: "addmm baddbmm",
         attention.linear: "linear",
         attention.lookup: "embedding",

@@ -147,6 +147,8 @@ LOCAL: dict[str, Function] = {
     "number of tokens": lambda x, text, table: x / x.shape[1] + x.shape[1],
     "look-up": lambda x, text, table: F.embedding((x[..., 0] > 0).long(), table[:2]) + 0 * x,
     "outer product": lambda x, text, table: x @ text.transpose(1, 2) @ text,
+    "sum of products": lambda x, text, table: torch.einsum("bsc,btc->bst", x, text) @ text * table.sum(-1)[:, None],
+    "repetition of features": lambda x, text, table: x.repeat_interleave(2, dim=-1) + text.sum() * 0,
     "cross-attention": cross,
     "cross-attention with a mask": cross_masked,
     "attention in each token": per_token,
@@ -187,6 +189,10 @@ GATHERED: dict[str, tuple[Function, str]] = {
     "grid": (lambda x, text, table: x.unflatten(1, (2, -1)).sum(1).repeat(1, 2, 1), "splits the token dimension"),
     "padding": (lambda x, text, table: F.pad(x, (0, 0, 1, 0))[:, :-1], "pads the tokens"),
     "linear attention": (lambda x, text, table: x @ (x.transpose(1, 2) @ x), "multiplies tokens with tokens"),
+    "tokens by tokens": (
+        lambda x, text, table: torch.einsum("bqk,bkc->bqc", torch.einsum("bqc,bkc->bqk", x, x).softmax(-1), x),
+        "multiplies tokens with tokens",
+    ),
     "order of the parts": (
         lambda x, text, table: (torch.cat([x, text], 1) + torch.cat([text, x], 1))[:, : x.shape[1]],
         "joins tensors whose tokens lie differently over the ranks",
@@ -263,12 +269,26 @@ def test_dropped_attention_weights_are_refused() -> None:
         shard_block(model.blocks[0])
 
 
-def test_a_block_without_a_token_dimension_of_its_own_is_refused() -> None:
-    class Rows(OneBlock):
-        def forward(self, x: Tensor, text: Tensor, table: Tensor) -> object:
-            return self.layers[0](x.flatten(0, 1), text, table)
+class Rows(OneBlock):
+    """The second block gets the rows of all clips, with (``beside``) or without the table of places."""
 
-    model = Rows(lambda x, text, table: x * 2)
+    def __init__(self, beside: bool) -> None:
+        super().__init__(lambda x, text, table: x * 2 + text.mean())
+        self.layers.append(Block(lambda x, rows, table: x * 2 + rows + table.mean()))
+        self.beside = beside
+
+    def forward(self, x: Tensor, text: Tensor, table: Tensor) -> object:
+        rows = self.layers[0](x, text, table).flatten(0, 1)
+        return self.layers[1](rows, rows + 1, table if self.beside else rows).view(x.shape)
+
+
+def test_rows_of_all_clips_are_tokens_where_the_block_knows_no_others() -> None:
+    block = shard_block(capture_blocks(Rows(beside=False), examples(), verify=False).blocks[1])
+    assert (block.inputs, block.outputs, str(block.tokens)) == ((0, 0, 0), (0,), "B*S")
+
+
+def test_rows_of_all_clips_beside_tokens_are_refused() -> None:
+    model = Rows(beside=True)
     with pytest.raises(UserError) as raised:
         install(model, capture_blocks(model, examples(), verify=False))
     assert isinstance(raised.value.diagnostics[0], NoShardedInput)
