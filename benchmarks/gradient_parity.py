@@ -51,6 +51,7 @@ PLANS = {
     "recompute": START + "assign{degrees=[1,4,2,3],recompute=true},place,regrid{ulysses=[2,1,3]}," + END,
     "skewed": START + "assign{degrees=[4,2,3,4]},place,regrid{ulysses=[4,1,3,2],skew=true}," + END,
 }
+DEGREES = {"mixed": {1, 2, 3, 4}, "skewed": {2, 3, 4}}
 
 
 def read_clips(path: Path) -> list[types.SimpleNamespace]:
@@ -159,9 +160,9 @@ def _answer(connection, function, arguments) -> None:
 
 def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path) -> dict[str, tuple]:
     """Compile and run every plan in forks; plan to (loss, gradients) or (None, message)."""
+    from arachnec.backends.executable import write_executable
     from arachnec.data.manifest import read_manifest
     from arachnec.driver import front_end, plan_iteration, trace_file
-    from arachnec.backends.executable import write_executable
     from arachnec.models.file import load_model_file
     from arachnec.passes.cluster_file import parse_cluster
     from arachnec.passes.pipeline import Pipeline
@@ -204,11 +205,11 @@ def captured(model_file, clips):
 
 def run_ranks(place: Path, capture, gradients: Path) -> tuple:
     context = multiprocessing.get_context("fork")
-    store = tempfile.NamedTemporaryFile(delete=False)
+    store = place / "rendezvous"
     connections, ranks = [], []
     for rank in range(RANKS):
         reading, writing = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(writing, _rank, (rank, store.name, place, capture, gradients)))
+        process = context.Process(target=_answer, args=(writing, _rank, (rank, store, place, capture, gradients)))
         process.start()
         writing.close()
         connections.append(reading)
@@ -234,7 +235,7 @@ def run_ranks(place: Path, capture, gradients: Path) -> tuple:
     return report["steps"][-1]["loss"], gradients
 
 
-def _rank(rank: int, store: str, place: Path, capture, gradients: Path) -> None:
+def _rank(rank: int, store: Path, place: Path, capture, gradients: Path) -> None:
     import torch
     import torch.distributed as dist
 
@@ -311,9 +312,6 @@ def main() -> int:
     import diffusers.models.transformers
     import torch
 
-    import arachnec.backends.torch_distributed.training_run
-    import arachnec.passes.trace
-
     torch.set_num_threads(1)
     print(f"{RANKS} ranks, seed {SEED}; {torch.__version__=}, {diffusers.__version__=}")
     print(f"{'model':28} {'plan':14} {'gradient':>9} {'loss':>9}  result")
@@ -351,7 +349,10 @@ def sweep(bench: Bench, model: Path, plans: dict[str, str], arguments: argparse.
             off = abs(found - loss) / abs(loss)
             good = error <= GRADIENT and off <= LOSS
             bad += not good
-            print(f"{model.stem:28} {plan:14} {error:9.1e} {off:9.1e}  {'equal' if good else f'WRONG: {worst}'}", flush=True)
+            print(
+                f"{model.stem:28} {plan:14} {error:9.1e} {off:9.1e}  {'equal' if good else f'WRONG: {worst}'}",
+                flush=True,
+            )
     sys.stdout.flush()
     return bad
 

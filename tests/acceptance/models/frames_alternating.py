@@ -1,8 +1,7 @@
 """Blocks over space, [B * F, H * W, D], and blocks over time, [B * H * W, F, D], in turn (Latte)."""
 
-from parts import Attention, VideoModel, loss, mlp, reset, sample  # noqa: F401
+from parts import WIDTH, Attention, VideoModel, loss, mlp, reset, sample  # noqa: F401
 from torch import nn
-from parts import WIDTH
 
 
 class Plain(nn.Module):
@@ -24,7 +23,7 @@ class Model(VideoModel):
 
     def run(self, x, text, time, grid):
         x = x + time[:, None] + self.blocks[0].norm(text).mean(1, keepdim=True)
-        batch, _, width = x.shape
+        batch = x.shape[0]
         x = x.unflatten(1, (grid[0], -1))
         for space, over_time in zip(self.blocks, self.over_time, strict=True):
             x = space(x.flatten(0, 1)).unflatten(0, (batch, -1))

@@ -9,7 +9,9 @@ class Parametrized(Block):
     def __init__(self):
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.PReLU(), nn.Linear(WIDTH, WIDTH, bias=False)
+            nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+            nn.PReLU(),
+            nn.Linear(WIDTH, WIDTH, bias=False),
         )
 
     def attend(self, x):

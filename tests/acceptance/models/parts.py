@@ -14,7 +14,7 @@ WIDTH, HEADS, TEXT = 24, 3, 12
 def latent_shape(clip, channels=CHANNELS, stride=(4, 8, 8), patch=(1, 2, 2)):
     """[1, C, F, H, W], whole patches; the first latent frame is one frame."""
     sizes = (clip.frames, clip.height, clip.width)
-    tokens = (-(-(-(-n // s)) // p) for n, s, p in zip(sizes, stride, patch, strict=True))
+    tokens = (math.ceil(math.ceil(n / s) / p) for n, s, p in zip(sizes, stride, patch, strict=True))
     return (1, channels, *(n * p for n, p in zip(tokens, patch, strict=True)))
 
 
@@ -133,7 +133,9 @@ class VideoModel(nn.Module):
     def forward(self, latents, text, t):
         x = self.embed(latents)
         grid = tuple(x.shape[2:])
-        x = self.run(x.flatten(2).transpose(1, 2), self.text(text), self.time(sinusoid(t, self.norm.weight.numel())), grid)
+        x = self.run(
+            x.flatten(2).transpose(1, 2), self.text(text), self.time(sinusoid(t, self.norm.weight.numel())), grid
+        )
         x = self.head(self.norm(x)).unflatten(1, grid).unflatten(-1, (CHANNELS, PATCH, PATCH))
         return x.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
 

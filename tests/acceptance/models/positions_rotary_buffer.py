@@ -1,4 +1,4 @@
-"""Rotary positions from complex buffers of the block, cut to the number of tokens; a config class; a scale as buffer."""
+"""Rotary positions from complex buffers of the block, cut to the number of tokens; a config class."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,13 @@ class Buffered(Block):
     def attend(self, x):
         q, k, v = (split_heads(y) for y in (self.attention.q(x), *self.attention.kv(x).chunk(2, dim=-1)))
         turn = self.rotary[: x.shape[1]]
-        q, k = (torch.view_as_real(torch.view_as_complex(y.float().unflatten(-1, (-1, 2))) * turn).flatten(3) for y in (q, k))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.float().unflatten(-1, (-1, 2))) * turn).flatten(3)
+            for y in (q, k)
+        )
         return self.scale * self.attention.out(join_heads(F.scaled_dot_product_attention(q, k, v)))
 
 
-def build(config=Config()):
+def build():
+    config = Config()
     return reset(VideoModel(lambda: Buffered(config), config.layers))

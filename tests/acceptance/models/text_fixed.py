@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from parts import VideoModel, loss, reset
+from parts import VideoModel, reset
 from parts import sample as plain
 
 

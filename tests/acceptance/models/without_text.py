@@ -1,6 +1,6 @@
 """An unconditional model: no captions, the output in a dictionary."""
 
-from parts import Block, VideoModel, loss, noised, latent_shape, reset  # noqa: F401
+from parts import Block, VideoModel, latent_shape, loss, noised, reset  # noqa: F401
 
 
 class Unconditional(Block):
