@@ -18,7 +18,7 @@ from arachnec.ir.nodes import Graph, Stage
 from arachnec.passes.trace_blocks import CapturedModel, capture_blocks
 from arachnec.passes.trace_cost import encoder_stage, trained_stage
 from arachnec.passes.trace_dims import S
-from arachnec.passes.trace_errors import CannotTake
+from arachnec.passes.trace_errors import CannotRecord, CannotTake
 from arachnec.passes.trace_graph import block_graph
 from arachnec.passes.trace_record import flatten_call, training_mode
 from arachnec.passes.trace_sample import ModelSource, arguments_of, example_calls, meta_encoders
@@ -81,27 +81,43 @@ class TokenCounter:
             with torch.no_grad(), training_mode(self.model), torch.device(device):
                 self.model(**arguments)
         except _Reached as reached:
+            if reached.tokens < 1:
+                reason = "the first block is given no tokens"
+                raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from None
             return reached.tokens
+        except UserError:
+            raise
         except Exception as error:
-            shape = f"{clip.frames} x {clip.height} x {clip.width}"
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UserError(CannotTake(None, str(clip.id), shape, clip.text_tokens, reason)) from error
+            raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
         finally:
             handle.remove()
         raise AssertionError("the first block of the recording was not called")
 
 
+def _sizes(clip: VideoClip) -> str:
+    return f"{clip.frames} x {clip.height} x {clip.width}"
+
+
 def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True) -> Trace:
     """Trace a model file's transformer and its encoders for these clips.
 
-    ``meta`` builds on the meta device; without it the model is built where its ``build`` puts it. Raises ``UserError``
-    for a model that cannot be traced.
+    ``meta`` builds on the meta device; without it, or where the model's forward cannot run there, the model is built
+    where its ``build`` puts it. Raises ``UserError`` for a model that cannot be traced.
     """
-    if meta:
-        with torch.device("meta"):
-            model = source.build()
-    else:
+    if not meta:
+        return _trace(source, source.build(), clips)
+    with torch.device("meta"):
         model = source.build()
+    try:
+        return _trace(source, model, clips)
+    except UserError as refusal:
+        if not all(isinstance(d, CannotRecord) and "meta" in d.reason for d in refusal.diagnostics):
+            raise
+    return _trace(source, source.build(), clips)  # it reads numbers, or asks torch what the meta device does not answer
+
+
+def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) -> Trace:
     encoders = meta_encoders(source)
     calls = example_calls(model, source, clips, encoders)
     captured = capture_blocks(model, calls)

@@ -31,7 +31,7 @@ class Measured:
 
 
 def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
-    """The forward of a model on the meta device whose blocks return at once: its embeddings, tables and head."""
+    """The forward of a model whose blocks return at once, on its device: its embeddings, tables and head."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, Tensor] = {}
 
@@ -43,7 +43,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(training_mode(model))
         stack.enter_context(_without_blocks(model, captured, call))
-        stack.enter_context(torch.device("meta"))
+        stack.enter_context(next(model.parameters()).device)
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(alive)
         stack.enter_context(counter)
@@ -57,6 +57,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
 def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Iterator[None]:
     """Every captured block replaced by one that makes outputs of the right shape out of nothing."""
     changed = []
+    device = next(model.parameters()).device
     recorded = [(size.clip, size.batch, size.text) for size in captured.sizes]
     index = recorded.index((call.clip, call.batch, call.text))
     for block in captured.blocks:
@@ -66,7 +67,7 @@ def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall
 
         def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
             made = [
-                torch.empty(s, dtype=t, device="meta", requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
+                torch.zeros(s, dtype=t, device=device, requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
             ]
             return _block.unflatten(made)
 
