@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -54,7 +55,7 @@ def group() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code: 2 for a user's mistake, 130 when interrupted.
 
-    A bug of the compiler is not caught.
+    So is a file or folder that the system refuses. A bug of the compiler is not caught.
     """
     from arachnec.ir.diagnostic import UserError, render
 
@@ -68,6 +69,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        click.echo(f"error: {place}{(error.strerror or str(error)).lower()}", err=True)
+        click.echo("  help: give another path, or make this one readable and writable, on a disk with space", err=True)
+        return 2
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130

@@ -130,6 +130,7 @@ def compile(
     manifest = read_manifest(Path(data), batch=batch)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
+    pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
     traced = front_end(trace_file(model_file, manifest), manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
@@ -152,7 +153,10 @@ def compare(
     """
     model_file = load_model_file(Path(model))
     manifest = read_manifest(Path(data), batch=batch)
-    traced = front_end(trace_file(model_file, manifest), manifest, parse_cluster(cluster))
+    machine = parse_cluster(cluster)
+    for pipeline in pipelines.values():
+        pipeline.demand(Level.TRACED, Level.LOWERED)
+    traced = front_end(trace_file(model_file, manifest), manifest, machine)
     rows: list[dict[str, Any]] = []
     refused: list[tuple[str, UserError]] = []
     for name, pipeline in pipelines.items():

@@ -19,6 +19,7 @@ import hashlib
 import json
 import platform
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -40,6 +41,7 @@ FORMAT = 1
 LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
+MEASURED = ("measured.json", "measured.svg")
 PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
 LIBRARIES = ("torch", "diffusers", "transformers")
 
@@ -125,7 +127,6 @@ def write_executable(
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
         raise ValueError("an executable needs a lowered program and a traced module")
     training = verified(training or Training())
-    folder.mkdir(parents=True, exist_ok=True)
     pipeline, profiles = own_profiles(pipeline)
     texts = {
         PROGRAM: print_module(program),
@@ -146,9 +147,20 @@ def write_executable(
         load=tuple(path.name for path in load),
     )
     texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
-    for name, text in {**texts, **(extra or {})}.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    _write_all(folder, {**texts, **(extra or {})})
     return folder
+
+
+def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
+    """All of the files or none: what was there stays until the new ones are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
+        for name, text in texts.items():
+            (Path(draft) / name).write_text(text, encoding="utf-8")
+        for stale in MEASURED:  # of a program that is no longer this folder's
+            (folder / stale).unlink(missing_ok=True)
+        for name in sorted(texts, key=lambda name: name == HEADER):  # without a header it is no executable
+            (Path(draft) / name).replace(folder / name)
 
 
 def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:

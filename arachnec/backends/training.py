@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -36,10 +37,10 @@ class BadTraining(Diagnostic):
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
     rules = (
-        ("lr", training.lr, training.lr >= 0, "a learning rate is zero or more"),
+        ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),
         ("clip-norm", training.clip_norm, training.clip_norm >= 0, "give a norm, or 0 for no clipping"),
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
-        ("seed", training.seed, training.seed >= 0, "a seed is zero or more"),
+        ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
     )
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)
     if bad:

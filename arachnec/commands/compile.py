@@ -15,7 +15,12 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
 @click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the executable into this folder.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False, writable=True),
+    help="Write the executable into this folder.",
+)
 @click.option("--passes", default="default", show_default=True, help="A pipeline, or the name of one.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
@@ -49,6 +54,7 @@ def command(
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
+    training = RunOptions(lr=lr, seed=seed).training(Training())
     compiled = compile_model(
         model,
         data,
@@ -57,7 +63,6 @@ def command(
         batch=batch,
         instruments=options.instruments(),
     )
-    training = RunOptions(lr=lr, seed=seed).training(Training())
     folder = compiled.write(output, training=training, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)

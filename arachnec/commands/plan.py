@@ -23,6 +23,7 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
 
     {"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "vae", "ms": {"1": 41200, "2": 25100}}, ...]}]}
     """
+    from arachnec.ir.nodes import Level
     from arachnec.passes.cluster_file import parse_cluster
     from arachnec.passes.pipeline import Pipeline
     from arachnec.passes.plan_table import read_table
@@ -30,6 +31,7 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
 
     measured = read_table(table, parse_cluster(cluster))
     pipeline = Pipeline.parse(passes)
+    pipeline.demand(Level.COSTED, Level.PLACED)
     started = time.perf_counter()
     module = pipeline.run(measured.module)
     report = plan_report(module, (time.perf_counter() - started) * 1e3)

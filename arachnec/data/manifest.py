@@ -13,6 +13,7 @@ from arachnec.data.rows import ALIASES, Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0}
+MOST = {key: 2**31 if key == "start" else 2**20 for key in LEAST}  # beyond it is a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def _clips(row: Row) -> Iterator[VideoClip]:
     caption = row.values.get("caption")
     if not isinstance(caption, str | None):
         raise UserError(_bad(row, "caption", "a string", "put the caption in quotes"))
+    if caption is not None and not _is_text(caption):
+        raise UserError(_bad(row, "caption", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
     text_tokens = _integer(row, "text_tokens")
     if text_tokens is None:
         if caption is None:
@@ -157,9 +160,9 @@ def _path(row: Row) -> Path | None:
     if not isinstance(value, str):
         raise UserError(_bad(row, "path", "a string", "put the path in quotes"))
     path = (row.file.parent / value).absolute()
-    if not path.is_file():
+    if not _is_file(path):
         remedy = "correct the path; a relative one starts at the manifest's folder"
-        raise UserError(BadValue(row.span("path"), "path", repr(value), "a file that is there", remedy))
+        raise UserError(BadValue(row.span("path"), "path", repr(value)[:200], "a file that is there", remedy))
     return path
 
 
@@ -187,9 +190,28 @@ def _integer(row: Row, key: str) -> int | None:
     if value < least:
         remedy = "an image is a clip of 1 frame" if key == "frames" else f"the smallest `{key}` is {least}"
         raise UserError(_bad(row, key, f"at least {least}", remedy))
+    if value > MOST[key]:
+        raise UserError(_bad(row, key, f"at most {MOST[key]}", f"correct `{key}`"))
     return value
 
 
 def _bad(row: Row, key: str, expected: str, remedy: str) -> BadValue:
     written = next((name for name, first in ALIASES.items() if first == key and f'"{name}"' in row.text), key)
-    return BadValue(row.span(written), key, repr(row.values[key]), expected, remedy)
+    shown = repr(row.values[key])
+    return BadValue(row.span(written), key, shown if len(shown) <= 80 else f"{shown[:77]}...", expected, remedy)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no half of a surrogate pair, as JSON's escapes can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, or in a folder that may not be read
+        return False

@@ -113,6 +113,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(UnreadableManifest(None, str(path), str(error.strerror))) from None
     except UnicodeDecodeError as error:
         raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {error.start}")) from None
 
@@ -123,12 +125,15 @@ def _jsonl(path: Path) -> Iterator[Row]:
         text = raw.rstrip("\r")
         if not text.strip():
             continue
+        remedy = "a manifest line is one complete JSON object"
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             span = Span(str(path), line, error.colno, line, error.colno + 1)
-            remedy = "a manifest line is one complete JSON object"
             raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
+        except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets without end
+            span = Span(str(path), line, 1, line, 2)
+            raise UserError(BadRow(span, "JSON", "a number or a nesting without end", remedy)) from None
         if not isinstance(values, dict):
             span = Span(str(path), line, 1, line, len(text) + 1)
             raise UserError(
@@ -146,6 +151,8 @@ def _csv(path: Path) -> Iterator[Row]:
         names = [name.strip() for name in next(reader, [])]
         for name in names:
             _known(name, _named_span(path, lines[0], name))
+            if names.count(name) > 1:
+                raise UserError(KeyTwice(_named_span(path, lines[0], name), name, name))
         for number, fields in enumerate(row for row in reader if row):
             line = reader.line_num
             span = Span(str(path), line, 1, line, len(lines[line - 1]) + 1)

@@ -22,6 +22,8 @@ from typing import ClassVar
 
 from arachnec.ir.span import Span
 
+WIDEST = 240  # characters of a row that are shown
+
 
 @dataclass(frozen=True)
 class Diagnostic:
@@ -67,13 +69,15 @@ def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
     rows = source.splitlines()
     if not 1 <= span.line <= len(rows):
         return [f"   = {label}"] if label else []
-    row = rows[span.line - 1]
-    end = span.end_column if span.end_line == span.line else len(row) + 1
-    carets = "^" * max(1, end - span.column)
+    row = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in rows[span.line - 1])
+    end = min(span.end_column if span.end_line == span.line else len(row) + 1, span.column + WIDEST)
+    before = max(0, span.column - 1 - WIDEST // 2) if len(row) > WIDEST else 0  # left out at the row's beginning
+    row = row[before : before + WIDEST]
+    carets = "^" * max(1, min(end - span.column, len(row) - (span.column - 1 - before)))
     gutter = str(span.line)
     pad = " " * len(gutter)
     return [
         f" {pad} |",
         f" {gutter} | {row}",
-        f" {pad} | {' ' * (span.column - 1)}{carets} {label}".rstrip(),
+        f" {pad} | {' ' * (span.column - 1 - before)}{carets} {label}".rstrip(),
     ]

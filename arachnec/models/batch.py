@@ -12,16 +12,7 @@ from torch import Tensor
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.file import ModelFile
-
-
-@dataclass(frozen=True)
-class BadSample(Diagnostic):
-    title: ClassVar[str] = "`sample` returned {found}"
-    label: ClassVar[str] = "for clip {clip}"
-    help: ClassVar[str] = "return (dict of forward's keyword arguments for one clip, target tensor)"
-    clip: str | int
-    found: str
+from arachnec.models.file import ModelFile, check_sample
 
 
 @dataclass(frozen=True)
@@ -97,14 +88,8 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    span = model_file.span("sample")
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise UserError(BadSample(span, clip.id, f"{type(result).__name__}, not a pair"))
+    check_sample(result, model_file.span("sample"), clip.id)
     kwargs, target = result
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise UserError(BadSample(span, clip.id, f"{type(kwargs).__name__} in place of keyword arguments"))
-    if not isinstance(target, Tensor):
-        raise UserError(BadSample(span, clip.id, f"{type(target).__name__} in place of a target tensor"))
     return kwargs, target
 
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -69,6 +70,25 @@ class ModelFileRaised(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongResult(Diagnostic):
+    title: ClassVar[str] = "`{name}` returned {found}"
+    label: ClassVar[str] = "must return {expected}"
+    help: ClassVar[str] = "return {expected}; docs/your_model.md has an example"
+    name: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class BadSample(Diagnostic):
+    title: ClassVar[str] = "`sample` returned {found}"
+    label: ClassVar[str] = "for clip {clip}"
+    help: ClassVar[str] = "return (dict of forward's keyword arguments for one clip, target tensor)"
+    clip: str | int
+    found: str
+
+
+@dataclass(frozen=True)
 class ModelFile:
     """The functions of a model file; each reports the file's own exceptions as a ``UserError`` at the line that raised.
 
@@ -103,11 +123,11 @@ def definition(path: Path, name: str) -> Span | None:
     """The first line of the top-level ``def`` or assignment of ``name``."""
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return _line_span(path, node.lineno)
+            return line_span(path, node.lineno)
         if isinstance(node, ast.Assign) and any(
             isinstance(leaf, ast.Name) and leaf.id == name for target in node.targets for leaf in ast.walk(target)
         ):
-            return _line_span(path, node.lineno)
+            return line_span(path, node.lineno)
     return None
 
 
@@ -153,18 +173,75 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
 
 
 def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
-    @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not _frames(error, path):
                 raise  # not the user's code: a bug of ours keeps its traceback
             raise UserError(_raised(error, path, f"{name}()")) from error
 
-    return guarded
+    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = guarded(*args, **kwargs)
+        if name == "sample":
+            clip: Any = args[0]
+            check_sample(result, definition(path, name), clip.id)
+        wrong = RESULTS[name](result) if name in RESULTS else None
+        if wrong is not None:
+            raise UserError(WrongResult(definition(path, name), name, *wrong))
+        return result
+
+    return functools.wraps(function)(held)
+
+
+def check_sample(result: Any, span: Span | None, clip: str | int) -> None:
+    """Raises ``UserError`` where it is not a pair of keyword arguments and a target."""
+    import torch
+
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(BadSample(span, clip, f"{type(result).__name__}, not a pair"))
+    kwargs, target = result
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise UserError(BadSample(span, clip, f"{type(kwargs).__name__} in place of keyword arguments"))
+    if not isinstance(target, torch.Tensor):
+        raise UserError(BadSample(span, clip, f"{type(target).__name__} in place of a target tensor"))
+
+
+def _wrong_model(model: Any) -> tuple[str, str] | None:
+    """What ``build`` returned, and what it should have."""
+    import torch
+
+    expected = "the model, a torch.nn.Module with parameters that train"
+    if not isinstance(model, torch.nn.Module):
+        return f"{_called(model)}, not a module", expected
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "a module in which no parameter trains", expected
+    return None
+
+
+def _wrong_encoders(encoders: Any) -> tuple[str, str] | None:
+    import torch
+
+    expected = "a dict from names to modules, each with `load(clip, device)` and `forward(loaded)`"
+    if not isinstance(encoders, dict):
+        return _called(encoders), expected
+    for name, encoder in encoders.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name == "dit":
+            return f"an encoder named {name!r}", f"{expected}; names are words other than `dit`"
+        if not isinstance(encoder, torch.nn.Module):
+            return f"{_called(encoder)} as the encoder `{name}`", expected
+        if not callable(getattr(encoder, "load", None)):
+            return f"an encoder `{name}` ({type(encoder).__name__}) without `load`", expected
+    return None
+
+
+def _called(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+RESULTS: dict[str, Callable[[Any], tuple[str, str] | None]] = {"build": _wrong_model, "encoders": _wrong_encoders}
 
 
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
@@ -174,7 +251,7 @@ def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
 def _placed(error: UserError, path: Path) -> UserError:
     """A diagnostic of an adapter, shown at the line of the model file that called it."""
     frames = _frames(error, path)
-    span = _line_span(path, frames[-1].lineno or 1) if frames else None
+    span = line_span(path, frames[-1].lineno or 1) if frames else None
     return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
 
 
@@ -183,19 +260,22 @@ def _raised(error: BaseException, path: Path, where: str) -> ModelFileRaised:
     line = frames[-1].lineno or 1 if frames else 1
     if isinstance(error, SyntaxError) and error.filename == str(path):
         line = error.lineno or 1
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
     return ModelFileRaised(
-        _line_span(path, line), f"{type(error).__name__}{': ' if message else ''}{message}", where, _remedy(error)
+        line_span(path, line), f"{type(error).__name__}{': ' if message else ''}{message}", where, _remedy(error)
     )
 
 
 def _remedy(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "install that package, or put its folder on PYTHONPATH (an executable carries the model file alone)"
+    if "meta tensor" in str(error):
+        return "the model is planned under torch.device('meta'), without numbers: see docs/your_model.md"
     return "correct the model file; it runs alone with `python FILE`"
 
 
-def _line_span(path: Path, line: int) -> Span:
+def line_span(path: Path, line: int) -> Span:
+    """A whole line of a model file, without its indentation."""
     rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
     row = rows[line - 1] if line <= len(rows) else ""
     return Span(str(path), line, len(row) - len(row.lstrip()) + 1, line, len(row) + 1)

@@ -23,6 +23,8 @@ from arachnec.ir.nodes import Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.data_sheets import ALIASES, DATA_SHEETS, DataSheet, find_data_sheet
 
+MOST_GPUS = 2**17  # a slip of the hand must not fill the memory with ranks
+
 
 @dataclass(frozen=True)
 class ClusterNotFound(Diagnostic):
@@ -51,6 +53,16 @@ class NoGpus(Diagnostic):
     help: ClassVar[str] = "give at least one node with at least one device"
     nodes: int
     gpus: int
+
+
+@dataclass(frozen=True)
+class TooManyGpus(Diagnostic):
+    title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
+    label: ClassVar[str] = "larger than any cluster there is"
+    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
+    nodes: int
+    gpus: int
+    most: int = MOST_GPUS
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ _EXAMPLES = {
     "nics": 'nics = "AABBCCDD"',
     "cores": "cores = 64",
 }
-_SHORT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+):(?P<device>[A-Za-z0-9_.+-]+)")
+_SHORT = re.compile(r"(?:(?P<nodes>\d{1,18})x)?(?P<gpus>\d{1,18}):(?P<device>[A-Za-z0-9_.+-]+)")
 _QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z/]+)\s*")
 
 
@@ -135,7 +147,9 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     try:
         values = dict(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), str(error))) from error
+        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line, column = (int(found[1]), int(found[2])) if found else (1, 1)
+        raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
     return _cluster(values, name, Lines(str(path), text))
 
 
@@ -166,6 +180,8 @@ def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     gpus = _count(values, "gpus", None, lines)
     if nodes < 1 or gpus < 1:
         raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
+    if nodes * gpus > MOST_GPUS:
+        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
     device = _text(values, "device", lines)
     if device is None:
         raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))

@@ -59,6 +59,14 @@ class Pipeline:
             module = _run_one(self, index, step, module, instruments)
         return module
 
+    def demand(self, begins: Level, reaches: Level) -> None:
+        """Raises UserError where these passes cannot lead from one level to the other; runs none of them."""
+        level = _demand_levels(self.passes, Module("", begins))
+        if level < reaches:
+            raise UserError(
+                pipeline_errors.EndsTooEarly(None, pipeline=str(self), level=level.word, reaches=reaches.word)
+            )
+
     def after(self, index: int) -> Pipeline:
         """What remains from pass ``index`` on, that one included."""
         return Pipeline(self.passes[index:])
@@ -126,7 +134,8 @@ def _blame(step: Pass, error: UserError) -> Exception:
     return BrokenPass(str(error)) if ours else error
 
 
-def _demand_levels(passes: Sequence[Pass], module: Module) -> None:
+def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
+    """The level that the module will have after them."""
     level = module.level
     for step in passes:
         if not step.accepts(level):
@@ -141,6 +150,7 @@ def _demand_levels(passes: Sequence[Pass], module: Module) -> None:
                 )
             )
         level = step.result(level)
+    return level
 
 
 def _remedy(step: Pass, level: Level) -> str:

@@ -91,6 +91,15 @@ class BrokenModule(Diagnostic):
 
 
 @dataclass(frozen=True)
+class EndsTooEarly(Diagnostic):
+    title: ClassVar[str] = "`{pipeline}` ends with a {level} module, and this command needs a {reaches} one"
+    help: ClassVar[str] = "add the passes that are missing, as `arachnec passes` lists them, or use `default`"
+    pipeline: str
+    level: str
+    reaches: str
+
+
+@dataclass(frozen=True)
 class WrongGivenLevel(Diagnostic):
     title: ClassVar[str] = "pass `{name}` says it gives a {gives} module, and gave a {level} one"
     help: ClassVar[str] = "return `dataclasses.replace(module, level=Level.{word}, ...)`"

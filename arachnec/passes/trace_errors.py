@@ -55,11 +55,22 @@ class CannotCapture(Diagnostic):
 @dataclass(frozen=True)
 class NotPolymorphic(Diagnostic):
     title: ClassVar[str] = "the captured graph of {block} differs from the model at another shape: {reason}"
-    label: ClassVar[str] = "`{op}` is the first operation to differ"
+    label: ClassVar[str] = "in the block that ends with `{op}`"
     help: ClassVar[str] = "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape"
     block: str
     op: str
     reason: str
+
+
+@dataclass(frozen=True)
+class GradientDiffers(Diagnostic):
+    title: ClassVar[str] = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
+    help: ClassVar[str] = (
+        "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should reach"
+    )
+    block: str
+    name: str
+    off: str  # of the gradient's largest value
 
 
 @dataclass(frozen=True)
@@ -119,10 +130,8 @@ class UnequalCall(Diagnostic):
 @dataclass(frozen=True)
 class CannotRecord(Diagnostic):
     title: ClassVar[str] = "the model cannot be run on a small clip of {clip}: {reason}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = (
-        "check that sample() returns what forward() takes: python -c 'build()(**sample(clip, generator)[0])'"
-    )
+    label: ClassVar[str] = "here"
+    help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too"
     clip: str
     reason: str
 

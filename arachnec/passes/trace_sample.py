@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.span import Span
+from arachnec.models.file import ModelFile, line_span
 from arachnec.passes.trace_errors import CannotRecord
 from arachnec.passes.trace_find import find_blocks
 from arachnec.passes.trace_record import ExampleCall, Repeats, is_meta, training_mode
@@ -159,7 +162,9 @@ def _shapes(probe: _Probe, clips: Sequence[VideoClip]) -> tuple[tuple[int, ...],
                 break
         if len(found) > 1:
             return found[0], found[1:]
-    raise UserError(_cannot(clips, error))
+    if isinstance(error, UserError):  # it says itself what is wrong, and where
+        raise error
+    raise UserError(_cannot(probe.source, clips, error)) from error
 
 
 def _families(clips: Sequence[VideoClip]) -> Iterator[Sequence[tuple[int, ...]]]:
@@ -180,7 +185,17 @@ def _texts(probe: _Probe, base: tuple[int, ...], clips: Sequence[VideoClip]) -> 
     return (given[0],) if given else CAPTIONS[:1]
 
 
-def _cannot(clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
+def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
     shape = " x ".join(map(str, (clips[0].frames, clips[0].height, clips[0].width) if clips else SMALL[0]))
-    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if error else "it has only one size of clip"
-    return CannotRecord(None, shape, reason)
+    message = " ".join(str(error).split("\n")[0].split())
+    reason = f"{type(error).__name__}: {message}".rstrip(": ") if error else "it has only one size of clip"
+    return CannotRecord(_raised_at(source, error), shape, reason)
+
+
+def _raised_at(source: ModelSource, error: Exception | None) -> Span | None:
+    """The innermost line of the model file that the error went through; else its ``sample``."""
+    if not isinstance(source, ModelFile):
+        return None
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+    return line_span(source.path, lines[-1] or 1) if lines else source.span("sample")
