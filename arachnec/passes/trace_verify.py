@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.passes.trace_captured import CapturedBlock, call_lifted
-from arachnec.passes.trace_errors import NotPolymorphic, NumberMatters, stack_span
+from arachnec.passes.trace_errors import GradientDiffers, NotPolymorphic, NumberMatters, stack_span
 from arachnec.passes.trace_export import FlatBlock
 from arachnec.passes.trace_record import BlockCall, training_mode
 
 SEED = 2605
 TILE = 1 << 20
+LARGEST = 1 << 24
+GRADIENT_TOLERANCE = 1e-4  # backward kernels of reordered graphs add in another order
 
 
 def materialised(block: nn.Module) -> nn.Module:
@@ -53,7 +56,57 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def verify_block(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall]) -> None:
-    """Compare graph and eager on calls of these shapes and strides. Raises ``UserError`` where they differ."""
+    """Compare graph and eager on calls of these shapes and strides, and on the last one their gradients too.
+
+    Raises ``UserError`` where they differ.
+    """
+    _verify_outputs(captured, block, versions)
+    if versions:
+        _verify_gradients(captured, block, versions[-1])
+
+
+def _verify_gradients(captured: CapturedBlock, block: nn.Module, version: BlockCall) -> None:
+    """What a block does to gradients alone, such as ``torch.no_grad()`` around a part of it, no output shows."""
+    flat = FlatBlock(block, version.leaves, version.spec)
+    with torch.enable_grad(), training_mode(block):
+        expected = _gradients(captured, block, flat, example_inputs(version, block))
+        lifted = partial(call_lifted, captured, block)
+        found = _gradients(captured, block, lambda *given: lifted(list(given)), example_inputs(version, block))
+    largest = max((float(value.abs().max()) for value in expected.values() if value.numel()), default=0.0)
+    for name, value in expected.items():
+        off = float((found[name].double() - value.double()).abs().max()) if value.numel() else 0.0
+        reach = max(float(value.abs().max()) if value.numel() else 0.0, 1e-3 * largest, 1e-30)
+        if not off / reach <= max(tolerance(value.dtype), GRADIENT_TOLERANCE):
+            raise UserError(GradientDiffers(None, captured.name, name, f"{off / reach:.1e}"))
+
+
+def _gradients(
+    captured: CapturedBlock, block: nn.Module, run: Callable[..., Sequence[Tensor]], inputs: list[Tensor]
+) -> dict[str, Tensor]:
+    """Of a fixed random projection of all outputs; zeros where nothing follows from a tensor.
+
+    The largest weights of the largest models are left out, for the memory of two gradients: their biases and what flows
+    through them to the inputs stand for them.
+    """
+    wanted: dict[str, Tensor] = {
+        name: value for name, value in block.named_parameters() if value.requires_grad and value.numel() <= LARGEST
+    }
+    for index, value in enumerate(inputs):
+        if captured.input_grads[index]:
+            wanted[f"input {index}"] = value.requires_grad_(True)
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    total = torch.zeros(())
+    for output in run(*inputs):
+        if output.requires_grad:
+            weights = torch.randn(output.shape, generator=generator).to(output.device)
+            total = total.to(output.device) + (output.float() * weights).sum()
+    if not total.requires_grad or not wanted:
+        return {name: torch.zeros_like(value) for name, value in wanted.items()}
+    found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall]) -> None:
     for version in versions:
         inputs = example_inputs(version, block)
         flat = FlatBlock(block, version.leaves, version.spec)

@@ -258,6 +258,22 @@ def _remembered(x):
     return 1.0 + float(torch.compiler.is_exporting())
 
 
+def test_a_part_without_gradients_is_refused_for_the_graph_would_give_it_some():
+    def without(block, x):
+        with torch.no_grad():
+            weight = block.out[0](x).sigmoid()
+        return x * weight
+
+    with pytest.raises(UserError) as caught:
+        capture_blocks(Model(twist=without), examples())
+    assert isinstance(caught.value.diagnostics[0], trace_errors.GradientDiffers)
+
+
+def test_a_detached_part_is_captured_as_it_is():
+    captured = capture_blocks(Model(twist=lambda block, x: x * block.out[0](x).sigmoid().detach()), examples())
+    assert len(captured.blocks) == 1
+
+
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UserError, match="no repeated blocks"):
         capture_blocks(nn.Sequential(nn.Linear(2, 2)), examples())
