@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import UserError
@@ -18,6 +23,11 @@ from arachnec.passes.trace_record import training_mode, unflatten_call
 
 aten = torch.ops.aten
 PREFIX = "block."
+PASSES = "arachnec/passes"
+FIXED_SIZE = (
+    "let the block follow its sizes from the shapes of its tensors, without int(), math functions or numbers that the "
+    "model passes in beside the tensors: what those make, the model can compute and pass in as a tensor"
+)
 ASSERTIONS = (
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -61,7 +71,8 @@ def export_block(
         except UserError:
             raise
         except Exception as error:
-            raise UserError(_cannot(name, error)) from error
+            fixed = _fixing_line(flat, inputs, dynamic) if "specialized" in str(error) else None
+            raise UserError(_cannot(name, error, fixed)) from error
     refuse_state(name, program)
     refuse_random(name, program)
     clean(program.graph_module)
@@ -211,21 +222,37 @@ def refuse_dropout_modules(model: nn.Module) -> None:
             raise UserError(ActiveDropout(None, f"`{path}`", probability))
 
 
-def _cannot(name: str, error: Exception) -> CannotCapture:
+def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
     message = str(error).strip()
     reason = (message.splitlines() or [type(error).__name__])[0]
-    if "specialized" in message or "Constraints violated" in message:
-        lines = [
-            line.strip(" -") for line in message.splitlines() if "specialized" in line or "!=" in line or "==" in line
-        ]
+    if "specialized" in message:
+        value = re.search(r"to be a constant \((\d+)\)", message)
+        reason = "it fixes a size that changes from clip to clip" + (f", {value[1]} in this one" if value else "")
+        return CannotCapture(stack_span(fixed), name, reason, FIXED_SIZE)
+    if "Constraints violated" in message:
+        lines = [line.strip(" -") for line in message.splitlines() if "!=" in line or "==" in line]
         reason = f"it fixes a size that changes with the clip ({(lines or [reason])[0]})"
     trace = "".join(_frames(error))
     return CannotCapture(stack_span(trace), name, f"{type(error).__name__}: {reason}"[:400])
 
 
-def _frames(error: BaseException) -> list[str]:
-    import traceback
+def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:
+    """The stack at which export makes a number of a size, by exporting once more; None where torch does not tell."""
+    stacks: list[str] = []
+    original = ShapeEnv._set_replacement
 
+    def listening(env: ShapeEnv, symbol: Any, target: Any, message: str) -> None:
+        if target.is_Integer:
+            stacks.append("".join(f'File "{f.filename}", line {f.lineno}\n' for f in traceback.extract_stack()))
+        original(env, symbol, target, message)
+
+    with patch.object(ShapeEnv, "_set_replacement", listening), contextlib.suppress(Exception):
+        torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
+    lines = [line for line in (stacks[0].splitlines(keepends=True) if stacks else []) if f"{PASSES}/trace_" not in line]
+    return "".join(lines) or None
+
+
+def _frames(error: BaseException) -> list[str]:
     chain: list[BaseException] = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)

@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.data.manifest import read_manifest
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import load_model_file
+from arachnec.passes.trace import trace_model
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -66,3 +71,13 @@ def test_a_model_that_cannot_be_split_is_refused_when_it_is_compiled() -> None:
         parity.command("compile", file, "--data", HERE / "clips.jsonl", "--cluster", "4:cpu")
     assert "Factorised depends on `frames`, which is 3 in one call and 5 in another" in str(refusal.value)
     assert "Traceback" not in str(refusal.value)
+
+
+def test_a_block_that_fixes_a_size_is_refused_at_the_line_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE / "models"))
+    clips = read_manifest(HERE / "clips.jsonl").clips
+    with pytest.raises(UserError) as refusal:
+        trace_model(load_model_file(HERE / "models" / "size_logarithm.py"), clips)
+    (diagnostic,) = refusal.value.diagnostics
+    assert diagnostic.reason.startswith("it fixes a size that changes from clip to clip")
+    assert "math.log" in (HERE / "models" / "size_logarithm.py").read_text().splitlines()[diagnostic.span.line - 1]

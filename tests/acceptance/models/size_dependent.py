@@ -7,10 +7,7 @@ from parts import Block, VideoModel, loss, reset, sample  # noqa: F401
 class Sized(Block):
     def attend(self, x):
         tokens = x.shape[1]
-        place = (
-            torch.linspace(0, 1, tokens, device=x.device)[:, None]
-            + torch.arange(tokens, device=x.device)[:, None] / tokens
-        )
+        place = torch.arange(tokens, device=x.device)[:, None] / tokens
         x = x * tokens**-0.25 + place * x.new_full((tokens, 1), 0.5) + x.sum(1, keepdim=True) / x.shape[1]
         return self.attention(x) * x.numel() ** -0.1 + torch.zeros_like(x) + torch.ones(tokens, 1)
 
