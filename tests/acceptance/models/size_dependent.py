@@ -9,7 +9,7 @@ class Sized(Block):
         tokens = x.shape[1]
         place = torch.arange(tokens, device=x.device)[:, None] / tokens
         x = x * tokens**-0.25 + place * x.new_full((tokens, 1), 0.5) + x.sum(1, keepdim=True) / x.shape[1]
-        return self.attention(x) * x.numel() ** -0.1 + torch.zeros_like(x) + torch.ones(tokens, 1)
+        return self.attention(x) * x[0].numel() ** -0.1 + torch.zeros_like(x) + torch.ones(tokens, 1)
 
 
 def build():
