@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -57,7 +56,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     So is a file or folder that the system refuses. A bug of the compiler is not caught.
     """
-    from arachnec.ir.diagnostic import UserError, render
+    from arachnec.ir.diagnostic import UserError, refused, render
 
     try:
         result = group.main(args=arguments, prog_name="arachnec", standalone_mode=False)
@@ -70,11 +69,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        diagnostic = refused(error)
+        if diagnostic is None:
             raise
-        place = f"{error.filename}: " if error.filename is not None else ""
-        click.echo(f"error: {place}{(error.strerror or str(error)).lower()}", err=True)
-        click.echo("  help: give another path, or make this one readable and writable, on a disk with space", err=True)
+        click.echo(render(diagnostic), err=True)
         return 2
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

@@ -13,7 +13,7 @@ from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import make_batch, prediction_of
-from arachnec.models.file import ModelFile
+from arachnec.models.file import ModelFile, own_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,7 +66,9 @@ def cascade_loss(
     """
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
     kwargs, target = make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
-    loss = model_file.loss(prediction_of(model(**kwargs)), target)
+    with own_errors(model_file.path, "the model's forward"):
+        output = model(**kwargs)
+    loss = model_file.loss(prediction_of(output), target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))

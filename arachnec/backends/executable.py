@@ -151,6 +151,13 @@ def write_executable(
     return folder
 
 
+def demand_folder(folder: Path) -> None:
+    """Raises OSError for a folder that is not there and cannot be made, or not be written to; leaves nothing behind."""
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    with tempfile.TemporaryDirectory(dir=place):
+        pass
+
+
 def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
     """All of the files or none: what was there stays until the new ones are complete."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +237,8 @@ def _header(folder: Path) -> Header:
         raise UserError(
             NotExecutable(None, str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
         )
+    if header.iterations < 1:
+        raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
     if any(Path(name).name != name for name in header.load):
         raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
     verified(header.training)

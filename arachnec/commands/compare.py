@@ -34,6 +34,8 @@ def command(
     from arachnec.commands.tables import comparison_table, terminal
     from arachnec.driver import compare
 
+    if not names(pipelines):
+        raise click.UsageError("--pipelines names none; leave it out to compare all")
     named = {name: options.pipeline(name, profile) for name in names(pipelines)}
     rows, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
     if as_json:

@@ -47,6 +47,7 @@ def command(
 ) -> None:
     """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and
     write the executable."""
+    from arachnec.backends.executable import demand_folder
     from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.backends.training import Training
     from arachnec.commands.tables import print_plan
@@ -54,6 +55,8 @@ def command(
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
+    if output is not None:
+        demand_folder(output)
     training = RunOptions(lr=lr, seed=seed).training(Training())
     compiled = compile_model(
         model,

@@ -26,6 +26,7 @@ class NoPipeline(Diagnostic):
 @dataclass(frozen=True)
 class UnreadableFile(Diagnostic):
     title: ClassVar[str] = "{file} cannot be read: {reason}"
+    help: ClassVar[str] = "give a .cascade file"
     file: str
     reason: str
 

@@ -16,6 +16,7 @@ A subclass states its texts as format strings over its own fields::
 from __future__ import annotations
 
 import dataclasses
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -45,6 +46,24 @@ class UserError(Exception):
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__("\n".join(d.text(d.title) for d in diagnostics))
         self.diagnostics = diagnostics
+
+
+@dataclass(frozen=True)
+class SystemRefuses(Diagnostic):
+    """A file or folder that the operating system does not give: missing, not writable, a full disk."""
+
+    title: ClassVar[str] = "{path}{reason}"
+    help: ClassVar[str] = "give another path, or make this one readable and writable, on a disk with space"
+    path: str
+    reason: str
+
+
+def refused(error: OSError) -> SystemRefuses | None:
+    """What to tell the user of an error about a path or a full disk; None where it is about something else."""
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    path = f"{error.filename}: " if error.filename is not None else ""
+    return SystemRefuses(None, path, (error.strerror or str(error)).lower())
 
 
 def render(diagnostic: Diagnostic, source: str | None = None) -> str:

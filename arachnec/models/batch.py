@@ -26,6 +26,13 @@ class UnequalArgument(Diagnostic):
     found: str
 
 
+@dataclass(frozen=True)
+class NoPrediction(Diagnostic):
+    title: ClassVar[str] = "the model's forward returned {found} in place of a prediction"
+    help: ClassVar[str] = "return a tensor, or a tuple or mapping whose first element is one"
+    found: str
+
+
 def clip_seed(seed: int, step: int, clip: str | int) -> int:
     """63 bits of BLAKE2b over ``"seed/step/clip"``: the same on every machine, rank and plan."""
     digest = hashlib.blake2b(f"{seed}/{step}/{clip}".encode(), digest_size=8).digest()
@@ -79,11 +86,11 @@ def make_batch(
 def prediction_of(output: Any) -> Tensor:
     """The prediction in a forward's output: the output, or its first element."""
     if isinstance(output, Mapping):
-        output = next(iter(output.values()))
+        output = next(iter(output.values()), None)
     elif isinstance(output, tuple | list):
-        output = output[0]
+        output = output[0] if output else None
     if not isinstance(output, Tensor):
-        raise TypeError(f"the model's output is {type(output).__name__}, not a tensor or a tuple that starts with one")
+        raise UserError(NoPrediction(None, type(output).__name__))
     return output
 
 

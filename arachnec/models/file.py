@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": ()}
+PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
 
 
@@ -194,6 +197,21 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
         return result
 
     return functools.wraps(function)(held)
+
+
+@contextlib.contextmanager
+def own_errors(path: Path, where: str) -> Iterator[None]:
+    """Shows what the file's code raised as a ``UserError`` at its line; what the compiler raised below stays a bug."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        below = itertools.takewhile(lambda file: file != path, reversed(frames))
+        if path not in frames or any(PACKAGE in file.parents for file in below):
+            raise
+        raise UserError(_raised(error, path, where)) from error
 
 
 def check_sample(result: Any, span: Span | None, clip: str | int) -> None:

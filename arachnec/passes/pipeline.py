@@ -59,13 +59,11 @@ class Pipeline:
             module = _run_one(self, index, step, module, instruments)
         return module
 
-    def demand(self, begins: Level, reaches: Level) -> None:
-        """Raises UserError where these passes cannot lead from one level to the other; runs none of them."""
+    def demand(self, begins: Level, ends: Level) -> None:
+        """Raises UserError where these passes do not lead from one level to the other; runs none of them."""
         level = _demand_levels(self.passes, Module("", begins))
-        if level < reaches:
-            raise UserError(
-                pipeline_errors.EndsTooEarly(None, pipeline=str(self), level=level.word, reaches=reaches.word)
-            )
+        if level != ends:
+            raise UserError(pipeline_errors.WrongEnd(None, pipeline=str(self), level=level.word, ends=ends.word))
 
     def after(self, index: int) -> Pipeline:
         """What remains from pass ``index`` on, that one included."""

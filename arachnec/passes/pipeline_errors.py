@@ -31,6 +31,7 @@ class UnknownOption(Diagnostic):
 class WrongOption(Diagnostic):
     title: ClassVar[str] = "option `{option}` of `{name}` cannot be `{found}`"
     label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "`arachnec passes` lists every pass's options and their defaults"
     name: str
     option: str
     found: str
@@ -91,12 +92,12 @@ class BrokenModule(Diagnostic):
 
 
 @dataclass(frozen=True)
-class EndsTooEarly(Diagnostic):
-    title: ClassVar[str] = "`{pipeline}` ends with a {level} module, and this command needs a {reaches} one"
-    help: ClassVar[str] = "add the passes that are missing, as `arachnec passes` lists them, or use `default`"
+class WrongEnd(Diagnostic):
+    title: ClassVar[str] = "`{pipeline}` gives a {level} module, and this command needs a {ends} one"
+    help: ClassVar[str] = "end it with the pass that gives a {ends} module; `arachnec passes` lists them"
     pipeline: str
     level: str
-    reaches: str
+    ends: str
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stag
 from arachnec.ir.values import Attributes, Quantity
 
 LARGEST_FILE = 64 * 2**20  # bytes
+LONGEST = 1e15  # a time, in ms or s: 30,000 years
 UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
@@ -95,6 +95,8 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     except json.JSONDecodeError as error:
         span = Span(str(path), error.lineno, error.colno, error.lineno, error.colno + 1)
         raise UserError(NotJson(span, error.msg)) from error
+    except ValueError:
+        raise UserError(NotJson(None, "it has a number of thousands of digits")) from None
     except RecursionError:
         raise UserError(NotJson(None, "it is nested too deeply")) from None
     return _Reader(str(path), text).table(value, cluster)
@@ -172,7 +174,7 @@ class _Reader:
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
                 raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
-            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < math.inf:
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < LONGEST:
                 raise self._bad(f"the time of {where} at degree {degree}", time, "a positive number", near)
             pairs.append((int(degree), Quantity(float(time) * UNITS[unit], "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))

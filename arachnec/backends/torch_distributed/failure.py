@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import UserError, refused, render
 
 ERROR_FILE = "ARACHNEC_ERROR_FILE"
 
@@ -23,6 +23,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 def record_failure(error: BaseException) -> int:
     """Write what happened where the launcher looks, or to stderr without a launcher. Returns the exit code."""
+    if isinstance(error, OSError) and (diagnostic := refused(error)) is not None:
+        error = UserError(diagnostic)
     user = isinstance(error, UserError)
     text = (
         "\n".join(render(d) for d in error.diagnostics)

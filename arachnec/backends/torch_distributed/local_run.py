@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from arachnec.backends.executable import read_executable
+from arachnec.backends.executable import demand_folder, read_executable
 from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -24,6 +24,10 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
     """
     executable = read_executable(folder)
     options.training(executable.training)
+    for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):
+        demand_folder(place)
+    if options.checkpoint is not None:
+        demand_folder(options.checkpoint)
     cluster = executable.program.cluster
     assert cluster is not None
     world = ranks or cluster.world

@@ -14,11 +14,13 @@ from arachnec.backends.training import Training, verified
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
 OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
-    click.option("--save-gradients", type=click.Path(path_type=Path), help="Write the last step's gradient here."),
-    click.option("--report", type=click.Path(path_type=Path), help="Write what was measured here, as JSON."),
-    click.option("--checkpoint", type=click.Path(path_type=Path), help="Keep checkpoints in this folder."),
+    click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
+    click.option("--report", type=FILE, help="Write what was measured here, as JSON."),
+    click.option("--checkpoint", type=FOLDER, help="Keep checkpoints in this folder."),
     click.option(
         "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
     ),
@@ -76,6 +78,8 @@ def run_options(function: F) -> F:
         options = RunOptions(**own)
         if options.resume and options.checkpoint is None:
             raise click.UsageError("--resume needs the folder of the checkpoints: add --checkpoint DIR")
+        if options.every is not None and options.checkpoint is None:
+            raise click.UsageError("--every needs the folder of the checkpoints: add --checkpoint DIR")
         return function(options=options, **given)
 
     for option in reversed(OPTIONS):

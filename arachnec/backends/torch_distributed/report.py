@@ -87,6 +87,7 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunRepor
 
 
 def write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
