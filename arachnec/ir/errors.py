@@ -296,6 +296,34 @@ class NotReduced(Diagnostic):
 
 
 @dataclass(frozen=True)
+class UnknownFusedOp(Diagnostic):
+    title: ClassVar[str] = "{node} fuses `%{op}`, which its graph does not have"
+    label: ClassVar[str] = "no operation `%{op}`"
+    help: ClassVar[str] = "{remedy}"
+    node: str
+    op: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class FusedTwice(Diagnostic):
+    title: ClassVar[str] = "{node} fuses `%{op}`, which is in `@{other}`"
+    label: ClassVar[str] = "the second region with `%{op}`"
+    help: ClassVar[str] = "an operation runs once: leave it out of one of them"
+    node: str
+    op: str
+    other: str
+
+
+@dataclass(frozen=True)
+class FusedCycle(Diagnostic):
+    title: ClassVar[str] = "{node} waits for itself: something outside it reads what it makes, and it reads that"
+    label: ClassVar[str] = "neither can run first"
+    help: ClassVar[str] = "split the region where its value leaves it"
+    node: str
+
+
+@dataclass(frozen=True)
 class UnknownOperand(Diagnostic):
     title: ClassVar[str] = "{node} reads `%{operand}`, which nothing before it makes"
     label: ClassVar[str] = "no `%{operand}` above"

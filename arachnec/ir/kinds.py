@@ -1,7 +1,7 @@
 """The types that a table of attributes speaks of, and whether a value is of one.
 
-``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]``,
-lists of pairs ``[[int, ms]]``.
+``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
+``[str]``, lists of pairs ``[[int, ms]]``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _NAMES = {
     "bool": "`true` or `false`",
     "@graph": "the name of a graph, `@Block`",
     "[int]": "a list of integers",
+    "[str]": "a list of strings",
     "[[int, ms]]": "a list of `[degree, time in ms]`",
     "[[@graph, int]]": "a list of `[@graph, count]`",
 }

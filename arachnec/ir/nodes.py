@@ -126,10 +126,23 @@ class GraphOp:
 
 
 @dataclass(frozen=True)
-class Graph:
-    """The graph of one block class, traced once with symbolic sizes.
+class Fused:
+    """``fused @row_0 (%mul_0, %add_2) { schedule = "row", ... }``: operations of a graph that run as one region.
 
-    ``graph @Block (inputs) -> (%9) { attributes } [ ops ]``.
+    ``ops`` are names of the graph's operations, in its order.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    attrs: Attributes = NO_ATTRIBUTES
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The graph of one block class, traced once with symbolic sizes, and which of its operations run together.
+
+    ``graph @Block (inputs) -> (%9) { attributes } [ ops, fused regions ]``.
     """
 
     name: str
@@ -138,6 +151,7 @@ class Graph:
     outputs: tuple[str, ...]
     attrs: Attributes = NO_ATTRIBUTES
     span: Span | None = field(default=None, compare=False, repr=False)
+    fused: tuple[Fused, ...] = ()
 
 
 @dataclass(frozen=True)

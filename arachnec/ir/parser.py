@@ -29,6 +29,7 @@ from arachnec.ir.nodes import (
     Cascade,
     Clip,
     Cluster,
+    Fused,
     Graph,
     GraphInput,
     GraphOp,
@@ -249,8 +250,10 @@ class _Builder(Transformer[Token, Module]):
         return Stage(_name(name), kind == "trained", attrs or NO_ATTRIBUTES, _span(word, kind))
 
     def graph(self, parts: Parts) -> Graph:
-        word, name, inputs, outputs, attrs, *ops = parts
-        return Graph(_name(name), inputs or (), tuple(ops), outputs, attrs or NO_ATTRIBUTES, _span(word, name))
+        word, name, inputs, outputs, attrs, *body = parts
+        ops = tuple(item for item in body if isinstance(item, GraphOp))
+        fused = tuple(item for item in body if isinstance(item, Fused))
+        return Graph(_name(name), inputs or (), ops, outputs, attrs or NO_ATTRIBUTES, _span(word, name), fused)
 
     def graph_inputs(self, parts: Parts) -> tuple[GraphInput, ...]:
         return tuple(part for part in parts if part is not None)
@@ -263,6 +266,10 @@ class _Builder(Transformer[Token, Module]):
         result = None if kind is None else _tensor_type(kind)
         span = _span(name, target)
         return GraphOp(_name(name), _string(target, target), operands, result, attrs or NO_ATTRIBUTES, span)
+
+    def fused(self, parts: Parts) -> Fused:
+        word, name, ops, attrs = parts
+        return Fused(_name(name), ops, attrs or NO_ATTRIBUTES, _span(word, name))
 
     def cascade(self, parts: Parts) -> Cascade:
         name, phase, stage, clips, batch, tokens, text, inputs, attrs = parts

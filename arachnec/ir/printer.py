@@ -16,6 +16,7 @@ from arachnec.ir.nodes import (
     Cascade,
     Clip,
     Cluster,
+    Fused,
     Graph,
     GraphOp,
     Instruction,
@@ -77,12 +78,16 @@ def _graph(graph: Graph) -> str:
     if len(inputs) > WIDTH - 20:
         inputs = "\n    " + ",\n    ".join(items) + "\n  "
     head = f"  graph {symbol(graph.name)} ({inputs}) -> {_percents(graph.outputs)}" + _inline(graph.attrs)
-    return _block(head, (_op(op) for op in graph.ops))
+    return _block(head, [*map(_op, graph.ops), *map(_fused, graph.fused)])
 
 
 def _op(op: GraphOp) -> str:
     kind = "" if op.type is None else f" : {tensor_type(op.type)}"
     return f"    {percent(op.name)} = {string(op.target)}{_percents(op.operands)}{kind}" + _inline(op.attrs)
+
+
+def _fused(fused: Fused) -> str:
+    return f"    fused {symbol(fused.name)} {_percents(fused.ops)}" + _wrapped(fused.attrs, 4, WIDTH)
 
 
 def _cascade(cascade: Cascade) -> str:
@@ -145,7 +150,16 @@ def _attributes(attrs: Attributes, indent: int | None, used: int = 30) -> str:
     if indent is None or len(line) + used <= WIDTH:
         return f"{{ {line} }}"
     pad = " " * indent
+    items = [_broken(item, value, pad) for item, (_, value) in zip(items, attrs.pairs, strict=True)]
     return "{\n" + "".join(f"{pad}  {item},\n" for item in items) + pad + "}"
+
+
+def _broken(item: str, value: Value, pad: str) -> str:
+    """A long list of sentences has one in a line."""
+    if len(item) <= WIDTH or not isinstance(value, tuple) or not all(type(part) is str for part in value):
+        return item
+    name = item[: item.index(" = [")]
+    return f"{name} = [\n" + "".join(f"{pad}    {_value(part)},\n" for part in value) + f"{pad}  ]"
 
 
 def _value(value: Value) -> str:

@@ -19,6 +19,7 @@ from arachnec.ir.nodes import (
     Cascade,
     Clip,
     Cluster,
+    Fused,
     Graph,
     Instruction,
     Level,
@@ -78,7 +79,7 @@ def label(node: object) -> str:
         return f"`{node.op} {symbol(node.target) if node.op in ('reduce', 'step') else percent(node.target)}`"
     if isinstance(node, Reduce | Step):
         return f"`{type(node).__name__.lower()} {symbol(node.stage)}`"
-    if isinstance(node, Module | Cluster | Stage | Graph):
+    if isinstance(node, Module | Cluster | Stage | Graph | Fused):
         return f"{type(node).__name__.lower()} `{symbol(node.name)}`"
     raise TypeError(f"not a node: {node!r}")
 
@@ -357,6 +358,51 @@ def graphs_are_ordered(world: World) -> Found:
                 yield _operand(f"the result of {label(graph)}", graph.span, name, made)
 
 
+def fused_regions_are_apart(world: World) -> Found:
+    """Regions name operations of their graph, each operation is in one region, and no region waits for itself."""
+    for graph in world.module.graphs:
+        ops = {op.name for op in graph.ops}
+        owner: dict[str, str] = {}
+        names: set[str] = set()
+        for region in graph.fused:
+            if region.name in names:
+                yield errors.DuplicateName(region.span, f"{label(region)} in {label(graph)}")
+            names.add(region.name)
+            for name in region.ops:
+                if name not in ops:
+                    close = difflib.get_close_matches(name, sorted(ops), 1)
+                    remedy = f"did you mean `{percent(close[0])}`?" if close else f"name operations of {label(graph)}"
+                    yield errors.UnknownFusedOp(region.span, label(region), name, remedy)
+                elif name in owner:
+                    yield errors.FusedTwice(region.span, label(region), name, owner[name])
+                else:
+                    owner[name] = region.name
+        if cycle := _waits_for_itself(graph, owner):
+            span = next(region.span for region in graph.fused if region.name == cycle)
+            yield errors.FusedCycle(span, f"fused `{symbol(cycle)}`")
+
+
+def _waits_for_itself(graph: Graph, owner: dict[str, str]) -> str | None:
+    """A region that reads, through operations outside it, what it makes itself."""
+    unit = {op.name: "@" + owner[op.name] if op.name in owner else op.name for op in graph.ops}
+    edges: dict[str, set[str]] = {name: set() for name in unit.values()}
+    for op in graph.ops:
+        edges[unit[op.name]] |= {unit[x] for x in op.operands if x in unit} - {unit[op.name]}
+    ready = [name for name, before in edges.items() if not before]
+    after: dict[str, list[str]] = {name: [] for name in edges}
+    for name, before in edges.items():
+        for other in before:
+            after[other].append(name)
+    while ready:
+        done = ready.pop()
+        edges.pop(done)
+        for name in after[done]:
+            edges[name].discard(done)
+            if not edges[name]:
+                ready.append(name)
+    return next((name[1:] for name in edges if name.startswith("@")), None)
+
+
 def _operand(node: str, span: Span | None, operand: str, made: set[str]) -> Diagnostic:
     close = difflib.get_close_matches(operand, sorted(made), 1)
     remedy = f"did you mean `{percent(close[0])}`?" if close else "make it an input of the graph, or move its op above"
@@ -374,6 +420,7 @@ NAMES: tuple[Callable[[World], Found], ...] = (
     references_resolve,
     inputs_come_first,
     graphs_are_ordered,
+    fused_regions_are_apart,
 )
 """Asked first; where one finds a mistake, the others would only repeat it."""
 

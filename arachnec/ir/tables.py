@@ -78,6 +78,18 @@ STAGE = table("""
     costs           | str            | costed | required | where they come from: "profile", "data sheet" or "table"
 """)
 
+FUSED = table("""
+    schedule        | str         | traced | required | "row", "column" or "loop": what one program works on
+    rows            | str         | traced | optional | how many of them there are
+    kernel          | str         | traced | required | the hand-written kernel that does it, or "generated"
+    bytes_before    | GiB formula | traced | required | read and written when every operation runs alone, forward
+    bytes_after     | GiB formula | traced | required | read and written by the region
+    launches_before | int         | traced | required | kernels, forward
+    launches_after  | int         | traced | required | kernels of the region
+    registers       | int         | traced | optional | KiB that one program holds at its widest
+    stopped         | [str]       | traced | optional | why the region did not grow, one reason for each neighbour
+""")
+
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     degree    | int         | scheduled | required | ranks that share it

@@ -12,6 +12,7 @@ from arachnec.ir.nodes import (
     Cascade,
     Clip,
     Cluster,
+    Fused,
     Instruction,
     Level,
     Module,
@@ -24,7 +25,7 @@ from arachnec.ir.rules import NAMES, PLANS, label, world_of
 from arachnec.ir.span import Span
 from arachnec.ir.values import Formula, Quantity, Value
 
-Attributed: TypeAlias = Module | Cluster | Clip | Stage | Cascade | Reduce | Step | Program | Instruction
+Attributed: TypeAlias = Module | Cluster | Clip | Stage | Fused | Cascade | Reduce | Step | Program | Instruction
 Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 
 
@@ -57,6 +58,7 @@ def _attributes(module: Module) -> Iterator[Diagnostic]:
     nodes: tuple[tuple[Attributed, ...], ...] = (
         module.clips,
         module.stages,
+        tuple(region for graph in module.graphs for region in graph.fused),
         module.cascades,
         module.reductions,
         module.steps,
@@ -75,6 +77,7 @@ _TABLES: dict[type, Mapping[str, tables.Row]] = {
     Cluster: tables.CLUSTER,
     Clip: tables.CLIP,
     Stage: tables.STAGE,
+    Fused: tables.FUSED,
     Cascade: tables.CASCADE,
     Reduce: tables.REDUCE,
     Step: tables.STEP,
@@ -100,7 +103,7 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
             yield errors.EarlyAttribute(_place(node, name), label(node), name, level.word, row.since.word)
         elif not kinds.test(row.kind)(value):
             yield _mismatch(node, row, value)
-        elif type(value) is Formula:
+        elif type(value) is Formula and not isinstance(node, Fused):  # a graph has symbols of its own
             yield from _variables(node, name, value)
         elif type(value) is Quantity and value.value < 0:
             yield errors.NegativeValue(_place(node, name), label(node), name)

@@ -49,6 +49,7 @@ graphs = st.builds(
     st.lists(st.builds(nodes.GraphOp, names, texts, inputs, st.none() | types, attributes), max_size=3).map(tuple),
     inputs,
     attributes,
+    fused=st.lists(st.builds(nodes.Fused, names, inputs, attributes), max_size=2).map(tuple),
 )
 cascades = st.builds(
     nodes.Cascade, names, st.sampled_from(list(Phase)), names, ranks, sizes, sizes, sizes, inputs, attributes

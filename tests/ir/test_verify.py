@@ -23,6 +23,7 @@ TABLES = {
     "cluster": tables.CLUSTER,
     "clip": tables.CLIP,
     "stage": tables.STAGE,
+    "fused": tables.FUSED,
     "cascade": tables.CASCADE,
     "reduce": tables.REDUCE,
     "step": tables.STEP,
