@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -26,9 +28,20 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.sequence import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
 from arachnec.kernels.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class NotFinite(Diagnostic):
+    title: ClassVar[str] = "step {step} has loss {loss} and gradient norm {norm}: training has diverged"
+    help: ClassVar[str] = (
+        "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with --resume"
+    )
+    step: int
+    loss: float
+    norm: float
 
 
 def train(executable: Executable, options: RunOptions, device: torch.device) -> None:
@@ -136,12 +149,15 @@ class Trainer:
         busy = report.busy_ms(self.intervals)
         mine = [run.loss, elapsed, busy, report.peak_memory_gib(device), run.norm or 0.0]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(NotFinite(None, own.step, loss, norm))
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
             iteration=iteration,
-            loss=float(everyone[:, 0].sum()),
-            gradient_norm=float(everyone[:, 4].max()),
+            loss=loss,
+            gradient_norm=norm,
             step_ms=step_ms,
             planned_ms=report.planned_ms(own.module),
             imbalance=report.imbalance(everyone[:, 2].tolist()),
