@@ -22,7 +22,6 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.instrument import Instrument
 from arachnec.passes.pipeline import Pipeline
-
 from arachnec.report import plan_report
 
 if TYPE_CHECKING:
@@ -40,11 +39,12 @@ class Compiled:
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
     tracing_ms: float
+    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs beside attention
 
     @property
     def report(self) -> dict[str, Any]:
         """What ``--json`` prints: see ``arachnec.report``."""
-        return plan_report(self.module, self.planning_ms)
+        return {**plan_report(self.module, self.planning_ms), "warnings": list(self.warnings)}
 
     def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
         """Write the executable folder that ``arachnec run`` takes; returns it. ``load`` are files that add passes."""
@@ -132,10 +132,11 @@ def compile(
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
-    traced = front_end(trace_file(model_file, manifest), manifest, machine)
+    trace = trace_file(model_file, manifest)
+    traced = front_end(trace, manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
     module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
-    return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms)
+    return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms, trace.warnings)
 
 
 def compare(

@@ -24,7 +24,7 @@ from arachnec.kernels.exchange import gather_tokens, shard_tokens
 from arachnec.kernels.sequence_shard import SequenceShard
 from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel
 from arachnec.passes.trace_errors import UnequalCall
-from arachnec.passes.trace_sequence import ShardedBlock, shard_block
+from arachnec.passes.trace_sequence import ShardedBlock, gather_warnings, shard_block
 
 # Answered without gathering: what a whole tensor would answer as well.
 METADATA = frozenset(
@@ -152,18 +152,7 @@ class SequenceModel:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is gathered that a reader of the model would not expect, and what it costs."""
-        lines = [str(note) for block in self.blocks for note in block.gathers]
-        chained = {origin for call in self.captured.calls for origin in call.origins if origin is not None}
-        last = len(self.captured.calls) - 1
-        for escape in sorted(self.captured.escapes, key=lambda e: (e.call, e.output)):
-            call = self.captured.calls[escape.call]
-            dim = self.blocks[call.block].outputs[escape.output]
-            if dim is not None and escape not in chained and escape.call != last:
-                sizes = self.blocks[call.block].captured.output_dims[escape.output]
-                lines.append(
-                    f"`{call.path}` returns tokens {list(sizes)} that the model reads outside its blocks: gathered"
-                )
-        return tuple(lines)
+        return gather_warnings(self.captured, self.blocks)
 
 
 def install(model: nn.Module, captured: CapturedModel) -> SequenceModel:

@@ -40,6 +40,10 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
         f"[bold]proved[/]\n  {len(module.clips)} clips each counted once, no deadlock, inputs before use, "
         "memory within the device"
     )
+    if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):
+        console.print("[bold]warning[/]: ranks that share a clip gather more than attention needs, in every block:")
+        for line in compiled.warnings:
+            console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
     if folder is not None:
         console.print(f"\nwrote {folder}; next: [bold]arachnec run {folder}[/]")
 

@@ -22,7 +22,7 @@ from arachnec.passes.trace_errors import CannotRecord, CannotTake
 from arachnec.passes.trace_graph import block_graph
 from arachnec.passes.trace_record import flatten_call, training_mode
 from arachnec.passes.trace_sample import ModelSource, arguments_of, example_calls, meta_encoders
-from arachnec.passes.trace_sequence import shard_block
+from arachnec.passes.trace_sequence import gather_warnings, shard_block
 
 TRAINED = "dit"
 
@@ -35,6 +35,7 @@ class Trace:
     graphs: tuple[Graph, ...]
     captured: CapturedModel
     counter: TokenCounter
+    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs beside attention
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
@@ -121,10 +122,9 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
     encoders = meta_encoders(source)
     calls = example_calls(model, source, clips, encoders)
     captured = capture_blocks(model, calls)
-    for block in captured.blocks:
-        shard_block(block)  # what no rank could run is refused here, not at launch
+    shared = [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here, not at launch
     counter = TokenCounter(model, captured, source, encoders)
     trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())
     graphs = tuple(block_graph(block) for block in captured.blocks)
-    return Trace((*frozen, trained), graphs, captured, counter)
+    return Trace((*frozen, trained), graphs, captured, counter, gather_warnings(captured, shared))

@@ -9,7 +9,7 @@ operands gathered, and the op runs in full on every rank: always right, and repo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import fx
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
-from arachnec.passes.trace_blocks import CapturedBlock
+from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel
 from arachnec.passes.trace_dims import S
 from arachnec.passes.trace_errors import stack_span
 from arachnec.passes.trace_sequence_context import Context, MixesTokens, Refused, Result
@@ -115,6 +115,21 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
         for kind in ("attention", "gathered")
     }
     return ShardedBlock(captured, module, inputs, outputs, tokens, local, notes["attention"], notes["gathered"])
+
+
+def gather_warnings(captured: CapturedModel, blocks: Sequence[ShardedBlock]) -> tuple[str, ...]:
+    """What several ranks gather that a reader of the model would not expect, and what it costs; ``blocks`` in order."""
+    lines = [str(note) for block in blocks for note in block.gathers]
+    chained = {origin for call in captured.calls for origin in call.origins if origin is not None}
+    last = len(captured.calls) - 1
+    for escape in sorted(captured.escapes, key=lambda e: (e.call, e.output)):
+        call = captured.calls[escape.call]
+        if blocks[call.block].outputs[escape.output] is not None and escape not in chained and escape.call != last:
+            sizes = blocks[call.block].captured.output_dims[escape.output]
+            lines.append(
+                f"`{call.path}` returns tokens {list(sizes)} that the model reads outside its blocks: gathered"
+            )
+    return tuple(lines)
 
 
 def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
