@@ -17,4 +17,14 @@ PIPELINES = {
     "ulysses": f"{_STATE},partition,annotate,schedule-static,{_END}",
     # AdaptiveLoad: the dual limits balance the micro-batches, data parallelism runs them
     "adaptive-load": f"{_STATE},partition{{policy=dual}},annotate,schedule-static{{policy=data-parallel}},{_END}",
+    # NeMo: one bucket at a time on all GPUs, one degree for the whole run
+    "same-bucket": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-same-bucket,{_END}",
+    # Megatron-Core: greedy rounds of groups, the smallest power of two that holds a sequence, work S^2 / cp
+    "megatron-dynamic-cp": f"{_STATE},partition,annotate,schedule-dynamic-cp,{_END}",
+    # FlexSP: an integer program chooses groups of unequal size and what each runs
+    "flexsp": f"{_STATE},partition,annotate,schedule-flexsp,{_END}",
+    # KnapFormer: bags of fixed sizes, filled greedily to equal load
+    "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
+    # Arachne: a genetic search over degrees and priorities, decoded by list scheduling
+    "arachne-ga": f"{_STATE},partition,annotate,schedule-genetic,{_END}",
 }

@@ -34,7 +34,7 @@ def deal(problem: Problem, picks: list[int], *, in_turn: bool) -> Schedule:
     ends = [0] * len(problem.jobs)
     turn = 0
     for sink in sinks:
-        chain = [j for j in _chain(problem, sink) if starts[j] < 0]
+        chain = [j for j in chain_of(problem, sink) if starts[j] < 0]
         width = max(widths[j] for j in chain)
         if in_turn:
             turn = turn if turn + width <= problem.gpus else 0
@@ -53,8 +53,9 @@ def deal(problem: Problem, picks: list[int], *, in_turn: bool) -> Schedule:
     return Schedule(tuple(picks), tuple(starts))
 
 
-def _chain(problem: Problem, sink: int) -> list[int]:
+def chain_of(problem: Problem, sink: int) -> list[int]:
+    """A job and all that it waits for, in an order in which they can run."""
     found: list[int] = []
     for earlier in problem.jobs[sink].before:
-        found += [j for j in _chain(problem, earlier) if j not in found]
+        found += [j for j in chain_of(problem, earlier) if j not in found]
     return [*found, sink]

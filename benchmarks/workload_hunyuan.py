@@ -1,0 +1,113 @@
+"""Every named pipeline on real training iterations of HunyuanVideo at 720p: predicted iteration time, and who is fastest.
+
+    python benchmarks/workload_hunyuan.py benchmarks/data/hunyuan_720p_129f.jsonl [--clusters 2x8:h100-80g,8x8:h100-80g]
+
+The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with `iteration`
+will do. The model is traced once, on the meta device. Costs are those of the data sheet, so the ratios mean more than the
+milliseconds. Ends with 1 if the default is slower than another pipeline anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from arachnec.backends.executable import iteration_of
+from arachnec.data.manifest import read_manifest
+from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module
+from arachnec.models.file import load_model_file
+from arachnec.passes.cluster_file import parse_cluster
+from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.pipelines import PIPELINES
+from arachnec.report import plan_report
+
+MODEL = Path(__file__).parents[1] / "examples" / "hunyuanvideo.py"
+CLUSTERS = "2x8:h100-80g,8x8:h100-80g"
+SAME = 1e-3  # relative: closer is a tie
+
+
+def traced_on(model: Path, data: Path, cluster: str) -> Module:
+    """The model's stages and every clip of the manifest, for one cluster."""
+    manifest = read_manifest(data, batch=None)
+    return front_end(trace_file(load_model_file(model), manifest), manifest, parse_cluster(cluster))
+
+
+def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) -> list[dict[str, object]]:
+    """One row per iteration: of every pipeline ms, planning ms, imbalance, and the bound of the default's cascades."""
+    here = replace(traced, cluster=parse_cluster(cluster))
+    found: list[dict[str, object]] = []
+    for number in range(iterations):
+        row: dict[str, object] = {"cluster": cluster, "iteration": number, "clips": len(iteration_of(here, number).clips)}
+        for name in pipelines:
+            try:
+                module, planning = plan_iteration(here, Pipeline.parse(PIPELINES[name]), number)
+            except UserError as error:
+                row[name] = {"refused": str(error)}
+                continue
+            report = plan_report(module, planning)
+            row[name] = {key: round(report[key], 4) for key in ("iteration_ms", "bound_ms", "imbalance", "planning_ms")}
+        found.append(row)
+        print(line(row, pipelines), flush=True)
+    return found
+
+
+def line(row: dict[str, object], pipelines: list[str]) -> str:
+    """Iteration time in seconds under every pipeline's name."""
+    times = [milliseconds(row, name) for name in pipelines]
+    cells = " ".join("   refused" if t is None else f"{t / 1e3:10.3f}" for t in times)
+    return f"{row['cluster']:>14} {row['iteration']:>4} {row['clips']:>5} {cells}"
+
+
+def milliseconds(row: dict[str, object], name: str) -> float | None:
+    cell = row[name]
+    assert isinstance(cell, dict)
+    return cell.get("iteration_ms")
+
+
+def slower(found: list[dict[str, object]], pipelines: list[str]) -> list[str]:
+    """Where the default is slower than another pipeline, in words."""
+    said = []
+    for row in found:
+        ours = milliseconds(row, "default")
+        for name in pipelines:
+            theirs = milliseconds(row, name)
+            if ours is not None and theirs is not None and ours > theirs * (1 + SAME):
+                said.append(f"{row['cluster']} iteration {row['iteration']}: {name} is {ours / theirs - 1:.1%} faster")
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--clusters", default=CLUSTERS)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--pipelines", help="names separated by commas; default: all")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    pipelines = options.pipelines.split(",") if options.pipelines else list(PIPELINES)
+    clusters = options.clusters.split(",")
+    traced = traced_on(options.model, options.data, clusters[0])
+    iterations = len(read_manifest(options.data, batch=None).iterations)
+    print(f"{'cluster':>14} {'iter':>4} {'clips':>5} " + " ".join(f"{name[:10]:>10}" for name in pipelines) + "   (s)")
+    found: list[dict[str, object]] = []
+    for cluster in clusters:
+        of_cluster = rows(traced, cluster, iterations, pipelines)
+        found += of_cluster
+        total = {name: [milliseconds(row, name) for row in of_cluster] for name in pipelines}
+        for name, times in total.items():
+            if all(t is not None for t in times):
+                print(f"  {cluster} {name:20s} {sum(t for t in times if t is not None) / 1e3:10.2f} s in all")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    said = slower(found, pipelines) if "default" in pipelines else []
+    print("\n".join(said) or "the default is nowhere slower")
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
