@@ -11,6 +11,8 @@ All three only get easier as T grows, so bisection finds it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from arachnec.passes.schedule_problem import Problem
 
 
@@ -20,11 +22,12 @@ def lower_bound(problem: Problem) -> int:
     high = max(low, sum(min(choice.ticks for choice in job.choices) for job in problem.jobs))
     if high < 1:
         return 0
-    while not _possible(problem, high):
+    possible = _Possible(problem)
+    while not possible(high):
         high *= 2
     while low < high:
         middle = (low + high) // 2
-        if _possible(problem, middle):
+        if possible(middle):
             high = middle
         else:
             low = middle + 1
@@ -36,14 +39,30 @@ def longest_chain(problem: Problem) -> int:
     return max((head + job.choices[-1].ticks for head, job in zip(problem.heads, problem.jobs, strict=True)), default=0)
 
 
-def _possible(problem: Problem, horizon: int) -> bool:
-    area = 0
-    wide = 0
-    for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True):
-        allowed = [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
-        if not allowed:
+class _Possible:
+    """The three conditions as arrays with a row for each different kind of job."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.gpus = problem.gpus
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for index, (job, head, tail) in enumerate(zip(problem.jobs, problem.heads, problem.tails, strict=True)):
+            kinds.setdefault((id(job.choices), head + tail), []).append(index)
+        rows = [problem.jobs[jobs[0]].choices for jobs in kinds.values()]
+        most = max(map(len, rows))
+        # a kind with fewer choices repeats its last
+        padded = [(*row, *(row[-1:] * (most - len(row)))) for row in rows]
+        self.degree = np.array([[choice.degree for choice in row] for row in padded], dtype=np.int64)
+        self.ticks = np.array([[choice.ticks for choice in row] for row in padded], dtype=np.int64)
+        self.area = self.degree * self.ticks
+        self.many = np.array([len(jobs) for jobs in kinds.values()], dtype=np.int64)
+        self.needed = self.ticks + np.array([[around] for _, around in kinds], dtype=np.int64)
+
+    def __call__(self, horizon: int) -> bool:
+        allowed = self.needed <= horizon
+        if not allowed[:, -1].all():
             return False
-        area += min(choice.area for choice in allowed)
-        if 2 * allowed[0].degree > problem.gpus:
-            wide += allowed[-1].ticks
-    return area <= problem.gpus * horizon and wide <= horizon
+        unlimited = np.iinfo(np.int64).max
+        area = int((np.where(allowed, self.area, unlimited).min(axis=1) * self.many).sum())
+        narrowest = np.take_along_axis(self.degree, allowed.argmax(axis=1)[:, None], axis=1)[:, 0]
+        wide = int((self.ticks[:, -1] * self.many)[2 * narrowest > self.gpus].sum())
+        return area <= self.gpus * horizon and wide <= horizon

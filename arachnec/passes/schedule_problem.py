@@ -113,3 +113,11 @@ class Solution:
     area_bound: int
     bound: int
     proved: bool
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What one query may cost: Z3's own deterministic count of steps, and wall time in ms; None is no limit."""
+
+    steps: int | None = None
+    wall_ms: int | None = None

@@ -10,27 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import reduce
 
 import z3
 
-from arachnec.passes.schedule_problem import Choice, Job, Problem, Schedule
+from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, Schedule
 
 
 class Answer(Enum):
     FOUND = "found"
     IMPOSSIBLE = "impossible"
     UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Effort:
-    """What one query may cost: Z3's own deterministic count of steps, and wall time in ms; None is no limit."""
-
-    steps: int | None = None
-    wall_ms: int | None = None
 
 
 def find_schedule(

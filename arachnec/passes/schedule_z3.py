@@ -14,6 +14,7 @@ proved optimal.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,15 +22,20 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
+from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import best_one_degree
-from arachnec.passes.schedule_heuristics import best_heuristic, improve
+from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve
 from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution, violations
+from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
+from arachnec.passes.schedule_repack import Repacking
 from arachnec.passes.schedule_tail import tail_of, with_tail
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
-TRIES = 4000  # of one local search, where time allows
+GOOD = 1.02  # times the bound
+CHAINED_SHARE = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
+QUESTION_MS = 700  # of Z3 on two blocks
+TRIES = 4000  # of one local search, or of repacking what Z3 is given whole, where time allows
 TURN_SHARE = 0.25  # of what is left, for the local search of one turn
 MIN_SHARE = 50.0  # ms
 TAILS = (8, 12, 16)  # jobs
@@ -81,9 +87,11 @@ class Clock:
 def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     """The best schedule within the budget."""
     bound = lower_bound(problem)
-    schedule = best_heuristic(problem, bound)
-    if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
-        schedule = min(schedule, best_one_degree(problem), key=lambda found: found.makespan(problem))
+    options = options_of(problem)
+    packed = best_packing(problem, options, bound) if options is not None and problem.jobs else None
+    schedule = first_schedule(problem, packed, bound)
+    if options is not None and packed is not None:
+        schedule = repack(problem, options, packed, schedule, bound, clock, seed)
     if len(problem.jobs) > WHOLE:
         schedule = improve_by_turns(problem, schedule, bound, clock, seed)
         return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
@@ -92,6 +100,51 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     if schedule.makespan(problem) > bound and _any_left(clock):
         return prove(problem, Solution(schedule, bound, bound, False), clock, seed)
     return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
+
+
+def first_schedule(problem: Problem, packed: Packing | None, bound: int) -> Schedule:
+    """The best of the packing, list schedules and fixed layouts; of many jobs the packing alone where it is good."""
+    found = []
+    if packed is not None:
+        found.append(realize(problem, packed))
+        if len(problem.jobs) > MANY_JOBS and found[0].makespan(problem) <= GOOD * bound:
+            return found[0]
+    found.append(best_heuristic(problem, bound))
+    if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
+        found.append(best_one_degree(problem))
+    return min(found, key=lambda schedule: schedule.makespan(problem))
+
+
+def repack(
+    problem: Problem, options: Options, packed: Packing, schedule: Schedule, bound: int, clock: Clock, seed: int
+) -> Schedule:
+    """The schedule, or a shorter one by large-neighbourhood search from ``packed``, with questions to Z3."""
+    tries = 0
+    chained = any(job.before for job in problem.jobs)
+    small = len(problem.jobs) <= WHOLE
+    share = CHAINED_SHARE if chained or small else 1.0
+    floor = clock.left() * (1 - share)
+
+    def stop() -> bool:
+        nonlocal tries
+        tries += 1
+        if small and tries > TRIES:
+            return True
+        return tries > clock.steps if clock.steps is not None else clock.left() <= floor
+
+    def ask(jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int) -> list[Placed] | None:
+        from arachnec.passes.schedule_packing import find_packing
+
+        wall = None if clock.steps is not None else int(min(clock.left() - floor, QUESTION_MS))
+        steps = None if clock.steps is None else Z3_STEPS_PER_STEP * clock.steps
+        effort = Effort(steps, wall)
+        return find_packing(jobs, options, problem.heads, base, horizon, widest, seed=seed, effort=effort)[1]
+
+    search = Repacking(problem, options, packed, bound, seed=seed, ask=None if small else ask)
+    while search.run(stop):
+        if chained:
+            schedule = min(schedule, realize(problem, search.packing()), key=lambda found: found.makespan(problem))
+    return min(schedule, realize(problem, search.packing()), key=lambda found: found.makespan(problem))
 
 
 def local_search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int, share: float) -> Schedule:
@@ -116,7 +169,7 @@ def improve_by_turns(problem: Problem, schedule: Schedule, bound: int, clock: Cl
 
 def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, clock: Clock, seed: int) -> Schedule:
     """The schedule with the best tail of ``size`` jobs that Z3 finds, by bisection; itself where there is no better."""
-    from arachnec.passes.schedule_window import Answer, Effort, find_schedule
+    from arachnec.passes.schedule_window import Answer, find_schedule
 
     tail = tail_of(problem, schedule, size)
     if tail.running > MOST_RUNNING:
@@ -149,7 +202,7 @@ def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Sol
     The first question is whether anything beats the incumbent: after a good heuristic the answer is often no, and that
     no is the proof.
     """
-    from arachnec.passes.schedule_window import Answer, Effort, find_schedule
+    from arachnec.passes.schedule_window import Answer, find_schedule
 
     schedule, low = incumbent.schedule, incumbent.bound
     high = schedule.makespan(problem)
