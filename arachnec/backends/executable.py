@@ -154,8 +154,11 @@ def write_executable(
 def demand_folder(folder: Path) -> None:
     """Raises OSError for a folder that is not there and cannot be made, or not be written to; leaves nothing behind."""
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    with tempfile.TemporaryDirectory(dir=place):
-        pass
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
