@@ -35,7 +35,7 @@ def main() -> None:
     if build.exists():
         shutil.rmtree(build)
     command("profile", model, "--data", clips, "--cluster", cluster, "-o", profile)
-    command("compile", model, "--data", clips, "--cluster", cluster, "--profile", profile, "-o", build, "--lr", "2e-3")
+    command("compile", model, "--data", clips, "--cluster", cluster, "--profile", profile, "-o", build, "--lr", "1e-3")
     command(
         "compare", model, "--data", clips, "--cluster", cluster, "--profile", profile,
         "--pipelines", "default,data-parallel",

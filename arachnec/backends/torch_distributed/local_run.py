@@ -71,6 +71,7 @@ def pictures(folder: Path, summary: RunReport) -> list[str]:
     axes.plot(
         [s.step for s in summary.steps], [s.loss for s in summary.steps], marker="." if len(summary.steps) < 50 else ""
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title(f"{len(summary.steps)} steps on {summary.ranks} ranks")
