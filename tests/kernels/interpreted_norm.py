@@ -1,0 +1,97 @@
+"""Runs the norm kernels in Triton's interpreter, in a process of its own: prints {case: {tensor: error}} as JSON.
+
+The error is the greatest difference from float64 autograd of eager, over the greatest value there.
+"""
+
+import itertools
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from arachnec.kernels import norm_launch
+from arachnec.kernels.norm_plain import Vectors
+from arachnec.kernels.row_groups import RowGroups
+from arachnec.kernels.row_launch import Launch, tile_of
+
+LENGTHS = [1, 5, 7, 0, 32]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def groups_of(kind: str) -> RowGroups:
+    if kind == "packed":
+        return RowGroups(
+            sum(LENGTHS), len(LENGTHS), torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+        )
+    return {"sample": RowGroups(14, 2), "all": RowGroups(9, 1), "token": RowGroups(6, 6, per_row=True)}[kind]
+
+
+def eager(x: Tensor, branch: Tensor | None, v: Vectors, groups: RowGroups, layer: bool) -> tuple[Tensor, Tensor]:
+    if groups.lengths is None:
+        index = torch.arange(groups.rows) // (groups.rows // groups.count)
+    else:
+        index = torch.repeat_interleave(torch.arange(groups.count), torch.tensor(LENGTHS))
+    if branch is not None:
+        x = x + branch * (1 if v.gate is None else v.gate[index])
+    if layer:
+        y = torch.nn.functional.layer_norm(x, x.shape[1:], v.weight, v.bias, 1e-6)
+    else:
+        y = torch.nn.functional.rms_norm(x, x.shape[1:], v.weight, 1e-6) + (0 if v.bias is None else v.bias)
+    y = y * (1 if v.scale is None else 1 + v.scale[index])
+    return x, y + (0 if v.shift is None else v.shift[index])
+
+
+def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: str, slots: int) -> dict[str, float]:
+    torch.manual_seed(len(kind) + hidden)
+    groups, layer, stored = groups_of(kind), norm == "layer", DTYPES[dtype]
+
+    def made(letter: str, *shape: int) -> Tensor | None:
+        return torch.randn(shape).to(stored) if letter in vectors else None
+
+    x = torch.randn(groups.rows, hidden).to(stored)
+    branch = torch.randn(groups.rows, hidden).to(stored) if gated else None
+    wide = [made(letter, groups.count, hidden) for letter in "st"]
+    gate = made("g", groups.count, hidden) if gated else None
+    given = Vectors(made("w", hidden), made("b", hidden), *wide, gate)
+    launch = Launch(tile_of(hidden), 1, 1, slots)
+    h, y, mean, rstd = norm_launch.forward(x, branch, given, groups, layer, 1e-6, launch)
+    dy, dh = torch.randn_like(y), torch.randn_like(h) if gated else None
+    again, found = (
+        norm_launch.backward(dy, dh, h, mean, rstd, branch, given, groups, layer, True, launch) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True)), "two runs differ"
+
+    exact = [t if t is None else t.double().requires_grad_() for t in (x, branch, *given)]
+    truth_h, truth_y = eager(exact[0], exact[1], Vectors(*exact[2:]), groups, layer)
+    torch.autograd.backward([truth_y, truth_h], [dy.double(), torch.zeros_like(truth_h) if dh is None else dh.double()])
+    pairs = {"h": (h, truth_h), "y": (y, truth_y)}
+    names = ("dx", "dbranch", "dweight", "dbias", "dscale", "dshift", "dgate")
+    for name, tensor in zip(names, exact, strict=True):
+        if tensor is None or (name == "dshift" and groups.per_row) or (name == "dbranch" and gate is None):
+            assert getattr(found, name).numel() == 0
+        else:
+            pairs[name] = (getattr(found, name), tensor.grad)
+    return {name: float((got.double() - want).abs().max() / want.abs().max()) for name, (got, want) in pairs.items()}
+
+
+def main() -> None:
+    cases = list(
+        itertools.product(["sample", "token", "packed"], ["layer", "rms"], ["st", "wbstg"], [True], [40], ["fp32"], [6])
+    )
+    cases += itertools.product(["sample", "packed"], ["layer"], ["st", "wb"], [False], [48], ["fp32", "bf16"], [3])
+    cases += [
+        ("all", "layer", "", False, 48, "fp32", 4),
+        ("all", "rms", "w", False, 40, "fp16", 4),
+        ("all", "rms", "s", False, 16, "fp32", 4),
+        ("all", "layer", "g", True, 7, "fp32", 4),
+        ("packed", "rms", "wstg", True, 40, "bf16", 20),
+        ("token", "rms", "s", False, 40, "fp32", 4),
+    ]
+    print(json.dumps({" ".join(map(str, case)): errors(*case) for case in cases}))
+
+
+if __name__ == "__main__":
+    main()
