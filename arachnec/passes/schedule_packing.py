@@ -2,7 +2,8 @@
 
 Pseudo-Boolean constraints alone, no start times: per job one boolean for every option and block, exactly one of them
 true; per GPU the ticks of the blocks that hold it are at most the horizon less its load; and the areas, each option's
-width times its ticks, are at most what is free in all, which is redundant and what makes refusals fast.
+width times its ticks, are at most what is free in all, which is redundant and what makes refusals fast. Options whose
+area is more above the least of their job than is free in all are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import z3
 
-from arachnec.passes.schedule_blocks import Options, Placed
+from arachnec.passes.schedule_blocks import Option, Options, Placed
 from arachnec.passes.schedule_problem import Effort
 from arachnec.passes.schedule_window import Answer
 
@@ -35,14 +36,15 @@ def find_packing(
         solver.set("rlimit", effort.steps)
     if effort.wall_ms is not None:
         solver.set("timeout", max(1, effort.wall_ms))
+    affordable = _affordable(jobs, options, heads, base, horizon, widest)
+    if affordable is None:
+        return Answer.IMPOSSIBLE, None
     held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in base]
     areas: list[tuple[z3.BoolRef, int]] = []
     booleans: list[tuple[z3.BoolRef, Placed]] = []
-    for j in jobs:
+    for j, row in zip(jobs, affordable, strict=True):
         one = []
-        for option in options[j]:
-            if option.width > widest or heads[j] + option.ticks > horizon:
-                continue
+        for option in row:
             for first in range(0, len(base) - option.width + 1, option.width):
                 if max(base[first : first + option.width]) + option.ticks > horizon:
                     continue
@@ -55,11 +57,11 @@ def find_packing(
         if not one:
             return Answer.IMPOSSIBLE, None
         solver.add(z3.PbEq(one, 1))
-    for ticks, row in zip(base, held, strict=True):
-        if row:
-            solver.add(z3.PbLe(row, horizon - ticks))
+    for ticks, blocks in zip(base, held, strict=True):
+        if blocks:
+            solver.add(z3.PbLe(blocks, horizon - ticks))
     if areas:
-        solver.add(z3.PbLe(areas, sum(max(0, horizon - ticks) for ticks in base)))
+        solver.add(z3.PbLe(areas, _room(base, horizon)))
     answer = solver.check()
     if answer == z3.unsat:
         return Answer.IMPOSSIBLE, None
@@ -67,3 +69,29 @@ def find_packing(
         return Answer.UNKNOWN, None
     model = solver.model()
     return Answer.FOUND, [placed for here, placed in booleans if z3.is_true(model.eval(here, model_completion=True))]
+
+
+def _room(base: Sequence[int], horizon: int) -> int:
+    return sum(max(0, horizon - ticks) for ticks in base)
+
+
+def _affordable(
+    jobs: Sequence[int], options: Options, heads: Sequence[int], base: Sequence[int], horizon: int, widest: int
+) -> list[tuple[Option, ...]] | None:
+    """Per job the options that end in time and leave area enough for the others; None where there are none."""
+    timely = [
+        tuple(option for option in options[j] if option.width <= widest and heads[j] + option.ticks <= horizon)
+        for j in jobs
+    ]
+    if not all(timely):
+        return None
+    least = [min(option.width * option.ticks for option in row) for row in timely]
+    spare = _room(base, horizon) - sum(least)
+    return (
+        [
+            tuple(option for option in row if option.width * option.ticks - area <= spare)
+            for row, area in zip(timely, least, strict=True)
+        ]
+        if spare >= 0
+        else None
+    )

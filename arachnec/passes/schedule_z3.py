@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
@@ -26,14 +26,17 @@ from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packi
 from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve
 from arachnec.passes.schedule_module import problem_of, scheduled
+from arachnec.passes.schedule_placed import best_placed
 from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.schedule_repack import Repacking
 from arachnec.passes.schedule_tail import tail_of, with_tail
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
+WHOLE_PACKED = 40  # where none waits for another
 GOOD = 1.02  # times the bound
 CHAINED_SHARE = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
+PACKING_SHARE = 0.5  # of what is left, for one question about the whole as a packing
 QUESTION_MS = 700  # of Z3 on two blocks
 TRIES = 4000  # of one local search, or of repacking what Z3 is given whole, where time allows
 TURN_SHARE = 0.25  # of what is left, for the local search of one turn
@@ -43,6 +46,8 @@ TAIL_MS = 700  # of one question about a tail
 MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
+BEFORE_PLACING = 0.6  # of the budget; the rest goes on with placed makespans, where those are longer
+GROUPS_SHARE = 0.5  # of what is left then, for an integer program over groups
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
 
@@ -65,7 +70,20 @@ class ScheduleZ3(Pass):
         started = time.perf_counter()
         cost = CostModel(module)
         problem = problem_of(module, cost)
-        found = solve(problem, Clock(started, self.budget, self.steps), self.seed)
+        clock = Clock(started, self.budget, self.steps)
+        found = solve(problem, Clock(started, self.budget * BEFORE_PLACING, self.steps), self.seed)
+        schedule = best_placed(
+            module,
+            cost,
+            problem,
+            found,
+            seed=self.seed,
+            steps=TRIES if self.steps is None else self.steps,
+            seconds=0.0 if self.steps is not None else max(0.0, clock.left()) * GROUPS_SHARE / 1e3,
+            stop=lambda: clock.left() <= 0,
+        )
+        if schedule != found.schedule:
+            found = replace(found, schedule=schedule, proved=schedule.makespan(problem) <= found.bound)
         return scheduled(module, cost, problem, found)
 
 
@@ -92,6 +110,11 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     schedule = first_schedule(problem, packed, bound)
     if options is not None and packed is not None:
         schedule = repack(problem, options, packed, schedule, bound, clock, seed)
+    if options is not None and not _chained(problem) and len(problem.jobs) <= WHOLE_PACKED:
+        found = prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed)
+        if found.proved or not _any_left(clock) or len(problem.jobs) > WHOLE:
+            return found
+        schedule = found.schedule
     if len(problem.jobs) > WHOLE:
         schedule = improve_by_turns(problem, schedule, bound, clock, seed)
         return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
@@ -120,8 +143,8 @@ def repack(
 ) -> Schedule:
     """The schedule, or a shorter one by large-neighbourhood search from ``packed``, with questions to Z3."""
     tries = 0
-    chained = any(job.before for job in problem.jobs)
-    small = len(problem.jobs) <= WHOLE
+    chained = _chained(problem)
+    small = len(problem.jobs) <= (WHOLE if chained else WHOLE_PACKED)
     share = CHAINED_SHARE if chained or small else 1.0
     floor = clock.left() * (1 - share)
 
@@ -135,9 +158,7 @@ def repack(
     def ask(jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int) -> list[Placed] | None:
         from arachnec.passes.schedule_packing import find_packing
 
-        wall = None if clock.steps is not None else int(min(clock.left() - floor, QUESTION_MS))
-        steps = None if clock.steps is None else Z3_STEPS_PER_STEP * clock.steps
-        effort = Effort(steps, wall)
+        effort = _effort(clock, min(clock.left() - floor, QUESTION_MS))
         return find_packing(jobs, options, problem.heads, base, horizon, widest, seed=seed, effort=effort)[1]
 
     search = Repacking(problem, options, packed, bound, seed=seed, ask=None if small else ask)
@@ -178,10 +199,8 @@ def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, cl
     low = max(bound - tail.begin, 0)
     horizon = high - 1
     while low < high and clock.left() > 0:
-        wall = None if clock.steps is not None else int(min(clock.left(), TAIL_MS))
-        steps = None if clock.steps is None else clock.steps * Z3_STEPS_PER_STEP
         answer, found = find_schedule(
-            tail.problem, horizon, seed=seed, effort=Effort(steps, wall), running=tail.running
+            tail.problem, horizon, seed=seed, effort=_effort(clock, min(clock.left(), TAIL_MS)), running=tail.running
         )
         if found is None:
             if answer is Answer.UNKNOWN or horizon == high - 1:
@@ -196,6 +215,42 @@ def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, cl
     return schedule
 
 
+def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock: Clock, seed: int) -> Solution:
+    """The best packing in aligned blocks by bisection, then the proof that no other schedule is shorter.
+
+    The first question is whether anything beats the incumbent. Blocks that are not aligned, or change with time, could
+    make a schedule shorter still, so the proof is another question, which allows for them (``schedule_refute``).
+    """
+    from arachnec.passes.schedule_packing import find_packing
+    from arachnec.passes.schedule_refute import refute
+    from arachnec.passes.schedule_window import Answer
+
+    schedule, bound = incumbent.schedule, incumbent.bound
+    high = schedule.makespan(problem)
+    low, horizon = bound, high - 1
+    everything, nothing = range(len(problem.jobs)), [0] * problem.gpus
+    while low < high and _any_left(clock):
+        effort = _effort(clock, clock.left() * PACKING_SHARE)
+        answer, placed = find_packing(
+            everything, options, problem.heads, nothing, horizon, problem.gpus, seed=seed, effort=effort
+        )
+        if answer is Answer.IMPOSSIBLE:
+            low = horizon + 1
+        elif placed is not None:
+            schedule = realize(problem, Packing(tuple(placed), ()))
+            high = schedule.makespan(problem)
+        else:
+            break
+        horizon = (low + high - 1) // 2
+    low, horizon = bound, high - 1
+    while low < high and _any_left(clock):
+        answer = refute(problem, horizon, effort=_effort(clock, clock.left()))
+        if answer is not Answer.IMPOSSIBLE:
+            break
+        low = horizon + 1
+    return Solution(schedule, incumbent.area_bound, low, low >= high)
+
+
 def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Solution:
     """Bisection by Z3 until bound and makespan meet or the budget is spent.
 
@@ -206,11 +261,9 @@ def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Sol
 
     schedule, low = incumbent.schedule, incumbent.bound
     high = schedule.makespan(problem)
-    steps = None if clock.steps is None else clock.steps * Z3_STEPS_PER_STEP
     horizon = high - 1
     while low < high and _any_left(clock):
-        wall = None if clock.steps is not None else int(clock.left())
-        answer, found = find_schedule(problem, horizon, seed=seed, effort=Effort(steps, wall))
+        answer, found = find_schedule(problem, horizon, seed=seed, effort=_effort(clock, clock.left()))
         if answer is Answer.IMPOSSIBLE:
             low = horizon + 1
         elif found is not None and not violations(problem, found):
@@ -219,6 +272,17 @@ def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Sol
             break
         horizon = (low + high - 1) // 2
     return Solution(schedule, incumbent.area_bound, low, low >= high)
+
+
+def _chained(problem: Problem) -> bool:
+    return any(job.before for job in problem.jobs)
+
+
+def _effort(clock: Clock, wall: float) -> Effort:
+    """Of one question: ``wall`` ms, or steps where the clock counts those."""
+    if clock.steps is not None:
+        return Effort(clock.steps * Z3_STEPS_PER_STEP, None)
+    return Effort(None, int(wall))
 
 
 def _any_left(clock: Clock) -> bool:

@@ -1,0 +1,134 @@
+"""Z3 as a prover: no schedule ends by this horizon, whatever its start times.
+
+In every schedule each job holds some GPUs from its start to its end, so that the ticks of the jobs on one GPU sum to at
+most the horizon. That alone is asked: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. The
+start times are left out, so "impossible" holds for schedules and "found" says nothing.
+
+What makes it fast: choices whose area is more above the job's least than is free in all are left out; GPUs are
+interchangeable, so their columns of the job x GPU matrix may be taken in lexicographic order, and equal jobs likewise
+their rows (Flener and others, CP 2002: both at once, since both are by the same order of the variables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import z3
+
+from arachnec.passes.schedule_problem import Choice, Effort, Problem
+from arachnec.passes.schedule_window import Answer
+
+
+def refute(problem: Problem, horizon: int, *, effort: Effort) -> Answer:
+    """IMPOSSIBLE where no schedule ends by ``horizon`` ticks, FOUND where this does not show it."""
+    choices = _affordable(problem, horizon)
+    if choices is None:
+        return Answer.IMPOSSIBLE
+    solver = _Matrix(problem.gpus, horizon, choices).solver
+    if effort.steps is not None:
+        solver.set("rlimit", effort.steps)
+    if effort.wall_ms is not None:
+        solver.set("timeout", max(1, effort.wall_ms))
+    answer = solver.check()
+    if answer == z3.unsat:
+        return Answer.IMPOSSIBLE
+    return Answer.FOUND if answer == z3.sat else Answer.UNKNOWN
+
+
+def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | None:
+    """Per job the choices that end in time and leave area enough for the others; None where there are none."""
+    timely = [
+        tuple(choice for choice in job.choices if head + choice.ticks + tail <= horizon)
+        for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
+    ]
+    if not all(timely):
+        return None
+    least = [min(choice.area for choice in row) for row in timely]
+    spare = problem.gpus * horizon - sum(least)
+    if spare < 0:
+        return None
+    return [
+        tuple(choice for choice in row if choice.area - area <= spare) for row, area in zip(timely, least, strict=True)
+    ]
+
+
+class _Matrix:
+    """The constraints of one question; z3's objects are mutable, so this lives for one question only."""
+
+    def __init__(self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]]) -> None:
+        self.gpus = gpus
+        self.context = z3.Context()
+        self.solver = z3.SolverFor("QF_FD", ctx=self.context)
+        self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
+        order = sorted(choices, key=lambda row: (-row[-1].ticks, [(c.degree, c.ticks) for c in row]))
+        equal: list[z3.BoolRef] | None = None  # per two neighbouring columns: equal so far
+        previous: tuple[tuple[Choice, ...], list[z3.BoolRef], list[z3.BoolRef]] | None = None
+        spent: list[tuple[z3.BoolRef, int]] = []
+        for j, row in enumerate(order):
+            pick = [self._bool(f"pick_{j}_{k}") for k in range(len(row))]
+            cells = [self._bool(f"cell_{j}_{gpu}") for gpu in range(gpus)]
+            self._row(j, row, pick, cells)
+            least = min(choice.area for choice in row)
+            spent += [(p, choice.area - least) for p, choice in zip(pick, row, strict=True) if choice.area > least]
+            if previous is not None and previous[0] == row:
+                self._rows_in_order(j, previous[1], previous[2], pick, cells)
+            equal = self._columns_in_order(j, cells, equal)
+            previous = row, pick, cells
+        for ticks in self.held:
+            self.solver.add(z3.PbLe(ticks, horizon))
+        if spent:
+            free = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
+            self.solver.add(z3.PbLe(spent, free))
+
+    def _bool(self, name: str) -> z3.BoolRef:
+        return z3.Bool(name, self.context)
+
+    def _row(self, j: int, row: Sequence[Choice], pick: list[z3.BoolRef], cells: list[z3.BoolRef]) -> None:
+        """One choice, and as many cells of the row as its degree."""
+        add = self.solver.add
+        if len(row) == 1:
+            add(pick[0], z3.PbEq([(cell, 1) for cell in cells], row[0].degree))
+            for gpu, cell in enumerate(cells):
+                self.held[gpu].append((cell, row[0].ticks))
+            return
+        add(z3.PbEq([(p, 1) for p in pick], 1))
+        for k, (p, choice) in enumerate(zip(pick, row, strict=True)):
+            both = [self._bool(f"held_{j}_{k}_{gpu}") for gpu in range(self.gpus)]
+            add(z3.PbEq([*((b, 1) for b in both), (z3.Not(p), choice.degree)], choice.degree))
+            for gpu, (b, cell) in enumerate(zip(both, cells, strict=True)):
+                add(b == z3.And(p, cell))
+                self.held[gpu].append((b, choice.ticks))
+
+    def _columns_in_order(self, j: int, cells: list[z3.BoolRef], equal: list[z3.BoolRef] | None) -> list[z3.BoolRef]:
+        """Each column is at least the next; the new booleans are true where the two are still equal."""
+        still = [self._bool(f"columns_{j}_{gpu}") for gpu in range(self.gpus - 1)]
+        for gpu, same in enumerate(still):
+            left, right = cells[gpu], cells[gpu + 1]
+            self._in_order(None if equal is None else equal[gpu], left, right, same)
+        return still
+
+    def _rows_in_order(
+        self,
+        j: int,
+        pick_before: list[z3.BoolRef],
+        cells_before: list[z3.BoolRef],
+        pick: list[z3.BoolRef],
+        cells: list[z3.BoolRef],
+    ) -> None:
+        """Of two equal jobs the first has the narrower choice, or the same and a row at least the other's."""
+        for k, later in enumerate(pick_before):
+            for earlier in pick[:k]:
+                self.solver.add(z3.Or(z3.Not(later), z3.Not(earlier)))
+        equal = self._bool(f"rows_{j}")
+        for a, b in zip(pick_before, pick, strict=True):
+            self.solver.add(z3.Or(equal, z3.Not(a), z3.Not(b)))
+        for gpu in range(self.gpus):
+            same = self._bool(f"rows_{j}_{gpu}")
+            self._in_order(equal, cells_before[gpu], cells[gpu], same)
+            equal = same
+
+    def _in_order(self, equal: z3.BoolRef | None, left: z3.BoolRef, right: z3.BoolRef, same: z3.BoolRef) -> None:
+        """left >= right where all before was equal; ``same`` is then true if they are equal too."""
+        given = [] if equal is None else [z3.Not(equal)]
+        self.solver.add(z3.Or(*given, left, z3.Not(right)))
+        self.solver.add(z3.Or(*given, same, left, right), z3.Or(*given, same, z3.Not(left), z3.Not(right)))
