@@ -1,6 +1,6 @@
 """What is known of the sizes in a graph before anybody has seen a shape: equal, divisible, likely.
 
-After Zhu et al., "DISC" (arXiv 2103.05288), section 4.2: equal dimensions and equal element counts are collected from
+After Zhu et al., "DISC" (arXiv 2103.05288): equal dimensions and equal element counts are collected from
 what the operations mean, so that operations can share a loop, and a kernel can be vectorised, for every shape at once.
 Here sizes are expressions already; constraints say when two that look different are one.
 """
@@ -124,8 +124,8 @@ def _equations(op: GraphOp, shapes: Mapping[str, tuple[sympy.Expr, ...]]) -> Ite
                     yield a, b
     elif op.target in RESHAPES and known and op.name in shapes:
         yield sympy.prod(known[0]), sympy.prod(shapes[op.name])
-    elif op.target == "aten.linear.default" and len(known) > 1:
-        yield known[0][-1], known[1][1]
+    elif op.target == "aten.linear.default" and len(known) > 1 and known[0] and known[1]:
+        yield known[0][-1], known[1][-1]
 
 
 def _learn(

@@ -1,0 +1,109 @@
+"""Find the memory-intensive operations of each block's graph that are worth one kernel, and write them into the graph.
+
+FusionStitching (arXiv 2009.10924) for symbolic shapes as in DISC (2103.05288); ``docs/fusion.md`` says how. Nothing is
+looked up by the name of a model: regions are found, and then compared with what the hand-written kernels compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from arachnec.ir.nodes import Fused, Graph, Level, Module
+from arachnec.ir.values import Attributes, Formula, Term
+from arachnec.passes.base import Pass
+from arachnec.passes.data_sheets import find_data_sheet
+
+if TYPE_CHECKING:
+    import sympy
+
+    from arachnec.passes.fuse_cost import RegionCost
+    from arachnec.passes.fuse_graph import FusionGraph
+    from arachnec.passes.shape_constraints import Range, ShapeConstraints
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Fuse(Pass):
+    """Group the memory-intensive operations of every graph into regions that run as one kernel."""
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+
+    def run(self, module: Module) -> Module:
+        from arachnec.passes.shape_constraints import likely_sizes
+
+        likely = likely_sizes(module)
+        sheet = None if module.cluster is None else find_data_sheet(str(module.cluster.attrs.get("device", "")))
+        bandwidth = None if sheet is None else sheet.bandwidth * 1e9
+        return replace(module, graphs=tuple(fuse_graph(graph, likely, bandwidth) for graph in module.graphs))
+
+
+def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidth: float | None = None) -> Graph:
+    """``graph`` with its fused regions. ``likely`` are the sizes the cost model sees, ``bandwidth`` is in bytes/s."""
+    from arachnec.passes.fuse_cost import Machine, RegionCost
+    from arachnec.passes.fuse_explain import reasons
+    from arachnec.passes.fuse_graph import FusionGraph
+    from arachnec.passes.fuse_search import find_regions
+    from arachnec.passes.shape_constraints import LIKELY, constraints_of
+
+    known = FusionGraph(graph, constraints_of(graph, LIKELY if likely is None else likely))
+    cost = RegionCost(known, Machine() if bandwidth is None else Machine(bandwidth))
+    regions = find_regions(known, cost)
+    counts: Counter[str] = Counter()
+    names = []
+    for region in regions:
+        schedule = cost.schedule(region)
+        names.append(f"{schedule}_{counts[schedule]}")
+        counts[schedule] += 1
+    titled = list(zip(names, regions, strict=True))
+    fused = [
+        _fused(known, cost, name, region, reasons(known, cost, region, [pair for pair in titled if pair[0] != name]))
+        for name, region in titled
+    ]
+    return replace(graph, fused=tuple(fused))
+
+
+def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped: tuple[str, ...]) -> Fused:
+    from arachnec.passes.fuse_cost import Price
+    from arachnec.passes.fuse_graph import bits
+    from arachnec.passes.fuse_match import kernel_name, match_region
+
+    price = cost.price(region)
+    assert isinstance(price, Price)
+    before, after = cost.formula(region)
+    attrs = Attributes.of(
+        schedule=cost.schedule(region),
+        rows=cost.rows(region),
+        kernel=kernel_name(graph, region, match_region(graph, region)),
+        bytes_before=_gib(before, graph.sizes),
+        bytes_after=_gib(after, graph.sizes),
+        launches_before=price.launches_before,
+        launches_after=price.launches_after,
+        registers=price.registers or None,
+        stopped=stopped,
+    )
+    return Fused(name, tuple(graph.ops[i].name for i in bits(region)), attrs)
+
+
+def _gib(size: sympy.Expr, sizes: ShapeConstraints) -> Formula:
+    """Bytes as a polynomial in GiB; what is no polynomial is taken at its usual size."""
+    import sympy
+
+    symbols = sorted(size.free_symbols, key=str)
+    try:
+        terms = sympy.Poly(size, *symbols).terms() if symbols else [((), size)]
+        found = [
+            Term(_short(float(factor)), tuple((s.name, int(p)) for s, p in zip(symbols, powers, strict=True)))
+            for powers, factor in terms
+        ]
+    except (sympy.PolynomialError, TypeError, ValueError):
+        found = [Term(_short(sizes.at(size)))]
+    return Formula(tuple(found), "GiB")
+
+
+def _short(value: float) -> float:
+    return float(f"{value / GIB:.6g}")
