@@ -1,10 +1,10 @@
-"""Every named pipeline on real training iterations of HunyuanVideo at 720p: predicted iteration time, and who is fastest.
+"""Every named pipeline on real training iterations of HunyuanVideo at 720p: predicted iteration times.
 
     python benchmarks/workload_hunyuan.py benchmarks/data/hunyuan_720p_129f.jsonl [--clusters 2x8:h100-80g,8x8:h100-80g]
 
-The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with `iteration`
-will do. The model is traced once, on the meta device. Costs are those of the data sheet, so the ratios mean more than the
-milliseconds. Ends with 1 if the default is slower than another pipeline anywhere.
+The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with
+`iteration` will do. The model is traced once, on the meta device. Costs are those of the data sheet, so the ratios mean
+more than the milliseconds. Ends with 1 if the default is slower than another pipeline anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) ->
     here = replace(traced, cluster=parse_cluster(cluster))
     found: list[dict[str, object]] = []
     for number in range(iterations):
-        row: dict[str, object] = {"cluster": cluster, "iteration": number, "clips": len(iteration_of(here, number).clips)}
+        row: dict[str, object] = {
+            "cluster": cluster,
+            "iteration": number,
+            "clips": len(iteration_of(here, number).clips),
+        }
         for name in pipelines:
             try:
                 module, planning = plan_iteration(here, Pipeline.parse(PIPELINES[name]), number)

@@ -59,6 +59,10 @@ class CostModel:
         return {}
 
     @cached_property
+    def _attentions(self) -> dict[tuple[object, ...], Attention]:
+        return {}
+
+    @cached_property
     def _options(self) -> dict[tuple[object, ...], dict[int, float]]:
         return {}
 
@@ -79,10 +83,14 @@ class CostModel:
 
     def best_attention(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Attention:
         """The cheapest product of Ulysses and ring on these ranks (default: packed); ties go to more Ulysses."""
-        return min(
-            self._splits(cascade, degree),
-            key=lambda split: (self._attention_time(cascade, degree, split, ranks), -split.ulysses),
-        )
+        key = (*shape_of(cascade), degree, ranks)
+        found = self._attentions.get(key)
+        if found is None:
+            found = self._attentions[key] = min(
+                self._splits(cascade, degree),
+                key=lambda split: (self._attention_time(cascade, degree, split, ranks), -split.ulysses),
+            )
+        return found
 
     def _splits(self, cascade: Cascade, degree: int) -> list[Attention]:
         heads = self._number(cascade, "heads") or degree

@@ -109,7 +109,7 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
         wanted = degree - len(picked)
         matching = sorted(nodes[node], key=lambda rank: (nic_of(cluster, rank) not in letters, rank))
         picked += matching[:wanted]
-        letters |= {nic_of(cluster, rank) for rank in picked}
+        letters |= {nic_of(cluster, rank) for rank in matching[:wanted]}
         if len(picked) == degree:
             break
     return tuple(sorted(picked))

@@ -29,7 +29,7 @@ from arachnec.passes.schedule_groups import Group, Ticks, in_rounds, power_sizes
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_problem import Problem, Schedule, Solution
 
-DEFAULT_LIMIT = Duration(4000.0)
+DEFAULT_LIMIT = Duration(2000.0)  # what the default scheduler has
 RELATIVE_GAP = 1e-3  # at which HiGHS may stop
 
 

@@ -126,7 +126,7 @@ def scheduled(module: Module, cost: CostModel, problem: Problem, solution: Solut
     assert not problems, problems
     picked = [job.choices[pick] for job, pick in zip(problem.jobs, schedule.picks, strict=True)]
     cascades = tuple(
-        _decided(cascade, cost, choice.degree, choice.recompute, start / TICKS, (start + choice.ticks) / TICKS)
+        decided(cascade, cost, choice.degree, choice.recompute, start / TICKS, (start + choice.ticks) / TICKS)
         for cascade, choice, start in zip(module.cascades, picked, schedule.starts, strict=True)
     )
     return _at_level_scheduled(module, cascades, solution, schedule.makespan(problem) / TICKS)
@@ -144,7 +144,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     if missing:
         raise UserError(BadSchedule(None, f"%{missing[0]} was given no degree and times"))
     cascades = tuple(
-        _decided(cascade, cost, degree, cost.recompute_at(cascade, degree) is True, *times[cascade.name])
+        decided(cascade, cost, degree, cost.recompute_at(cascade, degree) is True, *times[cascade.name])
         for cascade in module.cascades
         for degree in [degrees[cascade.name]]
     )
@@ -161,7 +161,8 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     return made
 
 
-def _decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
+def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
+    """A cascade with its degree and times in ms."""
     return cascade.with_attrs(
         degree=degree,
         start=Quantity(start, "ms"),

@@ -46,8 +46,8 @@ TAIL_MS = 700  # of one question about a tail
 MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
-BEFORE_PLACING = 0.6  # of the budget; the rest goes on with placed makespans, where those are longer
-GROUPS_SHARE = 0.5  # of what is left then, for an integer program over groups
+BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
+GROUPS_SHARE = 0.2  # of what is left then, for an integer program over groups
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
 
@@ -218,11 +218,11 @@ def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, cl
 def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock: Clock, seed: int) -> Solution:
     """The best packing in aligned blocks by bisection, then the proof that no other schedule is shorter.
 
-    The first question is whether anything beats the incumbent. Blocks that are not aligned, or change with time, could
-    make a schedule shorter still, so the proof is another question, which allows for them (``schedule_refute``).
+    The first question is whether anything beats the incumbent. Sets of GPUs that are no aligned blocks can make a
+    schedule shorter still, so that is asked next, and its refusal is the proof (``schedule_matrix``).
     """
     from arachnec.passes.schedule_packing import find_packing
-    from arachnec.passes.schedule_refute import refute
+    from arachnec.passes.schedule_matrix import schedule_by_sets
     from arachnec.passes.schedule_window import Answer
 
     schedule, bound = incumbent.schedule, incumbent.bound
@@ -244,10 +244,14 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
         horizon = (low + high - 1) // 2
     low, horizon = bound, high - 1
     while low < high and _any_left(clock):
-        answer = refute(problem, horizon, effort=_effort(clock, clock.left()))
-        if answer is not Answer.IMPOSSIBLE:
+        answer, found = schedule_by_sets(problem, horizon, seed=seed, effort=_effort(clock, clock.left()))
+        if answer is Answer.IMPOSSIBLE:
+            low = horizon + 1
+        elif found is not None and not violations(problem, found):
+            schedule, high = found, found.makespan(problem)
+        else:
             break
-        low = horizon + 1
+        horizon = (low + high - 1) // 2
     return Solution(schedule, incumbent.area_bound, low, low >= high)
 
 

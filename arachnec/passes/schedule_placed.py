@@ -1,0 +1,127 @@
+"""The schedule that is shortest once it has been placed.
+
+A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
+starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, the shortest
+is kept, and a local search over degrees and order goes on from it with the placed makespan as its measure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from arachnec.ir.nodes import Cascade, Module
+from arachnec.ir.values import Quantity
+from arachnec.passes.cost import CostModel
+from arachnec.passes.place import placements
+from arachnec.passes.schedule_fixed import at_least, deal
+from arachnec.passes.schedule_flexsp import buckets_of, solve_groups
+from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
+from arachnec.passes.schedule_heuristics import list_schedule, nearest_order
+from arachnec.passes.schedule_knapformer import cuts
+from arachnec.passes.schedule_module import decided
+from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
+
+MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
+MOST_BUCKETS = 16
+CANDIDATES = 24  # of the shortest, that are placed
+
+
+def best_placed(
+    module: Module,
+    cost: CostModel,
+    problem: Problem,
+    found: Solution,
+    *,
+    seed: int,
+    steps: int,
+    seconds: float,
+    stop: Callable[[], bool],
+) -> Schedule:
+    """The schedule found, or one whose placed makespan is shorter; ``steps`` tries, or until ``stop`` says so.
+
+    ``seconds`` of wall time go to the integer program of FlexSP for one more candidate; 0 leaves it out.
+    """
+    best, least = found.schedule, found.bound / TICKS * (1 + 1e-9)
+    if len(problem.jobs) * problem.gpus > MOST or stop():
+        return best
+    measure = Measure(module, cost, problem)
+    length = measure.of(best)
+    if length <= least:
+        return best
+    others = sorted(group_layouts(problem, seconds), key=lambda schedule: schedule.makespan(problem))
+    for schedule in islice(others, CANDIDATES):
+        if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
+            best, length = schedule, reached
+    dice = random.Random(seed)
+    current, order = best, sorted(range(len(problem.jobs)), key=lambda j: (best.starts[j], j))
+    now = length
+    for _ in range(steps):
+        if now <= least or stop():
+            break
+        picks, wished = _neighbour(problem, current.picks, order, dice)
+        tried = list_schedule(problem, picks, wished)
+        if tried.makespan(problem) / TICKS > now:
+            continue
+        reached = measure.of(tried)
+        if reached <= now:
+            current, order, now = tried, wished, reached
+            if reached < length:
+                best, length = tried, reached
+    return best
+
+
+class Measure:
+    """The placed makespan of schedules of one problem, in ms."""
+
+    def __init__(self, module: Module, cost: CostModel, problem: Problem) -> None:
+        self.module, self.cost, self.problem = module, cost, problem
+        self.chosen: dict[tuple[int, int], Cascade] = {}
+
+    def of(self, schedule: Schedule) -> float:
+        placed = placements(self._cascades(schedule), self.cost)
+        return max((cascade.end for cascade in placed), default=0.0)
+
+    def _cascades(self, schedule: Schedule) -> list[Cascade]:
+        return [self._cascade(job, *at) for job, at in enumerate(zip(schedule.picks, schedule.starts, strict=True))]
+
+    def _cascade(self, job: int, pick: int, start: int) -> Cascade:
+        choice = self.problem.jobs[job].choices[pick]
+        begin, end = start / TICKS, (start + choice.ticks) / TICKS
+        found = self.chosen.get((job, pick))
+        if found is None:
+            cascade = self.module.cascades[job]
+            found = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
+            self.chosen[job, pick] = found
+        return found.with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))
+
+
+def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
+    """One degree for all, for every degree; groups of one or two sizes filled to equal load; groups by FlexSP."""
+    for degree in sorted({choice.degree for job in problem.jobs for choice in job.choices}):
+        yield deal(problem, at_least(problem, degree), in_turn=False)
+    ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
+    for sizes in cuts(problem.gpus):
+        groups = least_loaded(ticks, sizes)
+        if groups is not None:
+            yield in_rounds(problem, [groups])
+    if seconds > 0 and (groups := solve_groups(buckets_of(ticks, MOST_BUCKETS), problem.gpus, seconds)):
+        yield in_rounds(problem, [groups])
+
+
+def _neighbour(
+    problem: Problem, picks: Sequence[int], order: list[int], dice: random.Random
+) -> tuple[list[int], list[int]]:
+    """One or two jobs at another degree, or one elsewhere in the order, or both."""
+    changed, wished = list(picks), list(order)
+    both = dice.random()
+    if both < 0.7:
+        for _ in range(dice.choice((1, 1, 2))):
+            j = dice.randrange(len(changed))
+            step = dice.choice((-4, -2, -1, 1, 2, 4))
+            changed[j] = min(max(changed[j] + step, 0), len(problem.jobs[j].choices) - 1)
+    if both > 0.4:
+        wished.insert(dice.randrange(len(wished)), wished.pop(dice.randrange(len(wished))))
+        wished = list(nearest_order(problem, wished))
+    return changed, wished
