@@ -18,7 +18,7 @@ from arachnec.passes.place import placements
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import buckets_of, solve_groups
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
-from arachnec.passes.schedule_heuristics import list_schedule, nearest_order
+from arachnec.passes.schedule_heuristics import THRESHOLDS, degrees_for, list_schedule, nearest_order, orders
 from arachnec.passes.schedule_knapformer import cuts
 from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
@@ -50,7 +50,8 @@ def best_placed(
     length = measure.of(best)
     if length <= least:
         return best
-    others = sorted(group_layouts(problem, seconds), key=lambda schedule: schedule.makespan(problem))
+    candidates = [*group_layouts(problem, seconds), *list_schedules(problem, found.area_bound)]
+    others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
     for schedule in islice(others, CANDIDATES):
         if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
             best, length = schedule, reached
@@ -110,6 +111,14 @@ def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
         yield in_rounds(problem, [groups])
 
 
+def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
+    """Degrees for thresholds up to twice the bound, in every order of the heuristics."""
+    for factor in THRESHOLDS:
+        picks = degrees_for(problem, bound * factor)
+        for order in orders(problem, picks):
+            yield list_schedule(problem, picks, order)
+
+
 def _neighbour(
     problem: Problem, picks: Sequence[int], order: list[int], dice: random.Random
 ) -> tuple[list[int], list[int]]:
@@ -119,8 +128,9 @@ def _neighbour(
     if both < 0.7:
         for _ in range(dice.choice((1, 1, 2))):
             j = dice.randrange(len(changed))
+            last = len(problem.jobs[j].choices) - 1
             step = dice.choice((-4, -2, -1, 1, 2, 4))
-            changed[j] = min(max(changed[j] + step, 0), len(problem.jobs[j].choices) - 1)
+            changed[j] = min(max(changed[j] + step, 0), last) if dice.random() < 0.8 else dice.randint(0, last)
     if both > 0.4:
         wished.insert(dice.randrange(len(wished)), wished.pop(dice.randrange(len(wished))))
         wished = list(nearest_order(problem, wished))

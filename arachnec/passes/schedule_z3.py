@@ -36,7 +36,8 @@ WHOLE = 24  # jobs that Z3 is given at once
 WHOLE_PACKED = 40  # where none waits for another
 GOOD = 1.02  # times the bound
 CHAINED_SHARE = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
-PACKING_SHARE = 0.5  # of what is left, for one question about the whole as a packing
+PACKING_SHARE = 0.1  # of what is left, for one question about the whole as a packing
+LEAST_LEAP = 64  # part of the gap by which the horizon sinks after an answer
 QUESTION_MS = 700  # of Z3 on two blocks
 TRIES = 4000  # of one local search, or of repacking what Z3 is given whole, where time allows
 TURN_SHARE = 0.25  # of what is left, for the local search of one turn
@@ -70,8 +71,9 @@ class ScheduleZ3(Pass):
         started = time.perf_counter()
         cost = CostModel(module)
         problem = problem_of(module, cost)
-        clock = Clock(started, self.budget, self.steps)
         found = solve(problem, Clock(started, self.budget * BEFORE_PLACING, self.steps), self.seed)
+        # counted anew: whatever the search took, placing gets its share
+        clock = Clock(time.perf_counter(), self.budget * (1 - BEFORE_PLACING), self.steps)
         schedule = best_placed(
             module,
             cost,
@@ -221,8 +223,8 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
     The first question is whether anything beats the incumbent. Sets of GPUs that are no aligned blocks can make a
     schedule shorter still, so that is asked next, and its refusal is the proof (``schedule_matrix``).
     """
-    from arachnec.passes.schedule_packing import find_packing
     from arachnec.passes.schedule_matrix import schedule_by_sets
+    from arachnec.passes.schedule_packing import find_packing
     from arachnec.passes.schedule_window import Answer
 
     schedule, bound = incumbent.schedule, incumbent.bound
@@ -230,7 +232,7 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
     low, horizon = bound, high - 1
     everything, nothing = range(len(problem.jobs)), [0] * problem.gpus
     while low < high and _any_left(clock):
-        effort = _effort(clock, clock.left() * PACKING_SHARE)
+        effort = _effort(clock, min(clock.left() * PACKING_SHARE, QUESTION_MS))
         answer, placed = find_packing(
             everything, options, problem.heads, nothing, horizon, problem.gpus, seed=seed, effort=effort
         )
@@ -242,16 +244,17 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
         else:
             break
         horizon = (low + high - 1) // 2
-    low, horizon = bound, high - 1
+    low, leap = bound, 0
     while low < high and _any_left(clock):
+        horizon = max((low + high - 1) // 2, high - 1 - leap)
         answer, found = schedule_by_sets(problem, horizon, seed=seed, effort=_effort(clock, clock.left()))
         if answer is Answer.IMPOSSIBLE:
-            low = horizon + 1
+            low, leap = horizon + 1, leap // 4
         elif found is not None and not violations(problem, found):
-            schedule, high = found, found.makespan(problem)
+            reached = found.makespan(problem)
+            schedule, high, leap = found, reached, 2 * max(leap, high - reached, (high - low) // LEAST_LEAP)
         else:
             break
-        horizon = (low + high - 1) // 2
     return Solution(schedule, incumbent.area_bound, low, low >= high)
 
 
