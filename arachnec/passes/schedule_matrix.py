@@ -1,8 +1,10 @@
-"""Z3 as a prover: no schedule ends by this horizon, whatever its start times.
+"""Z3 as a prover: is there a schedule that ends by this horizon, or none, whatever its start times?
 
 In every schedule each job holds some GPUs from its start to its end, so that the ticks of the jobs on one GPU sum to at
-most the horizon. That alone is asked: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. The
-start times are left out, so "impossible" holds for schedules and "found" says nothing.
+most the horizon. That is asked first: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. Where
+there are no such sets there is no schedule. Where there are, a second question is whether start times exist for them:
+jobs with a GPU in common run one after the other. If not, the jobs that get in each other's way may not have these sets
+together, and the first question is asked again.
 
 What makes it fast: choices whose area is more above the job's least than is free in all are left out; GPUs are
 interchangeable, so their columns of the job x GPU matrix may be taken in lexicographic order, and equal jobs likewise
@@ -11,28 +13,85 @@ their rows (Flener and others, CP 2002: both at once, since both are by the same
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
 import z3
 
-from arachnec.passes.schedule_problem import Choice, Effort, Problem
+from arachnec.passes.schedule_problem import Choice, Effort, Problem, Schedule
 from arachnec.passes.schedule_window import Answer
 
+MOST_SETS = 200  # for which start times are looked for
+START_STEPS = 200_000  # of Z3, for the start times of one choice of sets
 
-def refute(problem: Problem, horizon: int, *, effort: Effort) -> Answer:
-    """IMPOSSIBLE where no schedule ends by ``horizon`` ticks, FOUND where this does not show it."""
+
+def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effort) -> tuple[Answer, Schedule | None]:
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
+
+    The jobs must not wait for each other where a schedule is wanted; a refusal holds for all.
+    """
     choices = _affordable(problem, horizon)
     if choices is None:
-        return Answer.IMPOSSIBLE
-    solver = _Matrix(problem.gpus, horizon, choices).solver
+        return Answer.IMPOSSIBLE, None
+    matrix = _Matrix(problem.gpus, horizon, choices)
+    solver = matrix.solver
+    solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
         solver.set("rlimit", effort.steps)
-    if effort.wall_ms is not None:
-        solver.set("timeout", max(1, effort.wall_ms))
-    answer = solver.check()
+    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
+    for _ in range(MOST_SETS):
+        if until is not None:
+            left = until - time.perf_counter()
+            if left <= 0:
+                break
+            solver.set("timeout", max(1, int(left * 1e3)))
+        answer = solver.check()
+        if answer == z3.unsat:
+            return Answer.IMPOSSIBLE, None
+        if answer != z3.sat:
+            break
+        rows = matrix.rows(solver.model())
+        starts, conflict = _starts(rows, horizon)
+        if starts is not None:
+            picks = [0] * len(rows)
+            for job, row in enumerate(rows):
+                picks[job] = problem.jobs[job].choices.index(row.choice)
+            return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
+        matrix.exclude(rows, conflict)
+    return Answer.UNKNOWN, None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a job was given: a choice and as many GPUs."""
+
+    choice: Choice
+    gpus: frozenset[int]
+
+
+def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[int]]:
+    """Start times in which no GPU has two jobs at once; else the jobs for which there are none (all if in doubt)."""
+    context = z3.Context()
+    solver = z3.Solver(ctx=context)
+    solver.set("rlimit", START_STEPS)
+    start = [z3.Int(f"start_{job}", context) for job in range(len(rows))]
+    there = [z3.Bool(f"there_{job}", context) for job in range(len(rows))]
+    for job, row in enumerate(rows):
+        solver.add(start[job] >= 0, start[job] <= horizon - row.choice.ticks)
+    for a, b in combinations(range(len(rows)), 2):
+        if rows[a].gpus & rows[b].gpus:
+            first = start[a] + rows[a].choice.ticks <= start[b]
+            solver.add(z3.Or(z3.Not(there[a]), z3.Not(there[b]), first, start[b] + rows[b].choice.ticks <= start[a]))
+    answer = solver.check(*there)
+    if answer == z3.sat:
+        model = solver.model()
+        return [model.eval(each, model_completion=True).as_long() for each in start], []
     if answer == z3.unsat:
-        return Answer.IMPOSSIBLE
-    return Answer.FOUND if answer == z3.sat else Answer.UNKNOWN
+        core = {str(each) for each in solver.unsat_core()}
+        return None, [job for job in range(len(rows)) if f"there_{job}" in core]
+    return None, list(range(len(rows)))
 
 
 def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | None:
@@ -60,13 +119,19 @@ class _Matrix:
         self.context = z3.Context()
         self.solver = z3.SolverFor("QF_FD", ctx=self.context)
         self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
-        order = sorted(choices, key=lambda row: (-row[-1].ticks, [(c.degree, c.ticks) for c in row]))
+        self.picks: dict[int, list[tuple[z3.BoolRef, Choice]]] = {}
+        self.cells: dict[int, list[z3.BoolRef]] = {}
+        by_length = sorted(
+            range(len(choices)), key=lambda j: (-choices[j][-1].ticks, [(c.degree, c.ticks) for c in choices[j]])
+        )
         equal: list[z3.BoolRef] | None = None  # per two neighbouring columns: equal so far
         previous: tuple[tuple[Choice, ...], list[z3.BoolRef], list[z3.BoolRef]] | None = None
         spent: list[tuple[z3.BoolRef, int]] = []
-        for j, row in enumerate(order):
+        for j in by_length:
+            row = choices[j]
             pick = [self._bool(f"pick_{j}_{k}") for k in range(len(row))]
             cells = [self._bool(f"cell_{j}_{gpu}") for gpu in range(gpus)]
+            self.picks[j], self.cells[j] = list(zip(pick, row, strict=True)), cells
             self._row(j, row, pick, cells)
             least = min(choice.area for choice in row)
             spent += [(p, choice.area - least) for p, choice in zip(pick, row, strict=True) if choice.area > least]
@@ -79,6 +144,28 @@ class _Matrix:
         if spent:
             free = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
             self.solver.add(z3.PbLe(spent, free))
+
+    def rows(self, model: z3.ModelRef) -> list[_Row]:
+        """Per job, in the problem's order, what this answer gives it."""
+
+        def true(boolean: z3.BoolRef) -> bool:
+            return bool(z3.is_true(model.eval(boolean, model_completion=True)))
+
+        return [
+            _Row(
+                next(choice for pick, choice in self.picks[j] if true(pick)),
+                frozenset(gpu for gpu, cell in enumerate(self.cells[j]) if true(cell)),
+            )
+            for j in range(len(self.picks))
+        ]
+
+    def exclude(self, rows: Sequence[_Row], jobs: Sequence[int]) -> None:
+        """Not these jobs with these choices on these GPUs together."""
+        different = []
+        for j in jobs:
+            different += [z3.Not(pick) for pick, choice in self.picks[j] if choice == rows[j].choice]
+            different += [z3.Not(self.cells[j][gpu]) for gpu in sorted(rows[j].gpus)]
+        self.solver.add(z3.Or(different))
 
     def _bool(self, name: str) -> z3.BoolRef:
         return z3.Bool(name, self.context)
