@@ -30,6 +30,8 @@ from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_problem import Problem, Schedule, Solution
 
 DEFAULT_LIMIT = Duration(2000.0)  # what the default scheduler has
+DEFAULT_BUCKETS = 16
+DEFAULT_MICRO_BATCHES = 2
 RELATIVE_GAP = 1e-3  # at which HiGHS may stop
 
 
@@ -46,8 +48,8 @@ class ScheduleFlexsp(Pass):
     gives: ClassVar[Level] = Level.SCHEDULED
 
     limit: Duration = DEFAULT_LIMIT
-    buckets: int = 16
-    micro_batches: int = 2
+    buckets: int = DEFAULT_BUCKETS
+    micro_batches: int = DEFAULT_MICRO_BATCHES
 
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
@@ -57,18 +59,21 @@ class ScheduleFlexsp(Pass):
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
 
     def _schedule(self, problem: Problem) -> Schedule:
-        found = [best_one_degree(problem)]
-        ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
-        counts = range(1, min(max(1, self.micro_batches), len(ticks)) + 1)
-        seconds = self.limit / 1e3 / sum(counts)
-        for count in counts:
-            rounds = [self._round(part, problem.gpus, seconds) for part in parts(ticks, count)]
-            if all(rounds):
-                found.append(in_rounds(problem, rounds))
+        found = [best_one_degree(problem), *solved(problem, self.limit / 1e3, self.buckets, self.micro_batches)]
         return min(found, key=lambda schedule: schedule.makespan(problem))
 
-    def _round(self, ticks: Ticks, gpus: int, seconds: float) -> list[Group]:
-        return solve_groups(buckets_of(ticks, max(1, self.buckets)), gpus, seconds)
+
+def solved(
+    problem: Problem, seconds: float, buckets: int = DEFAULT_BUCKETS, micro_batches: int = DEFAULT_MICRO_BATCHES
+) -> Iterator[Schedule]:
+    """What HiGHS finds for each number of micro-batches, within ``seconds`` together."""
+    ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
+    counts = range(1, min(max(1, micro_batches), len(ticks)) + 1)
+    each = seconds / max(1, sum(counts))
+    for count in counts:
+        rounds = [solve_groups(buckets_of(part, max(1, buckets)), problem.gpus, each) for part in parts(ticks, count)]
+        if all(rounds):
+            yield in_rounds(problem, rounds)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ uniform crossover mixes them, mutation moves a degree by one place or draws a pr
 
 from __future__ import annotations
 
-import heapq
+import math
 import random
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_heuristics import degrees_for, topological
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_problem import Problem, Schedule, Solution
-from arachnec.passes.topology import node_of, penalty
+from arachnec.passes.topology import penalty
 
 TOURNAMENT = 3
 ELITE = 2
@@ -81,8 +81,9 @@ def decode(problem: Problem, cluster: Cluster, one: Individual) -> tuple[Schedul
         choice = problem.jobs[index].choices[one.picks[index]]
         ready = max((ends[j] for j in problem.jobs[index].before), default=0.0)
         ranks = _first_free(cluster, free, choice.degree, ready)
-        starts[index] = int(-(-max(ready, *(free[rank] for rank in ranks)) // 1))
-        ends[index] = starts[index] + choice.ticks * penalty(cluster, ranks)
+        starts[index] = math.ceil(max(ready, *(free[rank] for rank in ranks)))
+        between = ranks[0] // cluster.gpus != ranks[-1] // cluster.gpus
+        ends[index] = starts[index] + choice.ticks * (penalty(cluster, ranks) if between else 1.0)
         for rank in ranks:
             free[rank] = ends[index]
     return Schedule(one.picks, tuple(starts)), max(ends, default=0.0)
@@ -90,11 +91,12 @@ def decode(problem: Problem, cluster: Cluster, one: Individual) -> tuple[Schedul
 
 def _first_free(cluster: Cluster, free: list[float], degree: int, ready: float) -> tuple[int, ...]:
     """The GPUs on which a cascade can start first; of those of one node, if that costs no time."""
-    soonest = heapq.nsmallest(degree, range(len(free)), key=lambda rank: (free[rank], rank))
-    start = max(ready, *(free[rank] for rank in soonest))
-    if len({node_of(cluster, rank) for rank in soonest}) > 1 and degree <= cluster.gpus:
-        for first in range(0, len(free), cluster.gpus):
-            idle = [rank for rank in range(first, first + cluster.gpus) if free[rank] <= start]
+    gpus = cluster.gpus
+    soonest = sorted(range(len(free)), key=free.__getitem__)[:degree]
+    start = max(ready, free[soonest[-1]])
+    if degree <= gpus and len({rank // gpus for rank in soonest}) > 1:
+        for first in range(0, len(free), gpus):
+            idle = [rank for rank in range(first, first + gpus) if free[rank] <= start]
             if len(idle) >= degree:
                 return tuple(idle[:degree])
     return tuple(sorted(soonest))

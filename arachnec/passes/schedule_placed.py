@@ -16,7 +16,7 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import placements
 from arachnec.passes.schedule_fixed import at_least, deal
-from arachnec.passes.schedule_flexsp import buckets_of, solve_groups
+from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.passes.schedule_heuristics import THRESHOLDS, degrees_for, list_schedule, nearest_order, orders
 from arachnec.passes.schedule_knapformer import cuts
@@ -24,7 +24,6 @@ from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
-MOST_BUCKETS = 16
 CANDIDATES = 24  # of the shortest, that are placed
 
 
@@ -107,8 +106,8 @@ def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
         groups = least_loaded(ticks, sizes)
         if groups is not None:
             yield in_rounds(problem, [groups])
-    if seconds > 0 and (groups := solve_groups(buckets_of(ticks, MOST_BUCKETS), problem.gpus, seconds)):
-        yield in_rounds(problem, [groups])
+    if seconds > 0:
+        yield from solved(problem, seconds)
 
 
 def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
