@@ -48,7 +48,7 @@ MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
 BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
-GROUPS_SHARE = 0.2  # of what is left then, for an integer program over groups
+GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
 
