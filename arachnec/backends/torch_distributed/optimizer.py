@@ -49,7 +49,10 @@ class Optimizer:
         scale = limit / (norm + 1e-6) if limit and norm > limit else 1.0
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad
-            master.grad = None if gradient is None else gradient.to(master.dtype) * scale
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         self._adam.step()
         for master in self._masters.values():
             master.grad = None
