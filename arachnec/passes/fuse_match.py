@@ -250,8 +250,12 @@ def _same_dtype(walk: _Walk, name: str, like: str) -> tuple[str | None, int]:
 
 
 def _norm_rope(walk: _Walk, name: str) -> Match | None:
-    """Rotary positions of neighbouring pairs on a normalised x; tables are whole, or of one half."""
-    found = _rotated_whole(walk, name) or _rotated_halves(walk, name)
+    """Rotary positions of neighbouring pairs on a normalised x, with one angle for a pair.
+
+    The form with tables as wide as x is left to be generated: that both places of a pair hold one angle is then a
+    property of numbers, which no graph shows.
+    """
+    found = _rotated_halves(walk, name)
     if found is None:
         return None
     source, tables, ops = found
@@ -265,42 +269,6 @@ def _norm_rope(walk: _Walk, name: str) -> Match | None:
     across = norm.x if walk.dims(norm.x) == walk.dims(inner) else inner
     heads = "heads" if len(walk.dims(across)) == len(walk.dims(name)) else "all"
     return Match("norm_rope", {"y": name}, operands, {**norm.options, "over": heads}, ops | moves | norm.ops)
-
-
-def _rotated_whole(walk: _Walk, name: str) -> tuple[str, dict[str, str], int] | None:
-    """``x * cos + stack(-odd, even) * sin``."""
-    inner, ops = walk.uncast(name)
-    total = walk.op(inner, "add")
-    for a, b in walk.pairs(total[0]) if total else ():
-        straight, turned = walk.op(walk.uncast(a)[0], "mul"), walk.op(walk.uncast(b)[0], "mul")
-        if not (total and straight and turned):
-            continue
-        ops |= total[1] | straight[1] | turned[1] | walk.uncast(a)[1] | walk.uncast(b)[1]
-        for x, cos in walk.pairs(straight[0]):
-            for y, sin in walk.pairs(turned[0]):
-                pair = _turned_pair(walk, y)
-                if pair is not None and walk.uncast(pair[0])[0] == walk.uncast(x)[0]:
-                    source, casts = walk.uncast(x)
-                    return source, {"cos": cos, "sin": sin}, ops | pair[1] | casts | walk.uncast(pair[0])[1]
-    return None
-
-
-def _turned_pair(walk: _Walk, name: str) -> tuple[str, int] | None:
-    """x of ``stack(-odd(x), even(x))`` flattened."""
-    inner, ops = walk.uncast(name)
-    while (view := walk.op(inner, "reshape", "view", "flatten")) is not None:
-        inner, ops = view[0].operands[0], ops | view[1]
-    inner, casts = walk.uncast(inner)
-    stack = walk.op(inner, "stack")
-    if stack is None or len(stack[0].operands) != 2:
-        return None
-    minus = walk.op(stack[0].operands[0], "neg")
-    if minus is None:
-        return None
-    odd, even = _half(walk, minus[0].operands[0]), _half(walk, stack[0].operands[1])
-    if odd is None or even is None or (odd[0], odd[1], even[1]) != (even[0], 1, 0):
-        return None
-    return odd[0], ops | casts | stack[1] | minus[1] | odd[2] | even[2]
 
 
 def _half(walk: _Walk, name: str) -> tuple[str, int, int] | None:

@@ -144,8 +144,13 @@ class CapturedModel:
         return tuple(map(tuple, runs))
 
 
-def lifted(captured: CapturedBlock, block: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
-    """The graph as a function of the tensor inputs, bound to this instance's parameters and buffers."""
+def lifted(
+    captured: CapturedBlock, block: nn.Module, graph_module: fx.GraphModule | None = None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The graph as a function of the tensor inputs, bound to this instance's parameters and buffers.
+
+    ``graph_module`` is another form of the same graph, with the same placeholders.
+    """
     values: list[Tensor | None] = []
     for slot in captured.slots:
         if slot.kind == "parameter":
@@ -159,7 +164,7 @@ def lifted(captured: CapturedBlock, block: nn.Module) -> Callable[..., tuple[Ten
         else:
             values.append(None)
     positions = [i for i, slot in enumerate(captured.slots) if slot.kind == "input"]
-    module = captured.graph_module
+    module = captured.graph_module if graph_module is None else graph_module
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         arguments = list(values)

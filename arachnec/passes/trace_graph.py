@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def block_graph(captured: CapturedBlock) -> Graph:
     """The graph of a block class. Size arithmetic is folded into the shapes; the text depends on the model alone."""
-    names = _names(captured)
+    names = node_names(captured)
     inputs, ops = [], []
     for node in captured.exported.graph.nodes:
         if node.op == "placeholder":
@@ -40,7 +40,7 @@ def block_graph(captured: CapturedBlock) -> Graph:
     return Graph(captured.name, tuple(inputs), tuple(ops), outputs, Attributes.of(instances=len(captured.instances)))
 
 
-def _names(captured: CapturedBlock) -> dict[fx.Node, str]:
+def node_names(captured: CapturedBlock) -> dict[fx.Node, str]:
     """Inputs and parameters by their own names; results as the operation and a number."""
     names: dict[fx.Node, str] = {}
     counts: dict[str, int] = {}

@@ -1,0 +1,173 @@
+"""A block with fused regions is the block: same output, same gradients; compiled once for all shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from arachnec.backends import fused_block
+from arachnec.backends.fused_block import Region, fuse_block, fused_blocks
+from arachnec.ir.nodes import Graph
+from arachnec.passes.fuse import fuse_graph
+from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel, capture_blocks
+from arachnec.passes.trace_captured import lifted
+from arachnec.passes.trace_dims import B, S, T
+from arachnec.passes.trace_graph import block_graph
+from tests.models.sequence_models import MODELS, ModelCase, Size
+
+TESTED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "plain", "joined", "written-out")
+TORCHS_OWN_WARNINGS = "ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated"
+SIZES = (Size(), Size(3, 6, 10, 11, 1))
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Gates and modulations often start at zero: what is fused wrongly would go unnoticed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module", params=TESTED)
+def case(request: pytest.FixtureRequest) -> tuple[ModelCase, nn.Module, CapturedModel, list[Graph]]:
+    torch.manual_seed(0)
+    case = MODELS[request.param]
+    model = randomised(case.build())
+    captured = capture_blocks(model, case.examples(), verify=False)
+    return case, model, captured, [fuse_graph(block_graph(block)) for block in captured.blocks]
+
+
+def step(case: ModelCase, model: nn.Module, size: Size) -> tuple[Tensor, dict[str, Tensor]]:
+    """The prediction, and every gradient."""
+    model.zero_grad(set_to_none=True)
+    output = model(**case.arguments(size))
+    output = output if isinstance(output, Tensor) else output[0]
+    (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
+    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])
+def test_output_and_every_gradient_are_those_of_the_model(
+    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]], kernels: bool
+) -> None:
+    made, model, captured, graphs = case
+    assert any(graph.fused for graph in graphs)
+    for size in SIZES:
+        size = size if made.text else Size(size.frames, size.height, size.width, Size().text, size.batch)
+        expected, gradients = step(made, model, size)
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        with fused_blocks(model, captured, graphs, kernels=kernels, compiler=lambda region: region):
+            found, fused = step(made, model, size)
+        assert fused.keys() == gradients.keys()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        whole = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        for name, gradient in gradients.items():
+            error = torch.linalg.vector_norm(fused[name] - gradient)
+            assert error <= 1e-5 * max(torch.linalg.vector_norm(gradient), 1e-3 * whole), name
+
+
+def test_the_models_own_forward_is_back_afterwards(
+    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]],
+) -> None:
+    _, model, captured, graphs = case
+    with fused_blocks(model, captured, graphs):
+        inside = [vars(model.get_submodule(path)).get("forward") for path in captured.blocks[0].instances]
+        assert all(inside)
+    assert not any("forward" in vars(model.get_submodule(path)) for path in captured.blocks[0].instances)
+
+
+@pytest.fixture(scope="module")
+def wan() -> tuple[CapturedBlock, Graph, nn.Module]:
+    name = next(name for name in MODELS if name.startswith("wan"))
+    torch.manual_seed(0)
+    model = randomised(MODELS[name].build())
+    captured = capture_blocks(model, MODELS[name].examples(), verify=False).blocks[0]
+    return captured, fuse_graph(block_graph(captured)), model.get_submodule(captured.instances[0])
+
+
+def inputs_of(captured: CapturedBlock, batch: int, tokens: int, text: int) -> list[Tensor]:
+    sizes = {B: batch, S: tokens, T: text}
+    return [torch.randn(*[int(d.subs(sizes)) for d in dims], requires_grad=True) for dims in captured.input_dims]
+
+
+def test_kernels_stand_where_they_were_matched(wan: tuple[CapturedBlock, Graph, nn.Module]) -> None:
+    captured, graph, _ = wan
+    module = fuse_block(captured, graph, kernels=True, compiler=lambda region: region)
+    called = [getattr(node.target, "__name__", "") for node in module.graph.nodes if node.op == "call_function"]
+    assert called.count("norm_modulate") == 1
+    assert called.count("gate_residual_norm_modulate") == 2
+
+
+@pytest.mark.filterwarnings(*TORCHS_OWN_WARNINGS)
+def test_fifty_shapes_are_compiled_as_often_as_there_are_variants(
+    wan: tuple[CapturedBlock, Graph, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variants are one clip and several: a size of 1 broadcasts, so kernels for it differ."""
+    captured, graph, block = wan
+    monkeypatch.setattr(fused_block, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(fused_block, "FEWEST", 0)
+    compiled: list[int] = []
+
+    def compiler(region: fx.GraphModule) -> Callable[..., Any]:
+        index = len(compiled)
+        compiled.append(0)
+
+        def backend(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+            compiled[index] += 1
+            return module.forward
+
+        return torch.compile(region, dynamic=True, fullgraph=True, backend=backend)  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    run = lifted(captured, block, fuse_block(captured, graph, kernels=False, compiler=compiler))
+    choose = random.Random(0)
+    shapes = [(choose.choice([1, 2, 3, 5]), 2 + 3 * k + choose.randint(0, 2), choose.randint(5, 40)) for k in range(50)]
+    assert len(set(shapes)) == 50
+    for shape in shapes:
+        sum(output.sum() for output in run(*inputs_of(captured, *shape))).backward()  # type: ignore[union-attr]
+    assert len(compiled) == len(graph.fused)
+    assert all(1 <= count <= 2 for count in compiled)
+
+
+@pytest.mark.filterwarnings(*TORCHS_OWN_WARNINGS)
+@pytest.mark.skipif(fused_block.default_compiler() is None, reason="no C++ compiler for Inductor")
+def test_a_compiled_region_equals_its_operations_in_output_and_gradients(
+    wan: tuple[CapturedBlock, Graph, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, graph, block = wan
+    monkeypatch.setattr(fused_block, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(fused_block, "FEWEST", 0)
+    torch._dynamo.reset()
+    (kept,) = (region for region in graph.fused if "gate" in str(region.attrs["kernel"]) and len(region.ops) > 5)
+    alone = Graph(graph.name, graph.inputs, graph.ops, graph.outputs, graph.attrs, fused=(kept,))
+    module = fuse_block(captured, alone, kernels=False)
+    (region,) = (part for part in module.children() if isinstance(part, Region))
+    assert region._compiled is not None
+    for shape in ((2, 24, 7), (3, 40, 9)):
+        inputs = inputs_of(captured, *shape)
+        results = []
+        for form in (None, module):
+            (output,) = lifted(captured, block, form)(*inputs)
+            wanted = [*inputs, *block.parameters()]
+            results.append((output, *torch.autograd.grad(output.square().sum(), wanted)))
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
+
+
+def test_small_regions_run_as_they_are(wan: tuple[CapturedBlock, Graph, nn.Module]) -> None:
+    """The guards in front of compiled code cost more than a few kilobytes of traffic."""
+    captured, graph, block = wan
+
+    def compiler(region: fx.GraphModule) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            raise AssertionError("compiled for a few kilobytes")
+
+        return run
+
+    module = fuse_block(captured, graph, kernels=False, compiler=compiler)
+    lifted(captured, block, module)(*inputs_of(captured, 2, 24, 7))
