@@ -66,6 +66,10 @@ class CostModel:
     def _options(self) -> dict[tuple[object, ...], dict[int, float]]:
         return {}
 
+    @cached_property
+    def _found_links(self) -> dict[tuple[object, ...], tuple[Link, Link, Link, float]]:
+        return {}
+
     # -- degrees ---------------------------------------------------------------------------------------------------
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
@@ -197,23 +201,33 @@ class CostModel:
         calls = self._number(cascade, "attentions")
         if degree == 1 or not calls:
             return 0.0
-        where = ranks if ranks is not None else packed_ranks(self.cluster, degree)
+        over_all, of_ulysses, of_ring, contention = self._links(degree, ranks, split.ulysses)
         share = self._evaluate(cascade, "traffic") * GIB / degree  # bytes of q, k, v and output on one rank
-        contention = penalty(self.cluster, where)
         total = 0.0
         if split.ulysses > 1:
             heads = self._number(cascade, "heads") or split.ulysses
             sent = share * uneven(heads, split.ulysses) * split.ulysses
-            link = ulysses_link(self.cluster, where, split.ulysses)
-            total += (forward + backward) * _collective(link, sent, split.ulysses, 2 * calls, contention)
+            total += (forward + backward) * _collective(of_ulysses, sent, split.ulysses, 2 * calls, contention)
         if split.ring > 1:
-            link = ring_link(self.cluster, where, split.ulysses)
-            hop = _hop(link, share / 2, calls, contention)  # keys and values; backward also carries their gradients
+            hop = _hop(of_ring, share / 2, calls, contention)  # keys and values; backward also carries their gradients
             total += (forward + 2 * backward) * (split.ring - 1) * hop
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
         gathered = self._evaluate(cascade, "traffic") * GIB / (4 * calls)
-        link = group_link(self.cluster, where)
-        return total + (forward + backward) * _collective(link, gathered, degree, 1, contention)
+        return total + (forward + backward) * _collective(over_all, gathered, degree, 1, contention)
+
+    def _links(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> tuple[Link, Link, Link, float]:
+        """The links of a group: of all its ranks, of its Ulysses groups and of its rings; and their contention."""
+        key = (degree if ranks is None else ranks, ulysses)
+        found = self._found_links.get(key)
+        if found is None:
+            where = ranks if ranks is not None else packed_ranks(self.cluster, degree)
+            found = self._found_links[key] = (
+                group_link(self.cluster, where),
+                ulysses_link(self.cluster, where, ulysses),
+                ring_link(self.cluster, where, ulysses),
+                penalty(self.cluster, where),
+            )
+        return found
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def best_placed(
     ``seconds`` of wall time go to the integer program of FlexSP for one more candidate; 0 leaves it out.
     """
     best, least = found.schedule, found.bound / TICKS * (1 + 1e-9)
-    if len(problem.jobs) * problem.gpus > MOST or stop():
+    if not placing_is_quick(problem) or stop():
         return best
     measure = Measure(module, cost, problem)
     length = measure.of(best)
@@ -70,6 +70,11 @@ def best_placed(
             if reached < length:
                 best, length = tried, reached
     return best
+
+
+def placing_is_quick(problem: Problem) -> bool:
+    """Whether schedules can be placed by the dozen."""
+    return len(problem.jobs) * problem.gpus <= MOST
 
 
 class Measure:
