@@ -17,10 +17,10 @@ def _step(vector: Tensor | None) -> int:
     return 0 if vector is None else vector.stride(0)
 
 
-def forward_launch(x: Tensor, branch: Tensor | None, vectors: Vectors) -> Launch:
+def forward_launch(x: Tensor, branch: Tensor | None, vectors: Vectors, packed: bool) -> Launch:
     constant = 1 + (vectors.shift is not None or vectors.bias is not None) + (vectors.gate is not None)
     inputs = 1 if branch is None else 2
-    return launch_of(x.shape[1], 1 + inputs + constant, inputs, x.element_size(), device_of(x), FORWARD_WAVES)
+    return launch_of(x.shape[1], inputs + constant, inputs, x.element_size(), device_of(x), FORWARD_WAVES, packed)
 
 
 def forward(
@@ -34,7 +34,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``norm_plain.forward``."""
     rows, hidden = x.shape
-    launch = launch or forward_launch(x, branch, vectors)
+    launch = launch or forward_launch(x, branch, vectors, groups.lengths is not None)
     h = x if branch is None else torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     y = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     mean = torch.empty(rows if layer else 0, dtype=torch.float32, device=x.device)
@@ -47,14 +47,15 @@ def forward(
             x.stride(0), _step(branch), _step(vectors.gate), _step(vectors.scale), _step(vectors.shift),
             groups.loops, groups.group_rows, run, eps,
             H=hidden, TILE=launch.tile, LAYER=layer, PER_ROW=groups.per_row, SEGMENTS=groups.segments,
-            STAGES=launch.stages, num_warps=launch.warps,
+            STAGES=launch.stages, **launch.options,
         )  # fmt: skip
     return h, y, mean, rstd
 
 
-def backward_launch(h: Tensor, dh: Tensor | None, branch: Tensor | None, sums: int) -> Launch:
+def backward_launch(h: Tensor, dh: Tensor | None, branch: Tensor | None, sums: int, packed: bool) -> Launch:
     inputs = 2 + (dh is not None) + (branch is not None)
-    return launch_of(h.shape[1], 3 + (branch is not None) + sums, inputs, h.element_size(), device_of(h))
+    vectors = 3 + (branch is not None) + sums
+    return launch_of(h.shape[1], vectors, inputs, h.element_size(), device_of(h), packed=packed)
 
 
 def backward(
@@ -80,7 +81,7 @@ def backward(
     sum_grad = sums and (bias is not None or (grouped and shift is not None))
     sum_gate = grouped and gated
     kinds = sum_product + sum_grad + sum_gate
-    launch = launch or backward_launch(h, dh, branch if gated else None, kinds)
+    launch = launch or backward_launch(h, dh, branch if gated else None, kinds, groups.lengths is not None)
     run = groups.run(launch.slots)
 
     def rows_like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
@@ -99,7 +100,7 @@ def backward(
             groups.loops, groups.group_rows, run,
             H=hidden, TILE=launch.tile, LAYER=layer, PER_ROW=per_row, SEGMENTS=groups.segments,
             STAGES=launch.stages, SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad, SUM_GATE=sum_gate,
-            num_warps=launch.warps,
+            **launch.options,
         )  # fmt: skip
     found = Gradients(dx, *(t if t is not None else h.new_empty(0) for t in (dbranch, dgate, dscale)), *empties(h, 3))
     if not kinds or not rows:

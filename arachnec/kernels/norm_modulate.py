@@ -1,8 +1,8 @@
 """Norm, modulation, gate and residual as operators that torch.compile and torch.export see through.
 
 y = norm(h) * (1 + scale) + shift with LayerNorm or RMSNorm, after h = residual + gate * branch or not. The adaptive
-layer norm of DiT (arXiv 2212.09748); fused over packed clips as AdaptiveLoad does (2605.17923). On CUDA the Triton kernels,
-elsewhere plain PyTorch.
+layer norm of DiT (arXiv 2212.09748); fused over packed clips as AdaptiveLoad does (2605.17923). On CUDA
+the Triton kernels, elsewhere plain PyTorch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from arachnec.kernels import norm_launch, norm_plain
 from arachnec.kernels.norm_plain import Gradients, Vectors
 from arachnec.kernels.row_groups import group_vectors, row_groups
+from arachnec.kernels.row_launch import on_device_of
 
 NORMS = ("layer", "rms")
 
@@ -32,9 +33,9 @@ def norm_modulate(
 ) -> Tensor:
     """(norm(x) * weight + bias) * (1 + scale) + shift over the last dimension of x [..., H], in x's dtype.
 
-    ``scale`` and ``shift`` are [H], per sample [B, H] or [B, 1, H], per token [B, S, H], or, with ``cu_seqlens`` [G + 1]
-    (int32 or int64, from 0 to the number of rows), per segment [G, H]. Any of the vectors may be absent, and in any dtype.
-    Raises ValueError for other shapes. Its gradients have no gradients.
+    ``scale`` and ``shift`` are [H], per sample [B, H] or [B, 1, H], per token [B, S, H], or, with ``cu_seqlens``
+    [G + 1] (int32 or int64, from 0 to the number of rows), per segment [G, H]. Any of the vectors may be absent, and of
+    any dtype. Raises ValueError for other shapes. Its gradients have no gradients.
     """
     (scale, shift), per_row = group_vectors(x, (scale, shift), cu_seqlens)
     _check(norm, x, weight, bias)
@@ -105,7 +106,8 @@ def _forward(
     side = None if branch is None else _rows(branch)
     groups = row_groups(rows.shape[0], (vectors.gate, vectors.scale, vectors.shift), cu_seqlens, per_row)
     run = norm_launch.forward if x.is_cuda else norm_plain.forward
-    h, y, mean, rstd = run(rows, side, vectors, groups, layer, eps)
+    with on_device_of(x):
+        h, y, mean, rstd = run(rows, side, vectors, groups, layer, eps)
     lead = x.shape[:-1]
     return h.view(x.shape), y.view(x.shape), mean.view(lead) if layer else mean[:0], rstd.view(lead)
 
@@ -129,7 +131,8 @@ def _backward(
     groups = row_groups(rows.shape[0], (vectors.gate, vectors.scale, vectors.shift), cu_seqlens, per_row)
     statistics = mean.reshape(-1), rstd.reshape(-1)
     if h.is_cuda:
-        found = norm_launch.backward(outer, above, rows, *statistics, side, vectors, groups, layer, sums)
+        with on_device_of(h):
+            found = norm_launch.backward(outer, above, rows, *statistics, side, vectors, groups, layer, sums)
     else:
         center = statistics[0] if layer else torch.zeros_like(statistics[1])
         found = norm_plain.backward(outer, above, rows, center, statistics[1], side, vectors, groups, layer, sums)

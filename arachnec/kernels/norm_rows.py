@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# (Triton's decorators have no types.)
+# ruff: noqa: E501, RUF005, SIM108
+# (Triton's decorators have no types, and its language neither unpacks tuples nor joins conditions of two times.)
 """LayerNorm or RMSNorm of rows with modulation, after a gated residual or not: the Triton kernels.
 
 h = residual + gate * branch (or h = x), n = norm(h) * weight + bias, y = n * (1 + scale) + shift. A program takes a run

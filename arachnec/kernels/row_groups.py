@@ -39,8 +39,8 @@ class RowGroups:
     def run(self, slots: int) -> int:
         """Rows a program takes so that all programs fit ``slots`` at a time wherever there are more slots than groups.
 
-        Of a packed sequence only the number of segments is known here, not their lengths, which stay on the device: each
-        may end in one short run.
+        Of a packed sequence only the number of segments is known here, not their lengths, which stay on the device:
+        each may end in one short run.
         """
         if self.lengths is None:
             return max(1, math.ceil(self.group_rows / max(1, slots // self.loops)))
@@ -67,7 +67,7 @@ class RowGroups:
             return values
         if self.lengths is None:
             return values.reshape(self.count, self.group_rows, values.shape[1]).sum(1)
-        parts = values.split(self.lengths.diff().tolist())
+        parts = torch.split(values, self.lengths.diff().tolist())
         return torch.stack([part.sum(0) for part in parts])
 
 
@@ -89,8 +89,9 @@ def group_vectors(
 ) -> tuple[tuple[Tensor | None, ...], bool]:
     """Scales, shifts and gates of x [..., H] as [G, H] views, all with the same G, and whether they are per row.
 
-    A vector's leading sizes are those of x up to some dimension and 1, or nothing, from there on: [H] and [1, H] for all
-    rows, [B, H] or [B, 1, H] per sample, [B, S, H] per token; with ``cu_seqlens`` [G + 1], x is packed and they are [G, H].
+    A vector's leading sizes are those of x up to some dimension and 1, or nothing, from there on: [H] and [1, H] for
+    all rows, [B, H] or [B, 1, H] per sample, [B, S, H] per token; with ``cu_seqlens`` [G + 1], x is packed and they are
+    [G, H].
     Raises ValueError where a shape is none of these. No size is compared but with 1 and with its own symbol, so that
     nothing here specialises a symbolic shape.
     """

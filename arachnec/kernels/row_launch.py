@@ -1,10 +1,12 @@
 """How many warps, buffers and programs a kernel over rows is given: from the row's size and the device's limits.
 
-Every number here follows from counting registers and shared memory; ``benchmarks/kernels.py --tune`` searches around it.
+Every number here follows from counting registers and shared memory; ``benchmarks/kernels.py --tune`` searches around
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ from arachnec.kernels.row_tiles import column_sums
 
 LARGEST_ROW = 8192
 WIDEST = 4  # lanes of a tile per thread: 8 bytes of bf16, 16 of fp32
-OTHER_REGISTERS = 36  # addresses, loop counters, the reduction
-MOST_REGISTERS = 168  # a thread's, from where on fewer than 12 warps fit a multiprocessor
+OTHER_REGISTERS = 28  # a thread's: addresses, loop counters, the reduction
+PACKED_REGISTERS = 12  # more, where a program looks for its segment
+LEAST_WARPS = 16  # of a multiprocessor, so that one program's reductions hide behind another's loads
 SUM_ROWS, SUM_COLUMNS = 64, 32
 
 
@@ -29,18 +32,31 @@ class Device:
 
     multiprocessors: int = 132
     registers: int = 65536  # 32-bit ones of a multiprocessor
-    threads: int = 2048  # of a multiprocessor
+    threads: int = (
+        1024  # of a multiprocessor that are put to use: half of them saturate the memory, with 64 registers each
+    )
     shared: int = 232448 - 4096  # bytes a program may use, less what reductions need
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile in lanes, warps of a program, buffers of its loop (1: not pipelined), programs in all at a time."""
+    """Tile in lanes, warps of a program, buffers of its loop (1: not pipelined), registers a thread may use, and how
+    many programs there should be: as many as run at a time, times the waves."""
 
     tile: int
     warps: int
     stages: int
+    registers: int
     slots: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -52,32 +68,47 @@ def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     return Device(
         properties.multi_processor_count,
-        properties.regs_per_multiprocessor,
-        properties.max_threads_per_multi_processor,
+        getattr(properties, "regs_per_multiprocessor", 65536),
+        properties.max_threads_per_multi_processor // 2,
         getattr(properties, "shared_memory_per_block_optin", 99 * 1024) - 4096,
     )
 
 
 def tile_of(size: int) -> int:
-    """Lanes of a tile: of the powers of two that need at most 8 tiles, the one with the fewest idle lanes (the widest)."""
+    """Lanes of a tile: of the powers of two that need at most 8 tiles, the widest with the fewest idle lanes."""
     if not 0 < size <= LARGEST_ROW:
         raise ValueError(f"rows of {size} values; the kernels take 1 to {LARGEST_ROW}")
     widths = [1 << k for k in range(4, 12) if math.ceil(size / (1 << k)) <= 8]
     return min(widths, key=lambda width: (math.ceil(size / width) * width, -width))
 
 
-def launch_of(size: int, vectors: int, inputs: int, itemsize: int, device: Device, waves: int = 1) -> Launch:
+def launch_of(
+    size: int, vectors: int, inputs: int, itemsize: int, device: Device, waves: int = 1, packed: bool = False
+) -> Launch:
     """For rows of ``size`` lanes with ``vectors`` of them live in fp32 registers and ``inputs`` read in each step."""
     tile = tile_of(size)
     lanes = math.ceil(size / tile) * tile
+    return launch_of_tiles(tile, lanes, vectors, inputs * lanes * itemsize, device, waves, packed)
+
+
+def launch_of_tiles(
+    tile: int, lanes: int, vectors: int, read: int, device: Device, waves: int = 1, packed: bool = False
+) -> Launch:
+    """As ``launch_of``, of rows that take ``lanes`` lanes in tiles, and ``read`` bytes in each step."""
     warps = max(1, tile // (32 * WIDEST))
-    while warps < 16 and vectors * lanes // (32 * warps) + OTHER_REGISTERS > MOST_REGISTERS:
+    other = OTHER_REGISTERS + (PACKED_REGISTERS if packed else 0)
+
+    def resident() -> int:
+        registers = vectors * lanes // (32 * warps) + other
+        return min(device.registers // (32 * warps * registers), device.threads // (32 * warps), 16)
+
+    while warps < 16 and resident() * warps < LEAST_WARPS:
         warps *= 2
-    registers = min(255, vectors * lanes // (32 * warps) + OTHER_REGISTERS)
-    resident = max(1, min(device.registers // (32 * warps * registers), device.threads // (32 * warps), 16))
-    buffer = inputs * lanes * itemsize * resident
+    programs = max(1, resident())
+    registers = min(255, device.registers // (32 * warps * programs) // 8 * 8)
+    buffer = read * programs
     stages = next((stages for stages in (3, 2) if (stages - 1) * buffer <= device.shared), 1)
-    return Launch(tile, warps, stages, device.multiprocessors * resident * waves)
+    return Launch(tile, warps, stages, registers, device.multiprocessors * programs * waves)
 
 
 def sum_partials(partials: Tensor, groups: RowGroups, run: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, ...]:
@@ -90,7 +121,8 @@ def sum_partials(partials: Tensor, groups: RowGroups, run: int, dtypes: tuple[to
     if sums and hidden and groups.loops:
         grid = (groups.loops, triton.cdiv(hidden, SUM_COLUMNS), len(dtypes))
         column_sums[grid](
-            partials, *sums, *(None for _ in range(3 - len(sums))), groups.lengths, groups.loops, groups.group_rows, run,
+            partials, *sums, *(None for _ in range(3 - len(sums))),
+            groups.lengths, groups.loops, groups.group_rows, run,
             KINDS=len(sums), H=hidden, SEGMENTS=groups.segments, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4,
         )  # fmt: skip
     return sums

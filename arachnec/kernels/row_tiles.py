@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# (Triton's decorators have no types.)
+# ruff: noqa: E501, RUF005, SIM102
+# (Triton's decorators have no types, and its language neither unpacks tuples nor joins conditions of two times.)
 """Rows as tuples of tiles, and which run of rows a program takes: what every kernel here is made of.
 
 A row of H values lies in ceil(H / TILE) tiles of TILE lanes, 5120 = 5 x 1024, so that no lane is spent on the next power

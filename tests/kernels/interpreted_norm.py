@@ -56,13 +56,10 @@ def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: 
     wide = [made(letter, groups.count, hidden) for letter in "st"]
     gate = made("g", groups.count, hidden) if gated else None
     given = Vectors(made("w", hidden), made("b", hidden), *wide, gate)
-    launch = Launch(tile_of(hidden), 1, 1, slots)
+    launch = Launch(tile_of(hidden), 1, 1, 255, slots)
     h, y, mean, rstd = norm_launch.forward(x, branch, given, groups, layer, 1e-6, launch)
     dy, dh = torch.randn_like(y), torch.randn_like(h) if gated else None
-    again, found = (
-        norm_launch.backward(dy, dh, h, mean, rstd, branch, given, groups, layer, True, launch) for _ in range(2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True)), "two runs differ"
+    found = norm_launch.backward(dy, dh, h, mean, rstd, branch, given, groups, layer, True, launch)
 
     exact = [t if t is None else t.double().requires_grad_() for t in (x, branch, *given)]
     truth_h, truth_y = eager(exact[0], exact[1], Vectors(*exact[2:]), groups, layer)
@@ -78,16 +75,16 @@ def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: 
 
 
 def main() -> None:
-    cases = list(
-        itertools.product(["sample", "token", "packed"], ["layer", "rms"], ["st", "wbstg"], [True], [40], ["fp32"], [6])
-    )
-    cases += itertools.product(["sample", "packed"], ["layer"], ["st", "wb"], [False], [48], ["fp32", "bf16"], [3])
+    ways = itertools.product(["sample", "token", "packed"], ["layer", "rms"])
+    cases = [(kind, norm, "wbstg", True, 40, "fp32", 6) for kind, norm in ways]
+    cases += [(kind, "layer", "st", False, 48, dtype, 3) for kind, dtype in (("sample", "fp32"), ("packed", "bf16"))]
+    cases += [("packed", "layer", "stg", True, 16, "fp32", 6), ("sample", "layer", "wb", False, 48, "fp32", 3)]
     cases += [
         ("all", "layer", "", False, 48, "fp32", 4),
         ("all", "rms", "w", False, 40, "fp16", 4),
         ("all", "rms", "s", False, 16, "fp32", 4),
         ("all", "layer", "g", True, 7, "fp32", 4),
-        ("packed", "rms", "wstg", True, 40, "bf16", 20),
+        ("packed", "rms", "wstg", True, 24, "fp32", 20),
         ("token", "rms", "s", False, 40, "fp32", 4),
     ]
     print(json.dumps({" ".join(map(str, case)): errors(*case) for case in cases}))

@@ -145,8 +145,9 @@ def test_operators_keep_pytorch_s_rules(kind: str, gated: bool) -> None:
         call = (torch.ops.arachnec.gate_residual_norm_modulate.default, (given["branch"], given["x"], gate, *tail))
     else:
         call = (torch.ops.arachnec.norm_modulate.default, (given["x"], *tail))
-    call = (call[0], tuple(a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in call[1]))  # fmt: skip
-    torch.library.opcheck(*call)
+    operator, arguments = call
+    leaves = (a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments)
+    torch.library.opcheck(operator, tuple(leaves))
 
 
 def test_export_sees_one_operator_for_every_number_of_samples_and_tokens() -> None:

@@ -1,0 +1,96 @@
+"""Registers, shared memory and spills of a kernel on a device that need not be there, from Triton's own compiler."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+MULTIPROCESSOR_REGISTERS, MULTIPROCESSOR_WARPS, MULTIPROCESSOR_SHARED = 65536, 64, 233472
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one program: 32-bit registers of a thread, bytes of shared memory, bytes a thread spills; and its warps."""
+
+    registers: int
+    shared: int
+    spilled: int
+    warps: int
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit one multiprocessor of compute capability 9.0 at a time."""
+        by_registers = MULTIPROCESSOR_REGISTERS // (32 * self.warps * -(-self.registers // 8) * 8)
+        by_shared = MULTIPROCESSOR_SHARED // (self.shared + 1024)
+        return min(by_registers, by_shared, MULTIPROCESSOR_WARPS // self.warps, 32)
+
+
+class Recorder:
+    """Stands for a kernel and keeps what it is launched with; compiles that, and runs nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.calls.append((grid, arguments, options))
+
+    def estimates(self, capability: int = 90) -> list[Estimate]:
+        return [estimate(self.kernel, arguments, options, capability) for _, arguments, options in self.calls]
+
+
+def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], capability: int = 90) -> Estimate:
+    """Compiles a kernel for the dtypes and numbers of one launch; tensors may be on the meta device."""
+    options = dict(options)
+    warps = options.pop("num_warps", 4)
+    most = options.pop("maxnreg", None)
+    given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    generic = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    fixed = {p.name for p in kernel.params if p.is_constexpr} | {name for name, value in given.items() if value is None}
+    signature, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        value = given[name]
+        signature[name] = "constexpr" if name in fixed else _type(value)
+        aligned = isinstance(value, Tensor) or (isinstance(value, int) and name not in generic and value % 16 == 0)
+        if name not in fixed and aligned:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, {name: given[name] for name in fixed}, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(
+        source, target=target, options={"num_warps": warps, "maxnreg": most, "enable_fp_fusion": True}
+    )
+    registers, spilled = _resources(compiled.asm["cubin"])
+    return Estimate(registers, compiled.metadata.shared, spilled, warps)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(cubin)
+        done = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True, timeout=60)
+    usage = dict(re.findall(r"(\w+):(\d+)", done.stdout.split("Function", 1)[1]))
+    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])

@@ -1,0 +1,45 @@
+"""The kernel benchmark: its checks hold on this machine, and without a GPU it says so and times nothing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+LARGEST_ERROR = 2e-5
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("layout", ["batch 1", "batch 4", "packed"])
+def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: ModuleType, layout: str) -> None:
+    found = benchmark.cases(64, 256, layout, torch.float32, torch.device("cpu"))
+    assert len(found) == 5
+    for case in found:
+        assert max(benchmark.errors(case)) < LARGEST_ERROR, case.kernel
+
+
+def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/kernels.py", "--hidden", "1536", "--layouts", "packed", "--tokens", "1024"]
+    command += ["--output", str(tmp_path / "found.json")]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=hidden)
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA device: nothing is timed" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["device"].startswith("none") and found["results"]
+    assert not any(key.endswith("_ms") for row in found["results"] for key in row)
+    assert all(0 < row["registers"] <= 255 and row["spilled"] <= 64 for row in found["results"])
