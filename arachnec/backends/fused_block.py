@@ -7,18 +7,17 @@ region's own operations, or the kernel's.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
+from arachnec.backends.fused_kernels import KERNELS, Kernel
 from arachnec.ir.nodes import Fused, Graph
 from arachnec.passes.fuse_graph import FusionGraph
 from arachnec.passes.fuse_match import Match, match_region
@@ -30,12 +29,6 @@ from arachnec.passes.trace_graph import node_names
 # regions of two or three operations gain nothing, and small ones lose to the guards in front of the compiled code.
 FEWEST = 4  # operations
 WORTH_COMPILING = 4 << 20  # bytes of input, times operations
-
-KERNELS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "norm_modulate": ("arachnec.kernels.norm_modulate", "norm_modulate", ("y",)),
-    "gate_residual_norm_modulate": ("arachnec.kernels.norm_modulate", "gate_residual_norm_modulate", ("h", "y")),
-}
-"""Kernel name to module, function, and what it returns; its arguments are called as in the match."""
 
 
 class Region(nn.Module):
@@ -81,11 +74,12 @@ def fuse_block(
     nodes = {name: copies[node] for node, name in node_names(captured).items() if node in copies}
     module = fx.GraphModule(captured.graph_module, fused)
     known = FusionGraph(graph, constraints_of(graph))
+    learned = _learned(captured, copies)
     partitions: list[tuple[str, dict[fx.Node, int | None]]] = []
     for region in graph.fused:
         members = [nodes[name] for name in region.ops]
         if use_kernels:
-            members = _with_kernels(fused, known, region, nodes, members)
+            members = _with_kernels(fused, known, region, nodes, members, learned)
         if sum(not _is_view(node) for node in members) > 1:
             partitions.append((region.name, dict.fromkeys(_with_sizes(members))))
     module = fuse_by_partitions(module, [members for _, members in partitions])
@@ -146,25 +140,22 @@ def _with_sizes(members: Sequence[fx.Node]) -> list[fx.Node]:
 # hand-written kernels
 
 
-@cache
-def _kernel(name: str) -> Callable[..., Any] | None:
-    if name not in KERNELS or importlib.util.find_spec(KERNELS[name][0]) is None:
-        return None
-    found: Callable[..., Any] = getattr(importlib.import_module(KERNELS[name][0]), KERNELS[name][1])
-    return found
-
-
 def _with_kernels(
-    graph: fx.Graph, known: FusionGraph, region: Fused, nodes: dict[str, fx.Node], members: list[fx.Node]
+    graph: fx.Graph,
+    known: FusionGraph,
+    region: Fused,
+    nodes: dict[str, fx.Node],
+    members: list[fx.Node],
+    learned: set[fx.Node],
 ) -> list[fx.Node]:
     """The region's nodes after what its matches stand for was replaced by calls."""
     mask = sum(1 << known.index[name] for name in region.ops)
     for match in match_region(known, mask):
-        function = _kernel(match.kernel)
-        if function is None:
+        kernel = KERNELS[match.kernel]
+        if any(nodes[match.operands[role]] in learned for role in kernel.constant):
             continue
         gone = [nodes[known.ops[i].name] for i in range(len(known.ops)) if match.ops >> i & 1]
-        made = _call(graph, match, function, nodes)
+        made = _call(graph, match, kernel, nodes)
         for role, name in match.results.items():
             nodes[name].replace_all_uses_with(made[role])
             nodes[name] = made[role]
@@ -175,15 +166,28 @@ def _with_kernels(
     return members
 
 
-def _call(graph: fx.Graph, match: Match, function: Callable[..., Any], nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
+def _learned(captured: CapturedBlock, copies: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The nodes whose values depend on what is trained."""
+    placeholders = [node for node in captured.exported.graph.nodes if node.op == "placeholder"]
+    found: set[fx.Node] = set()
+    for node, slot in zip(placeholders, captured.slots, strict=True):
+        if slot.kind == "parameter" or (isinstance(slot.target, int) and captured.input_grads[slot.target]):
+            found.add(copies[node])
+    for node in captured.exported.graph.nodes:
+        if any(copies.get(before) in found for before in node.all_input_nodes) and node in copies:
+            found.add(copies[node])
+    return found
+
+
+def _call(graph: fx.Graph, match: Match, kernel: Kernel, nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
     """Nodes that call the kernel: ``calls``, and one for each result."""
-    returned = KERNELS[match.kernel][2]
+    returned = kernel.returns
     arguments: dict[str, Any] = {role: nodes[name] for role, name in match.operands.items()}
     arguments |= match.options
     last = max((nodes[name] for name in match.results.values()), key=_position(graph))
     value = {role: nodes[name].meta for role, name in match.results.items()}
     with graph.inserting_after(last):
-        call = graph.call_function(function, (), arguments)
+        call = graph.call_function(kernel.call, (), arguments)
     call.meta = {"val": value[returned[0]]["val"] if len(returned) == 1 else tuple(value[r]["val"] for r in returned)}
     if len(returned) == 1:
         return {returned[0]: call, "calls": [call]}

@@ -74,15 +74,22 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
 
     price = cost.price(region)
     assert isinstance(price, Price)
+    matches = match_region(graph, region)
     before, after = cost.formula(region)
+    launches = price.launches_after
+    if matches:  # each is a kernel, and so is, at worst, every operation that they leave over
+        covered = [match.ops for match in matches]
+        parts = covered + [1 << i for i in bits(region & graph.core) if not any(mask >> i & 1 for mask in covered)]
+        after = sum(cost.formula(part)[1] for part in parts)
+        launches = len(parts)
     attrs = Attributes.of(
         schedule=cost.schedule(region),
         rows=cost.rows(region),
-        kernel=kernel_name(graph, region, match_region(graph, region)),
+        kernel=kernel_name(graph, region, matches),
         bytes_before=_gib(before, graph.sizes),
         bytes_after=_gib(after, graph.sizes),
         launches_before=price.launches_before,
-        launches_after=price.launches_after,
+        launches_after=launches,
         registers=price.registers or None,
         stopped=stopped,
     )

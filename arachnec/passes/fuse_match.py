@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import sympy
+
 from arachnec.ir.nodes import GraphOp
 from arachnec.ir.values import Value
 from arachnec.passes.fuse_graph import FusionGraph, bits
@@ -124,7 +126,7 @@ class _Walk:
         inner, more = self.vector(found[0].operands[0])
         return inner, ops | found[1] | more
 
-    def dims(self, name: str) -> tuple[object, ...]:
+    def dims(self, name: str) -> tuple[sympy.Expr, ...]:
         return self.graph.sizes.shapes.get(name, ())
 
 
@@ -263,12 +265,19 @@ def _norm_rope(walk: _Walk, name: str) -> Match | None:
     while (view := walk.op(inner, "reshape", "view")) is not None:
         inner, moves = view[0].operands[0], moves | view[1]
     norm = _norm(walk, inner)
-    if norm is None or norm.options["norm"] != "rms":
+    dims = walk.dims(name)
+    if norm is None or len(dims) != 5 or dims[4] != 2:
         return None
-    operands = {"x": norm.x, **norm.operands, **tables}
-    across = norm.x if walk.dims(norm.x) == walk.dims(inner) else inner
-    heads = "heads" if len(walk.dims(across)) == len(walk.dims(name)) else "all"
-    return Match("norm_rope", {"y": name}, operands, {**norm.options, "over": heads}, ops | moves | norm.ops)
+    x, casts = _same_dtype(walk, norm.x, name)
+    tokens, heads, half = dims[1:4]
+    table = {walk.dims(tables[role]) for role in ("cos", "sin")}
+    if x is None or not (heads.is_Integer and half.is_Integer) or table - {(1, tokens, 1, half), (tokens, 1, half)}:
+        return None
+    over = walk.dims(norm.x)[2:]
+    if over not in ((2 * half * heads,), (heads, 2 * half)) or (len(over) == 1 and heads != 1 and not norm.operands):
+        return None
+    options = {**norm.options, "heads": int(heads), "size": 2 * int(half)}
+    return Match("norm_rope", {"y": name}, {"x": x, **norm.operands, **tables}, options, ops | moves | norm.ops | casts)
 
 
 def _half(walk: _Walk, name: str) -> tuple[str, int, int] | None:

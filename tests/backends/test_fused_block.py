@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from arachnec.backends import fused_block
 from arachnec.backends.fused_block import Region, fuse_block, fused_blocks
+from arachnec.backends.fused_kernels import KERNELS
 from arachnec.ir.nodes import Graph
 from arachnec.passes.fuse import fuse_graph
 from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel, capture_blocks
@@ -98,9 +100,22 @@ def inputs_of(captured: CapturedBlock, batch: int, tokens: int, text: int) -> li
 def test_kernels_stand_where_they_were_matched(wan: tuple[CapturedBlock, Graph, nn.Module]) -> None:
     captured, graph, _ = wan
     module = fuse_block(captured, graph, kernels=True, compiler=lambda region: region)
-    called = [getattr(node.target, "__name__", "") for node in module.graph.nodes if node.op == "call_function"]
-    assert called.count("norm_modulate") == 1
-    assert called.count("gate_residual_norm_modulate") == 2
+    inside = [node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    called = [node.target for node in inside if node.op == "call_function"]
+    assert called.count(KERNELS["norm_modulate"].call) == 1
+    assert called.count(KERNELS["gate_residual_norm_modulate"].call) == 2
+    assert called.count(KERNELS["norm_rope"].call) == 2
+
+
+def test_a_kernel_without_gradients_for_its_tables_is_not_called_on_trained_ones(
+    wan: tuple[CapturedBlock, Graph, nn.Module],
+) -> None:
+    captured, graph, _ = wan
+    trained = replace(captured, input_grads=(True,) * len(captured.input_grads))
+    module = fuse_block(trained, graph, kernels=True, compiler=lambda region: region)
+    inside = [node.target for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    assert KERNELS["norm_rope"].call not in inside
+    assert KERNELS["norm_modulate"].call in inside
 
 
 @pytest.mark.filterwarnings(*TORCHS_OWN_WARNINGS)

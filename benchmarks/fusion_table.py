@@ -1,0 +1,80 @@
+"""Kernels and bytes of each block's memory-intensive operations, before and after `fuse`, for the real configurations.
+
+    python benchmarks/fusion_table.py [examples/wan2_1_14b.py ...]
+
+One forward of one block at B = 1, S = 32,760, T = 512 (or the model's caption length), in its own precision, as counted
+by the cost model of `docs/fusion.md`: no device is needed. The lines are the table there. Views cost nothing, matrix
+products and attention are left out, "eager" is every operation by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import sympy
+
+from arachnec.data.manifest import read_manifest
+from arachnec.ir.nodes import Graph, integer
+from arachnec.models.file import load_model_file
+from arachnec.passes.fuse import fuse_graph
+from arachnec.passes.fuse_cost import Machine, RegionCost
+from arachnec.passes.fuse_graph import FusionGraph, bits
+from arachnec.passes.fuse_match import match_region
+from arachnec.passes.shape_constraints import constraints_of
+from arachnec.passes.trace import trace_model
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ("wan2_1_1_3b", "wan2_1_14b", "cogvideox_2b", "cogvideox_5b", "hunyuanvideo", "plain_dit")
+SIZES = {"B": 1, "S": 32760, "T": 512}
+
+
+def row(model: str, graph: Graph) -> str:
+    fused = fuse_graph(graph)
+    known = FusionGraph(graph, constraints_of(graph))
+    cost = RegionCost(known, Machine())
+    eager_kernels = known.core.bit_count()
+    eager_bytes = sum((_formula(cost, 1 << i) for i in bits(known.core)), sympy.Integer(0))
+    kernels, left = 0, known.core
+    moved = sympy.Integer(0)
+    for region in fused.fused:
+        mask = sum(1 << known.index[name] for name in region.ops)
+        covered = [match.ops for match in match_region(known, mask)]
+        rest = [1 << i for i in bits(mask & known.core) if not any(m >> i & 1 for m in covered)]
+        moved += sum((_formula(cost, part) for part in (covered + rest if covered else [mask])), sympy.Integer(0))
+        kernels += integer(region.attrs["launches_after"])
+        left &= ~mask
+    moved += sum((_formula(cost, 1 << i) for i in bits(left)), sympy.Integer(0))
+    kernels += left.bit_count()
+    named = ", ".join(str(region.attrs["kernel"]) for region in fused.fused if region.attrs["kernel"] != "generated")
+    before, after = _gib(eager_bytes), _gib(moved)
+    return (
+        f"| {model} | {graph.name} | {eager_kernels} | {kernels} | {before:.2f} | {after:.2f} | "
+        f"{before / after:.1f}x | {named or '-'} |"
+    )
+
+
+def _formula(cost: RegionCost, mask: int) -> sympy.Expr:
+    return cost.formula(mask)[1]
+
+
+def _gib(size: sympy.Expr) -> float:
+    return float(size.subs({symbol: SIZES.get(symbol.name, 1) for symbol in size.free_symbols})) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--clips", type=Path, default=ROOT / "examples" / "clips_480p.jsonl")
+    arguments = parser.parse_args()
+    print("| model | block | kernels, eager | fused | GiB, eager | fused | | hand-written kernels |")
+    print("|---|---|---|---|---|---|---|---|")
+    for path in arguments.models or [ROOT / "examples" / f"{name}.py" for name in MODELS]:
+        manifest = read_manifest(arguments.clips, batch=None)
+        clips = [clip for iteration in manifest.iterations for clip in iteration]
+        for graph in trace_model(load_model_file(path), clips).graphs:
+            print(row(path.stem, graph), flush=True)
+
+
+if __name__ == "__main__":
+    main()
