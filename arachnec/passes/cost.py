@@ -67,6 +67,10 @@ class CostModel:
         return {}
 
     @cached_property
+    def _found_sizes(self) -> dict[tuple[object, ...], tuple[float, float, float]]:
+        return {}
+
+    @cached_property
     def _found_links(self) -> dict[tuple[object, ...], tuple[Link, Link, Link, float]]:
         return {}
 
@@ -172,22 +176,31 @@ class CostModel:
         }[cascade.phase]
 
     def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention) -> float:
-        formula = self._formula(cascade, name)
-        if formula is None:
-            raise ValueError(f"stage {cascade.stage} has no `{name}` formula; run `annotate` first")
-        tokens = uneven(cascade.tokens, degree)
+        fixed, linear, pairwise = self._sizes(cascade, name)
         heads = self._number(cascade, "heads") or split.ulysses
         pairs = uneven(heads, split.ulysses) / split.ring
-        total = 0.0
-        for term in formula.terms:
-            value = term.coefficient * math.prod(_size(cascade, symbol) ** power for symbol, power in term.powers)
-            powers = dict(term.powers)
-            if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
-                value *= pairs
-            elif "S" in powers:
-                value *= tokens
-            total += value
-        return total
+        return fixed + linear * uneven(cascade.tokens, degree) + pairwise * pairs
+
+    def _sizes(self, cascade: Cascade, name: str) -> tuple[float, float, float]:
+        """ms on one rank of a stage's ``name``: what no degree divides, what tokens divide, what pairs of them do."""
+        key = cascade.stage, name, cascade.batch, cascade.tokens, cascade.text
+        found = self._found_sizes.get(key)
+        if found is None:
+            formula = self._formula(cascade, name)
+            if formula is None:
+                raise ValueError(f"stage {cascade.stage} has no `{name}` formula; run `annotate` first")
+            fixed = linear = pairwise = 0.0
+            for term in formula.terms:
+                value = term.coefficient * math.prod(_size(cascade, symbol) ** power for symbol, power in term.powers)
+                powers = dict(term.powers)
+                if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
+                    pairwise += value
+                elif "S" in powers:
+                    linear += value
+                else:
+                    fixed += value
+            found = self._found_sizes[key] = fixed, linear, pairwise
+        return found
 
     def _communication(
         self,

@@ -22,6 +22,7 @@ from arachnec.passes.schedule_problem import Problem, Schedule
 THRESHOLDS = (1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.13, 1.2, 1.35)
 MANY = 2000  # jobs, of which the first good packing is taken
 GOOD = 1.01  # times the bound
+POOR = 1.05  # times the bound: other degrees than powers of 2 are needed
 SMALL = 48  # GPUs up to which plain loops are faster than arrays
 
 
@@ -73,14 +74,16 @@ def options_of(problem: Problem) -> Options | None:
 def best_packing(problem: Problem, options: Options, bound: int) -> Packing:
     """The packing with the shortest schedule over horizons from the bound upwards."""
     chained = any(job.before for job in problem.jobs)
+    areas = sum(min(option.width * option.ticks for option in row) for row in options)
+    least = max(bound, areas // problem.gpus)  # what blocks of powers of 2 cannot be shorter than
     best, shortest = None, 0
     for factor in THRESHOLDS:
-        horizon = int(bound * factor)
+        horizon = int(least * factor)
         packing = pack(problem, options, horizon)
         length = realize(problem, packing).makespan(problem) if chained else max(packing.load)
         if best is None or length < shortest:
             best, shortest = packing, length
-        if shortest <= horizon or (len(problem.jobs) > MANY and shortest <= GOOD * bound):
+        if least > POOR * bound or shortest <= horizon or (len(problem.jobs) > MANY and shortest <= GOOD * least):
             break
     assert best is not None
     return best
