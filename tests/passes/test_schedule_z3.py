@@ -165,10 +165,3 @@ def test_equal_seeds_and_steps_give_equal_schedules() -> None:
     for problem in (four_tasks(8), many(20, 8)):
         runs = [solve(problem, Clock(time.perf_counter(), 0.0, steps=60), seed=5) for _ in range(2)]
         assert runs[0] == runs[1]
-
-
-def test_the_budget_is_kept() -> None:
-    problem = many(12, 16)
-    started = time.perf_counter()
-    solve(problem, Clock(started, 500.0), seed=0)
-    assert time.perf_counter() - started < 5, "Z3 may end a little late: making its question counts too"
