@@ -13,6 +13,7 @@ from functools import cached_property
 
 import sympy
 
+from arachnec.ir.nodes import GraphOp
 from arachnec.passes.fuse_graph import FusionGraph, bits
 from arachnec.passes.fuse_ops import Kind, stem
 
@@ -39,6 +40,14 @@ class Price:
     launches_after: int
     registers: int
     saved: float
+
+
+def values_read(op: GraphOp) -> list[str]:
+    """The operands whose numbers an operation reads, each once: of some it only asks the shape or the type."""
+    operands = list(dict.fromkeys(op.operands))
+    if stem(op) == "type_as":
+        return operands[:1]
+    return [] if stem(op) in ("zeros_like", "ones_like", "full_like") else operands
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class RegionCost:
     def alone(self, i: int) -> float:
         """Bytes that an operation moves when it runs by itself."""
         op = self.graph.ops[i]
-        return sum(self._at(name) for name in dict.fromkeys(op.operands)) + sum(map(self._at, self._made(i)))
+        return sum(map(self._at, values_read(op))) + sum(map(self._at, self._made(i)))
 
     def _made(self, i: int) -> list[str]:
         """The tensors an operation makes: itself, or the parts that are taken out of its tuple."""
@@ -116,7 +125,7 @@ class RegionCost:
         """What a region reads from outside: the tensor behind, and the names it is read by."""
         graph, found = self.graph, dict[str, list[str]]()
         for i in bits(region & graph.core):
-            for name in dict.fromkeys(graph.ops[i].operands):
+            for name in values_read(graph.ops[i]):
                 base = graph.base(name)
                 if base in graph.index and region >> graph.index[base] & 1:
                     continue
@@ -137,9 +146,7 @@ class RegionCost:
             return sum((graph.bytes_of(name) for name in names), sympy.Integer(0))
 
         core = list(bits(region & graph.core))
-        before = sum(
-            (total(list(dict.fromkeys(graph.ops[i].operands))) + total(self._made(i)) for i in core), sympy.Integer(0)
-        )
+        before = sum((total(values_read(graph.ops[i])) + total(self._made(i)) for i in core), sympy.Integer(0))
         after = total(self.written(region))
         for base, names in self.read(region).items():
             whole = self._at(base) <= sum(map(self._at, names)) and base in self._bytes

@@ -216,10 +216,12 @@ def _gate_residual_norm_modulate(walk: _Walk, name: str) -> Match | None:
     if found is None:
         return None
     norm, vectors = found
-    h, casts = walk.uncast(norm.x)
-    total = walk.op(h, "add")
-    dims = walk.dims(h)
-    if total is None or walk.graph.dtypes[h] != walk.graph.dtypes[name]:
+    h, casts = _same_dtype(walk, norm.x, name)
+    if h is None:
+        return None
+    inner, more = walk.uncast(h)
+    total, casts, dims = walk.op(inner, "add"), casts | more, walk.dims(h)
+    if total is None:
         return None
     plain: Match | None = None
     for residual, side in walk.pairs(total[0]):
@@ -231,8 +233,8 @@ def _gate_residual_norm_modulate(walk: _Walk, name: str) -> Match | None:
         ops = norm.ops | casts | more | total[1]
         operands = {"branch": side, "residual": residual, **norm.operands, **vectors}
         plain = plain or Match("gate_residual_norm_modulate", {"h": h, "y": name}, operands, norm.options, ops)
-        inner, side_casts = walk.uncast(side)
-        times = walk.op(inner, "mul")
+        product, side_casts = walk.uncast(side)
+        times = walk.op(product, "mul")
         for branch, gate in walk.pairs(times[0]) if times else ():
             if times and walk.dims(branch) == dims and walk.dims(gate) != dims:
                 vector, moves = walk.vector(gate)
@@ -243,12 +245,13 @@ def _gate_residual_norm_modulate(walk: _Walk, name: str) -> Match | None:
 
 
 def _same_dtype(walk: _Walk, name: str, like: str) -> tuple[str | None, int]:
-    """``name``, or what it is a cast of, in the dtype of ``like``: kernels return the dtype that they are given."""
-    inner, ops = walk.uncast(name)
-    for found, covered in ((inner, ops), (name, 0)):
-        if walk.graph.dtypes.get(found) == walk.graph.dtypes.get(like):
-            return found, covered
-    return None, 0
+    """``name``, or the next it is a cast of, in the dtype of ``like``: kernels return the dtype that they are given."""
+    ops = 0
+    while walk.graph.dtypes.get(name) != walk.graph.dtypes.get(like):
+        if (cast := walk.op(name, *CASTS)) is None:
+            return None, 0
+        name, ops = cast[0].operands[0], ops | cast[1]
+    return name, ops
 
 
 def _norm_rope(walk: _Walk, name: str) -> Match | None:
