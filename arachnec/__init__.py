@@ -1,7 +1,7 @@
 """A compiler for training video diffusion transformers on clips of mixed resolution and duration.
 
-``arachnec.trace``, ``arachnec.compile``, ``arachnec.ir`` and ``arachnec.passes.Pipeline`` say in Python what the command
-line says, and no less.
+``arachnec.trace``, ``arachnec.compile``, ``arachnec.ir`` and ``arachnec.passes.Pipeline`` say in Python what the
+command line says, and no less.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/step_time.py [--ranks 2] [--rounds 3] [--steps 5]
 
-Each round runs both executables, one after the other; the first step of every run is left out (allocation, first batches).
-Prints the median step of each, the ratio of every round, and the predicted ratio. Loss per step must agree: the plan may
-change the speed only.
+Each round runs both executables, one after the other; the first step of every run is left out (allocation, first
+batches). Prints the median step of each, the ratio of every round, and the predicted ratio. Loss per step must agree:
+the plan may change the speed only.
 """
 
 from __future__ import annotations

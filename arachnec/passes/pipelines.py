@@ -4,21 +4,22 @@ from __future__ import annotations
 
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
+_EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 _END = "place,lower,check"
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
     "default": f"{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
-    "data-parallel": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-static{{policy=data-parallel}},{_END}",
+    "data-parallel": f"{_EQUAL},schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them
-    "equal-token": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-static,{_END}",
+    "equal-token": f"{_EQUAL},schedule-static,{_END}",
     # one sequence-parallel degree for all, the one that is best for these clips
     "ulysses": f"{_STATE},partition,annotate,schedule-static,{_END}",
     # AdaptiveLoad: the dual limits balance the micro-batches, data parallelism runs them
     "adaptive-load": f"{_STATE},partition{{policy=dual}},annotate,schedule-static{{policy=data-parallel}},{_END}",
     # NeMo: one bucket at a time on all GPUs, one degree for the whole run
-    "same-bucket": f"{_STATE},partition{{policy=equal-token}},annotate,schedule-same-bucket,{_END}",
+    "same-bucket": f"{_EQUAL},schedule-same-bucket,{_END}",
     # Megatron-Core: greedy rounds of groups, the smallest power of two that holds a sequence, work S^2 / cp
     "megatron-dynamic-cp": f"{_STATE},partition,annotate,schedule-dynamic-cp,{_END}",
     # FlexSP: an integer program chooses groups of unequal size and what each runs

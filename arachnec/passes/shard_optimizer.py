@@ -1,8 +1,8 @@
 """Deal the optimizer's state out over the ranks where a copy on every rank would crowd the device.
 
-Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.1: each parameter's moments and master copy lie on one rank, which
-updates it and hands the result round. Parameters and gradients stay whole on every rank, so that cascades of any degree on
-any ranks need nothing from the others while they run; the step moves once more the bytes of the parameters.
+Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.1: each parameter's moments and master copy lie on one rank,
+which updates it and hands the result round. Parameters and gradients stay whole on every rank, so that cascades of any
+degree on any ranks need nothing from the others while they run; the step moves once more the bytes of the parameters.
 """
 
 from __future__ import annotations

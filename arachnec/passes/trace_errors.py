@@ -66,7 +66,8 @@ class NotPolymorphic(Diagnostic):
 class GradientDiffers(Diagnostic):
     title: ClassVar[str] = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
     help: ClassVar[str] = (
-        "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should reach"
+        "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should "
+        "reach"
     )
     block: str
     name: str
@@ -77,8 +78,8 @@ class GradientDiffers(Diagnostic):
 class NumberMatters(Diagnostic):
     title: ClassVar[str] = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
     help: ClassVar[str] = (
-        "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand it "
-        "what it makes of `{name}` as a tensor"
+        "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand "
+        "it what it makes of `{name}` as a tensor"
     )
     block: str
     name: str

@@ -1,4 +1,4 @@
-"""Golden tests: ``<pass>/<case>.cascade``, its pipeline in line 1, and what `arachnec opt` prints for it in ``.expect``.
+"""Golden tests: ``<pass>/<case>.cascade``, its pipeline in line 1, what `arachnec opt` prints for it in ``.expect``.
 
 A file without a pipeline is parsed, verified and printed. Where the input is refused, the rendered errors are what is
 expected. ``pytest tests/golden --update-golden`` rewrites the expectations.
