@@ -142,8 +142,11 @@ def _norm(walk: _Walk, name: str) -> _Norm | None:
         eps = op.attrs.get("eps", 1e-5 if kind == "layer" else None)
         if eps is None:
             return None
-        vectors = dict(zip(("weight", "bias"), op.operands[1:], strict=False))
-        return _Norm(op.operands[0], vectors, {"norm": kind, "eps": eps}, casts | bit)
+        ops, vectors = casts | bit, {}
+        for role, vector in zip(("weight", "bias"), op.operands[1:], strict=False):
+            vectors[role], more = walk.uncast(vector)
+            ops |= more
+        return _Norm(op.operands[0], vectors, {"norm": kind, "eps": eps}, ops)
     if (found := walk.op(name, "mul")) is None:
         return None
     for left, right in walk.pairs(found[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -186,3 +187,40 @@ def test_small_regions_run_as_they_are(wan: tuple[CapturedBlock, Graph, nn.Modul
 
     module = fuse_block(captured, graph, kernels=False, compiler=compiler)
     lifted(captured, block, module)(*inputs_of(captured, 2, 24, 7))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])
+def test_in_bfloat16_it_is_as_near_to_float64_as_eager_is(kernels: bool) -> None:
+    torch.manual_seed(0)
+    case = MODELS["wan-3-heads"]
+    model = randomised(case.build()).to(torch.bfloat16)
+    examples = [replace(e, arguments=_halved(e.arguments)) for e in case.examples()]
+    captured = capture_blocks(model, examples, verify=False).blocks[0]
+    graph = fuse_graph(block_graph(captured))
+    assert [region.attrs["kernel"] for region in graph.fused].count("gate_residual_norm_modulate") == 2
+    block = model.get_submodule(captured.instances[0])
+    nodes = captured.input_nodes
+    inputs = [x.detach().to(n.meta["val"].dtype) for x, n in zip(inputs_of(captured, 2, 24, 7), nodes, strict=True)]
+    module = fuse_block(captured, graph, kernels=kernels, compiler=lambda region: region)
+    double = copy.deepcopy(block).double()
+    exact = gradients_of(lambda *x: (double(*x[:3], tuple(x[3:])),), [x.double() for x in inputs])
+    eager = gradients_of(lifted(captured, block), inputs)
+    fused = gradients_of(lifted(captured, block, module), inputs)
+    for truth, mine, theirs in zip(exact, fused, eager, strict=True):
+        error, usual = (torch.linalg.vector_norm(found.double() - truth) for found in (mine, theirs))
+        assert error <= 1.1 * usual + 1e-3 * torch.linalg.vector_norm(truth)
+
+
+def _halved(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def gradients_of(run: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of the tokens, the caption and the modulation."""
+    given = [x.clone().requires_grad_(number < 3) for number, x in enumerate(inputs)]
+    (output,) = run(*given)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), given[:3])]
