@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parents[level]) for level in (0, 1)]  # also where arachnec is not installed
 from kernels_cases import LAYOUTS, Case, cases
 
 from arachnec.kernels import bias_gelu, norm_launch, rope_launch, row_launch
@@ -49,31 +49,36 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="search the launches of the norm kernels instead")
     parser.add_argument("--output", type=Path, help="keep the results here as JSON")
     arguments = parser.parse_args()
-    found = on_gpu(arguments) if torch.cuda.is_available() else without_gpu(arguments)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    for found in on_gpu(arguments) if torch.cuda.is_available() else [without_gpu(arguments)]:
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def on_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
+def on_gpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that was found so far, again and again, so that a call that is cut off leaves what it had."""
     torch._functorch.config.donated_buffer = False  # else a compiled backward cannot be timed by itself
-    torch._dynamo.config.cache_size_limit = 256
+    torch._dynamo.config.recompile_limit = 256
     device, dtype = torch.device("cuda"), DTYPES[arguments.dtype]
     copy = copy_bandwidth(device)
     head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     head |= {"dtype": arguments.dtype, "copy_bytes_per_second": copy}
     print(f"{head['device']}, torch {torch.__version__}, triton {triton.__version__}; copy {copy / 1e12:.2f} TB/s")
     if arguments.tune:
-        return {**head, "tuned": list(tune(arguments, dtype, device, copy))}
-    worst = check(arguments.hidden, dtype, device)
+        tuned = []
+        for row in tune(arguments, dtype, device, copy):
+            tuned.append(row)
+            yield {**head, "tuned": tuned}
+        return
+    head["worst_error"] = check(arguments.hidden, dtype, device)
     results = []
     for hidden, layout, tokens in itertools.product(arguments.hidden, arguments.layouts, arguments.tokens):
         for case in cases(tokens, hidden, layout, dtype, device):
             results.append(measure(case, copy, tokens in arguments.compile_at))
             print(line(results[-1]), flush=True)
+            yield {**head, "results": results}
         torch.cuda.empty_cache()
         torch._dynamo.reset()
-    return {**head, "worst_error": worst, "results": results}
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -122,7 +127,11 @@ def measure(case: Case, copy: float, compiled: bool) -> dict[str, Any]:
         peers["liger"] = liger(case)
     row: dict[str, Any] = {k: getattr(case, k) for k in ("kernel", "layout", "tokens", "hidden")}
     for name, run in peers.items():
-        forward, backward = times(run, case.tensors)
+        try:
+            forward, backward = times(run, case.tensors)
+        except torch.OutOfMemoryError:
+            print(f"{name} needs more memory than there is", file=sys.stderr)
+            continue
         row[name] = {"forward_ms": forward, "backward_ms": backward}
         row[name] |= {"forward_of_copy": case.forward_bytes / (forward * 1e-3) / copy}
         row[name] |= {"backward_of_copy": case.backward_bytes / (backward * 1e-3) / copy}
@@ -203,10 +212,9 @@ def search(case: Case, name: str) -> tuple[Launch, float, float]:
 
     default = timed(lambda launch: launch)
     best, chosen = default, seen[-1]
-    for warps, stages, registers, programs in itertools.product(
-        (4, 8, 16), (1, 2, 3, 4), (96, 128, 168, 255), (1, 2, 3, 4)
-    ):
-        if warps * registers * 32 * programs > 65536:
+    for warps, stages, programs in itertools.product((4, 8, 16), (1, 3), (1, 2, 3, 4)):
+        registers = min(255, 65536 // (32 * warps * programs) // 8 * 8)
+        if registers < 64:
             continue
         slots = row_launch.device_of(case.tensors[0]).multiprocessors * programs * (4 if name == "forward" else 1)
         option = replace(chosen, warps=warps, stages=stages, registers=registers, slots=slots)
