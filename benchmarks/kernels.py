@@ -27,7 +27,8 @@ import torch
 import triton
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parents[level]) for level in (0, 1)]  # also where arachnec is not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
+sys.path.insert(0, str(Path(__file__).parent))
 from kernels_cases import LAYOUTS, Case, cases
 
 from arachnec.kernels import bias_gelu, norm_launch, rope_launch, row_launch
