@@ -20,6 +20,7 @@ import numpy as np
 from arachnec.passes.schedule_problem import Problem, Schedule
 
 THRESHOLDS = (1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.13, 1.2, 1.35)
+FEW_THRESHOLDS = (1.0, 1.02)
 MANY = 2000  # jobs, of which the first good packing is taken
 GOOD = 1.01  # times the bound
 POOR = 1.05  # times the bound: other degrees than powers of 2 are needed
@@ -77,7 +78,7 @@ def best_packing(problem: Problem, options: Options, bound: int) -> Packing:
     areas = sum(min(option.width * option.ticks for option in row) for row in options)
     least = max(bound, areas // problem.gpus)  # what blocks of powers of 2 cannot be shorter than
     best, shortest = None, 0
-    for factor in THRESHOLDS:
+    for factor in THRESHOLDS if len(problem.jobs) <= MANY else FEW_THRESHOLDS:
         horizon = int(least * factor)
         packing = pack(problem, options, horizon)
         length = realize(problem, packing).makespan(problem) if chained else max(packing.load)
@@ -95,19 +96,45 @@ def pack(problem: Problem, options: Options, horizon: int) -> Packing:
     first = [j for j in range(len(problem.jobs)) if problem.after[j]]
     last = [j for j in range(len(problem.jobs)) if not problem.after[j]]
     heads, tails = problem.heads, problem.tails
+    chosen = {j: _of_chain(problem, options, horizon, j) for j in last}
+    room = {j: horizon - heads[j] - tails[j] for j in first}  # ticks that each may take
+    for j, option in chosen.items():
+        for i in problem.jobs[j].before:
+            room[i] = min(room[i], horizon - heads[i] - option.ticks)
+    urgent = {j: min((horizon - chosen[i].ticks for i in problem.after[j] if i in chosen), default=0) for j in first}
     placed = []
-    for j in sorted(first, key=lambda j: (heads[j], -tails[j], j)):
-        option = frugal(options[j], horizon - heads[j] - tails[j], problem.gpus)
+    for j in sorted(first, key=lambda j: (heads[j], urgent[j], -tails[j], j)):
+        option = frugal(options[j], room[j], problem.gpus)
         block = lowest_block(load, option.width)
         hold(load, block, option)
         placed.append(Placed(j, option, block))
-    wished = [(frugal(options[j], horizon - heads[j], problem.gpus), j) for j in last]
+    wished = [(chosen[j], j) for j in last]
     wished.sort(key=lambda pair: (-pair[0].ticks, -pair[0].width, pair[1]))
     if problem.gpus > SMALL:
         placed += _fit_arrays(wished, options, load, horizon)
     else:
         placed += fit(wished, options, load, horizon, problem.gpus)
     return Packing(tuple(placed), tuple(load))
+
+
+def _of_chain(problem: Problem, options: Options, horizon: int, j: int) -> Option:
+    """The option of a job that makes it and what it waits for, one after the other by the horizon, least area."""
+    before = problem.jobs[j].before
+    if not before:
+        return frugal(options[j], horizon, problem.gpus)
+    best, least = None, 0
+    for option in options[j]:
+        area = option.width * option.ticks
+        for i in before:
+            left = horizon - option.ticks - problem.heads[i]
+            quick = [other.width * other.ticks for other in options[i] if other.ticks <= left]
+            if not quick:
+                break
+            area += min(quick)
+        else:
+            if best is None or area < least:
+                best, least = option, area
+    return best if best is not None else frugal(options[j], horizon - problem.heads[j], problem.gpus)
 
 
 def frugal(options: Sequence[Option], ticks: int, widest: int) -> Option:

@@ -16,7 +16,8 @@ from arachnec.passes.schedule_problem import Problem, Schedule
 
 THRESHOLDS = (*(1 + step / 100 for step in range(21)), 1.25, 1.3, 1.4, 1.5, 2.0)
 FEW_THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1)
-MANY_JOBS = 300
+MANY_JOBS = 300  # beyond, the first good schedule is taken
+GOOD = 1.01  # times the bound
 
 Priority = Callable[[int], tuple[float, ...]]
 
@@ -30,6 +31,8 @@ def best_heuristic(problem: Problem, bound: int) -> Schedule:
             schedule = list_schedule(problem, picks, order)
             if found is None or schedule.makespan(problem) < found.makespan(problem):
                 found = schedule
+            if len(problem.jobs) > MANY_JOBS and found.makespan(problem) <= GOOD * bound:
+                return found
     assert found is not None
     return found
 

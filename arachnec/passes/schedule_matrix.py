@@ -32,6 +32,8 @@ def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effor
 
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all.
     """
+    # making the question counts too
+    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
     choices = _affordable(problem, horizon)
     if choices is None:
         return Answer.IMPOSSIBLE, None
@@ -40,7 +42,6 @@ def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effor
     solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
         solver.set("rlimit", effort.steps)
-    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
     for _ in range(MOST_SETS):
         if until is not None:
             left = until - time.perf_counter()

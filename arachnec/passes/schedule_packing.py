@@ -8,6 +8,7 @@ area is more above the least of their job than is free in all are left out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import z3
@@ -29,13 +30,12 @@ def find_packing(
     effort: Effort,
 ) -> tuple[Answer, list[Placed] | None]:
     """Blocks, by their index in ``base``, for the jobs of these numbers; none is wider than ``widest``."""
+    started = time.perf_counter()
     context = z3.Context()
     solver = z3.Solver(ctx=context)
     solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
         solver.set("rlimit", effort.steps)
-    if effort.wall_ms is not None:
-        solver.set("timeout", max(1, effort.wall_ms))
     affordable = _affordable(jobs, options, heads, base, horizon, widest)
     if affordable is None:
         return Answer.IMPOSSIBLE, None
@@ -62,6 +62,8 @@ def find_packing(
             solver.add(z3.PbLe(blocks, horizon - ticks))
     if areas:
         solver.add(z3.PbLe(areas, _room(base, horizon)))
+    if effort.wall_ms is not None:  # making the question counts too
+        solver.set("timeout", max(1, effort.wall_ms - int((time.perf_counter() - started) * 1e3)))
     answer = solver.check()
     if answer == z3.unsat:
         return Answer.IMPOSSIBLE, None
