@@ -14,6 +14,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import ModelFile, own_errors
+from arachnec.models.precision import in_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -30,7 +31,7 @@ def build_model(model_file: ModelFile, training: Training, device: torch.device)
     torch.manual_seed(training.seed)
     model = model_file.build()
     if training.dtype != "fp32":
-        model = model.to(DTYPES[training.dtype])
+        model = in_precision(model, DTYPES[training.dtype])
     return model.to(device)
 
 

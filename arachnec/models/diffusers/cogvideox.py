@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.diffusers import common
+from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.cogvideox_transformer_3d"
 EMBEDDINGS = "diffusers.models.embeddings"
@@ -69,7 +70,7 @@ class CogVideoXTextToVideo:
         )
 
     def build(self) -> torch.nn.Module:
-        return common.built(common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config), self.dtype)
+        return in_precision(common.constructor(MODULE, "CogVideoXTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
@@ -85,7 +86,7 @@ class CogVideoXTextToVideo:
             arguments["image_rotary_emb"] = self._rotary(clip, x0.device)
         if self.config["ofs_embed_dim"]:
             arguments["ofs"] = torch.full((1,), 2.0, device=x0.device)  # the constant of the 1.5 pipelines
-        return common.in_precision(arguments, self.dtype), target
+        return common.arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

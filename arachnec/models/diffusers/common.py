@@ -226,16 +226,7 @@ def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
     return draw_normal(shape, torch.Generator("cpu").manual_seed(seed))
 
 
-def built(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model in ``dtype``, but for what its class keeps in fp32, as ``from_pretrained(torch_dtype=...)`` does."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not set(name.split(".")) & set(kept):
-            tensor.data = tensor.data.to(dtype)
-    return model
-
-
-def in_precision(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+def arguments_in(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
     """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``.
 
     Timesteps and tables keep theirs.

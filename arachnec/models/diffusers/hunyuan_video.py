@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.diffusers import common
+from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 # transformer/config.json of huggingface.co/hunyuanvideo-community/HunyuanVideo.
@@ -51,7 +52,7 @@ class HunyuanTextToVideo:
         return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch))
 
     def build(self) -> torch.nn.Module:
-        return common.built(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
+        return in_precision(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
@@ -66,7 +67,7 @@ class HunyuanTextToVideo:
         }
         if self.config["guidance_embeds"]:
             arguments["guidance"] = torch.full_like(timestep, GUIDANCE)
-        return common.in_precision(arguments, self.dtype), target
+        return common.arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.diffusers import common
+from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 WAN_2_1 = {
@@ -46,7 +47,7 @@ class WanTextToVideo:
         return common.Geometry(self.config["in_channels"], (time, height, width))
 
     def build(self) -> torch.nn.Module:
-        return common.built(common.constructor(MODULE, "WanTransformer3DModel")(**self.config), self.dtype)
+        return in_precision(common.constructor(MODULE, "WanTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
@@ -57,7 +58,7 @@ class WanTextToVideo:
             "encoder_hidden_states": text,
             "return_dict": False,
         }
-        return common.in_precision(arguments, self.dtype), target
+        return common.arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
