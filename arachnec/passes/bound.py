@@ -11,8 +11,6 @@ All three only get easier as T grows, so bisection finds it.
 
 from __future__ import annotations
 
-import numpy as np
-
 from arachnec.passes.schedule_problem import Problem
 
 
@@ -43,6 +41,8 @@ class _Possible:
     """The three conditions as arrays with a row for each different kind of job."""
 
     def __init__(self, problem: Problem) -> None:
+        import numpy as np
+
         self.gpus = problem.gpus
         kinds: dict[tuple[int, int], list[int]] = {}
         for index, (job, head, tail) in enumerate(zip(problem.jobs, problem.heads, problem.tails, strict=True)):
@@ -58,6 +58,8 @@ class _Possible:
         self.needed = self.ticks + np.array([[around] for _, around in kinds], dtype=np.int64)
 
     def __call__(self, horizon: int) -> bool:
+        import numpy as np
+
         allowed = self.needed <= horizon
         if not allowed[:, -1].all():
             return False

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from arachnec.passes.schedule_problem import Problem, Schedule
 
 THRESHOLDS = (1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.13, 1.2, 1.35)
@@ -206,6 +204,8 @@ def best_block(load: Sequence[int], option: Option, horizon: int) -> tuple[int, 
 
 def _fit_arrays(wished: Sequence[tuple[Option, int]], options: Options, load: list[int], horizon: int) -> list[Placed]:
     """``fit`` with arrays: the same rule for many GPUs."""
+    import numpy as np
+
     loads = np.array(load, dtype=np.int64)
     gpus = len(load)
 

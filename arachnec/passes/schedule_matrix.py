@@ -37,7 +37,9 @@ def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effor
     choices = _affordable(problem, horizon)
     if choices is None:
         return Answer.IMPOSSIBLE, None
-    matrix = _Matrix(problem.gpus, horizon, choices)
+    matrix = _Matrix(problem.gpus, horizon, choices, until)
+    if not matrix.complete:
+        return Answer.UNKNOWN, None
     solver = matrix.solver
     solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
@@ -115,8 +117,11 @@ def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | No
 class _Matrix:
     """The constraints of one question; z3's objects are mutable, so this lives for one question only."""
 
-    def __init__(self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]]) -> None:
+    def __init__(
+        self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]], until: float | None = None
+    ) -> None:
         self.gpus = gpus
+        self.complete = False  # where making it took longer than there was time
         self.context = z3.Context()
         self.solver = z3.SolverFor("QF_FD", ctx=self.context)
         self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
@@ -129,6 +134,8 @@ class _Matrix:
         previous: tuple[tuple[Choice, ...], list[z3.BoolRef], list[z3.BoolRef]] | None = None
         spent: list[tuple[z3.BoolRef, int]] = []
         for j in by_length:
+            if until is not None and time.perf_counter() > until:
+                return
             row = choices[j]
             pick = [self._bool(f"pick_{j}_{k}") for k in range(len(row))]
             cells = [self._bool(f"cell_{j}_{gpu}") for gpu in range(gpus)]
@@ -145,6 +152,7 @@ class _Matrix:
         if spent:
             free = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
             self.solver.add(z3.PbLe(spent, free))
+        self.complete = True
 
     def rows(self, model: z3.ModelRef) -> list[_Row]:
         """Per job, in the problem's order, what this answer gives it."""

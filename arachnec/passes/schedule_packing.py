@@ -43,6 +43,8 @@ def find_packing(
     areas: list[tuple[z3.BoolRef, int]] = []
     booleans: list[tuple[z3.BoolRef, Placed]] = []
     for j, row in zip(jobs, affordable, strict=True):
+        if effort.wall_ms is not None and (time.perf_counter() - started) * 1e3 > effort.wall_ms:
+            return Answer.UNKNOWN, None
         one = []
         for option in row:
             for first in range(0, len(base) - option.width + 1, option.width):
