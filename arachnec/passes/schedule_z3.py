@@ -4,8 +4,8 @@
 2. The best packing in aligned blocks, list schedule or fixed layout (``schedule_blocks``, ``schedule_heuristics``).
 3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``schedule_repack``).
 4. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
-   budget is spent (``schedule_matrix``; with precedence ``schedule_window``). Of larger ones with precedence Z3 improves
-   the tail (``schedule_tail``), taking turns with a local search.
+   budget is spent (``schedule_matrix``; with precedence ``schedule_window``). Of larger ones with precedence Z3
+   improves the tail (``schedule_tail``), taking turns with a local search.
 
 The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
 unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
