@@ -1,6 +1,6 @@
 """Time and memory of tracing the real configurations, each in a process of its own, on the meta device.
 
-    python benchmarks/trace_models.py [wan2_1_14b hunyuanvideo ...] [--json FILE]
+python benchmarks/trace_models.py [wan2_1_14b hunyuanvideo ...] [--json FILE]
 """
 
 import argparse

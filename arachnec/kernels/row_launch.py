@@ -1,7 +1,7 @@
 """How many warps, buffers and programs a kernel over rows is given: from the row's size and the device's limits.
 
-Every number here follows from counting registers and shared memory; ``benchmarks/kernels.py --tune`` searches around
-it.
+Every number here follows from counting registers and shared memory; ``benchmarks/kernel_speed.py --tune`` searches
+around it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ LARGEST_ERROR = 2e-5
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernels.py")
+    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernel_speed.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,7 +33,16 @@ def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: Mo
 
 
 def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/kernels.py", "--hidden", "1536", "--layouts", "packed", "--tokens", "1024"]
+    command = [
+        sys.executable,
+        "benchmarks/kernel_speed.py",
+        "--hidden",
+        "1536",
+        "--layouts",
+        "packed",
+        "--tokens",
+        "1024",
+    ]
     command += ["--output", str(tmp_path / "found.json")]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=hidden)

@@ -1,8 +1,8 @@
 """Checks and times the Triton kernels; prints the fraction of the measured copy bandwidth each one reaches.
 
-    python benchmarks/kernels.py --output benchmarks/results/kernels.json     # on a GPU: check, time, keep
-    python benchmarks/kernels.py --tune                                       # on a GPU: search the launches
-    python benchmarks/kernels.py                                              # elsewhere: registers and bytes only
+    python benchmarks/kernel_speed.py --output benchmarks/results/kernels.json     # on a GPU: check, time, keep
+    python benchmarks/kernel_speed.py --tune                                       # on a GPU: search the launches
+    python benchmarks/kernel_speed.py                                              # elsewhere: registers and bytes only
 
 A time is the median of triton.testing.do_bench, with a cold L2 cache and what PyTorch takes to launch included. The
 fraction is the bytes that one pass must move, over the time, over what a copy of 1 GiB moves in a second. Beside the
