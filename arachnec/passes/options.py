@@ -90,7 +90,8 @@ def write(kind: Any, value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+    whole = value.is_integer() and abs(value) < 1e15 and repr(value) != "-0.0"
+    return str(int(value)) if whole else repr(value)
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
