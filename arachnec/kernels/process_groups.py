@@ -34,12 +34,14 @@ class ProcessGroups:
 
     def ensure(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make those of the groups that do not exist yet. Collective."""
-        for ranks in wanted:
-            key = frozenset(ranks)
-            if len(key) < 2 or key in self._groups:
-                continue
+        missing = [key for key in dict.fromkeys(map(frozenset, wanted)) if len(key) > 1 and key not in self._groups]
+        for key in missing:
             group = dist.new_group(sorted(key), timeout=self._timeout)
             self._groups[key] = group if dist.get_rank() in key else None
+        if missing:
+            # A rank's own connections may stand before those between other members do, and a member that closes its
+            # own then breaks theirs.
+            dist.barrier()
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks, in whatever order; None for a single rank.
