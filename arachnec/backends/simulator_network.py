@@ -1,7 +1,7 @@
 """Transfers that share links: every link gives its transfers equal parts, the scarcest part is a transfer's rate.
 
 Within a node a device's own port is the link, between nodes the NIC that the device sits on, which it shares with the
-devices of the same letter; both directions are apart.
+devices of the same letter, and between racks the uplinks too, which a whole rack shares; both directions are apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from arachnec.ir.nodes import Cluster, quantity
-from arachnec.passes.topology import nic_of, node_of
+from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
 
 LinkName = Hashable
 
@@ -37,7 +37,11 @@ def route(cluster: Cluster, source: int, target: int) -> Route:
         ("nic out", node_of(cluster, source), nic_of(cluster, source)),
         ("nic in", node_of(cluster, target), nic_of(cluster, target)),
     )
-    return Route(links, (speed, speed), quantity(attrs["inter_latency"]) / 1e3)
+    capacities: tuple[float, ...] = (speed, speed)
+    if rack_of(cluster, source) != rack_of(cluster, target):
+        links += (("up", rack_of(cluster, source)), ("down", rack_of(cluster, target)))
+        capacities += (uplink_of(cluster) * 1e6,) * 2
+    return Route(links, capacities, quantity(attrs["inter_latency"]) / 1e3)
 
 
 @dataclass

@@ -103,7 +103,8 @@ def nodes_fit_the_level(world: World) -> Found:
 def sizes_count(world: World) -> Found:
     if world.module.cluster:
         cluster = world.module.cluster
-        yield from _at_least(cluster, 1, nodes=cluster.nodes, gpus=cluster.gpus)
+        rack = integer(cluster.attrs.get("rack", 1))
+        yield from _at_least(cluster, 1, nodes=cluster.nodes, gpus=cluster.gpus, rack=rack)
     for clip in world.module.clips:
         yield from _at_least(clip, 1, frames=clip.frames, height=clip.height, width=clip.width, tokens=clip.tokens)
     for cascade in world.module.cascades:

@@ -47,6 +47,8 @@ CLUSTER = table("""
     inter_latency | us      | traced | required | of a message between machines
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each
     cores         | int     | traced | optional | processor cores of a machine
+    rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
+    uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
 """)
 
 CLIP = table("""

@@ -7,6 +7,8 @@ A file states what differs from the device's data sheet, every quantity with its
     device = "h100-80g"
     inter = "25 GB/s"
     nics = "AABBCCDD"
+
+Nodes may stand in racks: ``rack`` nodes each, which share ``uplink`` to the other racks.
 """
 
 from __future__ import annotations
@@ -108,7 +110,9 @@ _UNITS = {
     "inter": "GB/s",
     "latency": "us",
     "inter_latency": "us",
+    "uplink": "GB/s",
 }
+_REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where there is no data sheet
 _EXAMPLES = {
     "nodes": "nodes = 2",
     "gpus": "gpus = 8",
@@ -122,6 +126,8 @@ _EXAMPLES = {
     "inter_latency": 'inter_latency = "20 us"',
     "nics": 'nics = "AABBCCDD"',
     "cores": "cores = 64",
+    "rack": "rack = 4",
+    "uplink": 'uplink = "100 GB/s"',
 }
 _SHORT = re.compile(r"(?:(?P<nodes>\d{1,18})x)?(?P<gpus>\d{1,18}):(?P<device>[A-Za-z0-9_.+-]+)")
 _QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z/]+)\s*")
@@ -186,14 +192,20 @@ def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     if device is None:
         raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
     sheet = find_data_sheet(device)
-    if sheet is None and not all(key in values for key in _UNITS):
+    if sheet is None and not all(key in values for key in _REQUIRED):
         known = sorted(DATA_SHEETS)
         raise UserError(
             UnknownDevice(
                 lines.span("device"), device, _nearest(device.lower(), known + list(ALIASES)), ", ".join(known)
             )
         )
-    quantities = {key: _quantity(values, key, sheet, lines) for key in _UNITS}
+    quantities = {key: _quantity(values, key, sheet, lines) for key in _REQUIRED}
+    for key, other in (("rack", "uplink"), ("uplink", "rack")):
+        if key in values and other not in values:
+            raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
+    rack = _count(values, "rack", nodes, lines)
+    if rack < 1:
+        raise UserError(_bad("rack", rack, "at least one node", lines))
     nics = _text(values, "nics", lines)
     if nics is not None and len(nics) != gpus:
         raise UserError(
@@ -215,6 +227,8 @@ def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         **quantities,
         "nics": nics,
         "cores": cores or None,
+        "rack": rack if "rack" in values else None,
+        "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
     }
     return Cluster(_text(values, "name", lines) or name, Attributes.of(**attrs))
 

@@ -409,7 +409,7 @@ def _gib(value: Value | None) -> float:
 def _collective(link: Link, size: float, ranks: int, calls: int, contention: float) -> float:
     """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
     inside = size * link.inside / (link.intra * 1e9)
-    outside = size * link.outside / (link.inter * 1e9) * contention
+    outside = size * max(link.outside / link.inter * contention, link.shared / link.uplink) / 1e9
     steps = math.ceil(math.log2(ranks)) * calls
     return (inside + outside) * 1e3 + steps * link.latency * 1e-3
 
@@ -417,4 +417,4 @@ def _collective(link: Link, size: float, ranks: int, calls: int, contention: flo
 def _hop(link: Link, size: float, calls: int, contention: float) -> float:
     """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
     speed = link.inter / contention if link.outside else link.intra
-    return size / (speed * 1e9) * 1e3 + calls * link.latency * 1e-3
+    return size * max(1 / speed, link.shared / link.uplink) / 1e9 * 1e3 + calls * link.latency * 1e-3

@@ -1,10 +1,11 @@
 """Ranks for every cascade, and with them Ulysses x ring and the true times.
 
 Cascades are taken in order of their start. Each gets ranks that are free then, and among those, in this order: those
-on which it can start first; on as few nodes as possible; where its inputs are (a handoff within a rank costs nothing);
-in the node whose free ranks it fills best, so that whole nodes stay free for wide cascades; between nodes on NICs of
-the same letter, for Arachne's contention penalty. Where a group ends up on more nodes than its degree needs, it takes
-longer, and what waits for it or for its ranks starts later: the order on every rank stays as scheduled.
+on which it can start first; on as few nodes as possible, and those in one rack; where its inputs are (a handoff within
+a rank costs nothing); in the node whose free ranks it fills best, so that whole nodes stay free for wide cascades;
+between nodes on NICs of the same letter, for Arachne's contention penalty. Where a group ends up on more nodes than its
+degree needs, it takes longer, and what waits for it or for its ranks starts later: the order on every rank stays as
+scheduled.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar
 
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.base import Pass
 from arachnec.passes.cost import GIB, CostModel, times_of
-from arachnec.passes.topology import handoff_time, nic_of, node_of
+from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 
 TOLERANCE = 1e-6  # ms
 WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
@@ -98,11 +100,25 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in free:
         nodes[rank // gpus].append(rank)
+    near_racks = {rack_of(cluster, rank) for rank in near}
     whole = [node for node, ranks in nodes.items() if len(ranks) >= degree]
     if whole:
-        best = min(whole, key=lambda node: (-len(near.intersection(nodes[node])), len(nodes[node]), node))
-        return _within(nodes[best], degree, near)
-    fullest = sorted(nodes, key=lambda node: (-len(nodes[node]), -len(near.intersection(nodes[node])), node))
+
+        def within(node: int) -> tuple[int, bool, int, int]:
+            far = rack_of(cluster, nodes[node][0]) not in near_racks
+            return -len(near.intersection(nodes[node])), far, len(nodes[node]), node
+
+        return _within(nodes[min(whole, key=within)], degree, near)
+    racks = _racks(cluster, nodes, degree, near)
+    fullest = sorted(
+        nodes,
+        key=lambda node: (
+            racks.index(rack_of(cluster, nodes[node][0])),
+            -len(nodes[node]),
+            -len(near.intersection(nodes[node])),
+            node,
+        ),
+    )
     picked: list[int] = []
     letters: set[str] = set()
     for node in fullest:
@@ -113,6 +129,26 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
         if len(picked) == degree:
             break
     return tuple(sorted(picked))
+
+
+def _racks(cluster: Cluster, nodes: dict[int, list[int]], degree: int, near: set[int]) -> list[int]:
+    """The racks in the order in which a cascade of several nodes should take them, so that it crosses few uplinks.
+
+    First comes one that holds all of it, on as few nodes as can be, else the one with most free ranks.
+    """
+    free: dict[int, list[list[int]]] = defaultdict(list)
+    for ranks in nodes.values():
+        free[rack_of(cluster, ranks[0])].append(ranks)
+
+    def order(rack: int) -> tuple[int, int, int, int]:
+        sizes = sorted((len(ranks) for ranks in free[rack]), reverse=True)
+        room, here = sum(sizes), sum(len(near.intersection(ranks)) for ranks in free[rack])
+        if room < degree:
+            return len(nodes) + 1, -room, -here, rack
+        needed = next(count for count, total in enumerate(accumulate(sizes), 1) if total >= degree)
+        return needed, -here, room, rack
+
+    return sorted(free, key=order)
 
 
 def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The cluster as a graph, and which of its links a group of ranks uses.
 
-Rank r is device ``r % gpus`` of node ``r // gpus``. The graph has a vertex for every rank, NIC, NUMA domain and node
-and one for the fabric between nodes; an edge carries GB/s, us and what it connects.
+Rank r is device ``r % gpus`` of node ``r // gpus``; with racks, node n is in rack ``n // rack``, and all devices of a
+rack share its uplink to the others. The graph has a vertex for every rank, NIC, NUMA domain, node and rack and one for
+the fabric between them; an edge carries GB/s and us.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import TypeAlias
 
 import networkx as nx
 
-from arachnec.ir.nodes import Cluster, quantity
+from arachnec.ir.nodes import Cluster, integer, quantity
 
 Vertex: TypeAlias = tuple[str | int, ...]
 
@@ -31,13 +32,27 @@ class Link:
 
     inside: float  # to other ranks of its node
     outside: float  # to ranks of other nodes
+    shared: float  # what all ranks of the busiest rack together send to other racks, in the same unit
     intra: float  # GB/s
     inter: float  # GB/s
+    uplink: float  # GB/s of a rack; infinite without racks
     latency: float  # us of the slowest link used
 
 
 def node_of(cluster: Cluster, rank: int) -> int:
     return rank // cluster.gpus
+
+
+def rack_of(cluster: Cluster, rank: int) -> int:
+    """The rack of a rank's node; 0 where the cluster has no racks."""
+    rack = cluster.attrs.get("rack")
+    return 0 if rack is None else node_of(cluster, rank) // integer(rack)
+
+
+def uplink_of(cluster: Cluster) -> float:
+    """GB/s from one rack to the others, for all its devices together; infinite where the cluster has no racks."""
+    uplink = cluster.attrs.get("uplink")
+    return math.inf if uplink is None or "rack" not in cluster.attrs else quantity(uplink)
 
 
 def packed_ranks(cluster: Cluster, degree: int, spans_nodes: int | None = None) -> tuple[int, ...]:
@@ -60,25 +75,35 @@ def packed_ranks(cluster: Cluster, degree: int, spans_nodes: int | None = None) 
 
 
 def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
-    """The link of a collective over all these ranks, for the rank that sends most to other nodes."""
-    return _link(cluster, [ranks])
+    """The link of a gather or a sum over all these ranks, for the rank that sends most to other nodes.
+
+    Such collectives run as rings through the ranks in order, so that every byte leaves a rack once.
+    """
+    racks = {rack_of(cluster, rank) for rank in ranks}
+    return _link(cluster, [ranks], (len(ranks) - 1) / len(ranks) if len(racks) > 1 else 0.0)
 
 
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
-    return _link(cluster, [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)])
+    groups = [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)]
+    shared: Counter[int] = Counter()
+    for group in groups:
+        for rack, here in Counter(rack_of(cluster, rank) for rank in group).items():
+            shared[rack] += here * (len(group) - here)
+    return _link(cluster, groups, max(shared.values()) / ulysses)
 
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
-    gpus = cluster.gpus
-    nodes = [rank // gpus for rank in ranks]
-    rings = [nodes[first::ulysses] for first in range(ulysses)]
-    crossing = any(a != b for ring in rings for a, b in pairwise(ring))
-    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0)
+    rings = [ranks[first::ulysses] for first in range(ulysses)]
+    hops = [hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)]
+    crossing = any(node_of(cluster, a) != node_of(cluster, b) for a, b in hops)
+    shared = Counter(rack_of(cluster, a) for a, b in hops if rack_of(cluster, a) != rack_of(cluster, b))
+    busiest = float(max(shared.values(), default=0))
+    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, busiest)
 
 
-def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> Link:
+def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]], shared: float) -> Link:
     gpus = cluster.gpus
     worst = (0.0, 0.0)
     for group in groups:
@@ -86,13 +111,14 @@ def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> Link:
         least = min(counts.values())
         worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
     outside, inside = worst
-    return _with_fractions(cluster, inside, outside)
+    return _with_fractions(cluster, inside, outside, shared)
 
 
-def _with_fractions(cluster: Cluster, inside: float, outside: float) -> Link:
+def _with_fractions(cluster: Cluster, inside: float, outside: float, shared: float) -> Link:
     attrs = cluster.attrs
     latency = quantity(attrs["inter_latency"]) if outside else quantity(attrs["latency"])
-    return Link(inside, outside, quantity(attrs["intra"]), quantity(attrs["inter"]), latency)
+    intra, inter = quantity(attrs["intra"]), quantity(attrs["inter"])
+    return Link(inside, outside, shared, intra, inter, uplink_of(cluster), latency)
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +172,10 @@ def topology(cluster: Cluster) -> nx.Graph[Vertex]:
         graph.add_edge(("rank", rank), ("switch", node), bandwidth=intra, latency=latency / 2)
         graph.add_edge(("rank", rank), nic, bandwidth=inter, latency=0.0)
         graph.add_edge(nic, numa, bandwidth=inter, latency=0.0)
-        graph.add_edge(numa, ("fabric",), bandwidth=math.inf, latency=inter_latency / 2)
+        above: Vertex = ("rack", rack_of(cluster, rank)) if "rack" in cluster.attrs else ("fabric",)
+        graph.add_edge(numa, above, bandwidth=math.inf, latency=inter_latency / 2)
+        if above != ("fabric",):
+            graph.add_edge(above, ("fabric",), bandwidth=uplink_of(cluster), latency=0.0)
     return graph
 
 
@@ -156,4 +185,6 @@ def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> flo
         return 0.0
     same = node_of(cluster, source) == node_of(cluster, target)
     speed = quantity(cluster.attrs["intra" if same else "inter"])
+    if rack_of(cluster, source) != rack_of(cluster, target):
+        speed = min(speed, uplink_of(cluster))
     return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same else "inter_latency"]) * 1e-3

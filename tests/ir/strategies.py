@@ -125,6 +125,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
         )
         for i in range(count)
     )
+    rack = draw(st.none() | st.integers(1, 4))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
         nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None))),
@@ -157,7 +158,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     module = Module(
         name=draw(names),
         level=level,
-        cluster=nodes.Cluster("pod", draw(_by_table(tables.CLUSTER, level, nodes=machines, gpus=gpus))),
+        cluster=nodes.Cluster("pod", draw(_by_table(tables.CLUSTER, level, nodes=machines, gpus=gpus, rack=rack))),
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),
