@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arachnec.backends.executable import iteration_of, write_executable
+from arachnec.backends.simulator import Simulation, simulate
 from arachnec.backends.training import Training
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.ir.diagnostic import UserError
@@ -22,7 +23,8 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.instrument import Instrument
 from arachnec.passes.pipeline import Pipeline
-from arachnec.report import plan_report
+from arachnec.passes.pipelines import ORIGINAL_CLIPS
+from arachnec.report import clips_trained, plan_report, simulation_report
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
@@ -139,6 +141,30 @@ def compile(
     return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms, trace.warnings)
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The program that one pipeline makes of an iteration, and what the simulator says of it."""
+
+    name: str
+    module: Module
+    simulation: Simulation
+    planning_ms: float
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """One row of ``compare --json``; ``original_clips`` says what the original of a named rival leaves out."""
+        assert self.module.cluster is not None
+        trained = clips_trained(self.module)
+        return {
+            "pipeline": self.name,
+            **simulation_report(self.module, self.simulation, self.planning_ms),
+            "memory_limit_gib": self.module.cluster.memory,
+            "clips_dropped": sum(1 for clip in self.module.clips if not trained[clip.id]),
+            "clips_repeated": sum(count - 1 for count in trained.values()),
+            "original_clips": ORIGINAL_CLIPS.get(self.name),
+        }
+
+
 def compare(
     model: str | Path,
     data: str | Path,
@@ -147,8 +173,8 @@ def compare(
     *,
     batch: int | None = None,
     instruments: Sequence[Instrument] = (),
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """The report of every pipeline on iteration 0, and why some pipelines cannot train it.
+) -> tuple[list[Compared], list[dict[str, str]]]:
+    """What every pipeline makes of iteration 0, simulated, and why some pipelines cannot train it.
 
     Raises ``UserError`` where no pipeline can.
     """
@@ -158,7 +184,7 @@ def compare(
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
     traced = front_end(trace_file(model_file, manifest), manifest, machine)
-    rows: list[dict[str, Any]] = []
+    found: list[Compared] = []
     refused: list[tuple[str, UserError]] = []
     for name, pipeline in pipelines.items():
         try:
@@ -166,7 +192,7 @@ def compare(
         except UserError as error:
             refused.append((name, error))
             continue
-        rows.append({"pipeline": name, **plan_report(module, planning_ms)})
-    if not rows:
+        found.append(Compared(name, module, simulate(module), planning_ms))
+    if not found:
         raise refused[0][1]
-    return rows, [{"pipeline": name, "reason": str(error)} for name, error in refused]
+    return found, [{"pipeline": name, "reason": str(error)} for name, error in refused]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from arachnec.ir.nodes import Level, Module, quantity
+from arachnec.backends.simulator import Simulation
+from arachnec.ir.nodes import Level, Module, Phase, quantity
 from arachnec.passes.cost import CostModel
 
 
@@ -47,6 +49,31 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     }
 
 
+def simulation_report(module: Module, simulation: Simulation, planning_ms: float = 0.0) -> dict[str, Any]:
+    """The keys of every report, with what the simulation came to in the place of the plan's sums."""
+    report = plan_report(module, planning_ms)
+    spans: dict[str, tuple[float, float]] = {}
+    for interval in simulation.timeline.intervals:
+        start, end = spans.get(interval.target, (interval.start, interval.end))
+        spans[interval.target] = (min(start, interval.start), max(end, interval.end))
+    for row in report["cascades"]:
+        row["start_ms"], row["end_ms"] = spans[row["name"]]
+    return report | {
+        "makespan_ms": simulation.makespan_ms,
+        "iteration_ms": simulation.iteration_ms,
+        "gap": simulation.makespan_ms / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
+        "imbalance": simulation.imbalance,
+        "peak_memory_gib": max(simulation.peak_memory_gib, default=0.0),
+        "mfu": simulation.mfu,
+        "ranks": [
+            {"rank": program.rank, "busy_ms": busy, "idle_ms": idle, "peak_memory_gib": memory}
+            for program, busy, idle, memory in zip(
+                module.programs, simulation.busy_ms, simulation.idle_ms, simulation.peak_memory_gib, strict=True
+            )
+        ],
+    }
+
+
 def imbalance(loads: Sequence[float]) -> float:
     """Mean over ranks of (t_max - t_rank) / t_max; 0 where nothing runs."""
     longest = max(loads, default=0.0)
@@ -81,3 +108,8 @@ def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, and the most that one cascade adds."""
     held = (cascade.attrs.get("memory") for cascade in module.cascades)
     return cost.resident + max((quantity(value) for value in held if value is not None), default=0.0)
+
+
+def clips_trained(module: Module) -> Counter[int]:
+    """How often each clip of the module is trained."""
+    return Counter(clip for cascade in module.cascades if cascade.phase is Phase.TRAIN for clip in cascade.clips)

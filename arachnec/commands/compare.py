@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
+
+if TYPE_CHECKING:
+    from arachnec.driver import Compared
 
 
 @click.command("compare")
@@ -18,6 +23,7 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@click.option("--svg", "--plot", "svg", type=click.Path(path_type=Path), help="Draw times and timelines there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @pass_options
 def command(
@@ -27,25 +33,67 @@ def command(
     pipelines: str | None,
     profile: Path | None,
     batch: int | None,
+    svg: Path | None,
     as_json: bool,
     options: PassOptions,
 ) -> None:
-    """Plan the first iteration of the clips with every named pipeline and print what each would take."""
-    from arachnec.commands.tables import comparison_table, terminal
+    """Plan the first iteration of the clips with every named pipeline and print what each would take.
+
+    Times, imbalance, MFU and memory are the simulator's. MFU is model FLOPs without recomputation over what the
+    devices could do at their data sheet's peak; a dash where either is not known. `x bound` is makespan over the lower
+    bound of a pipeline's own micro-batches.
+    """
+    from arachnec.commands.tables import comparison_bars, comparison_table, terminal
     from arachnec.driver import compare
 
     if not names(pipelines):
         raise click.UsageError("--pipelines names none; leave it out to compare all")
     named = {name: options.pipeline(name, profile) for name in names(pipelines)}
-    rows, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
+    found, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
+    rows = [each.report for each in found]
+    if svg is not None:
+        svg.write_text(drawing(model, found), encoding="utf-8")
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
         print()
         return
     console = terminal()
     console.print(comparison_table(rows))
+    for line in comparison_bars(rows, min(100, console.width)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
     for row in refused:
         console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}")
+    console.print("every pipeline here trains each clip once; what the originals of these do with clips:")
+    for row in rows:
+        if row["original_clips"]:
+            console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
+    if svg is not None:
+        console.print(f"wrote {svg}")
+
+
+def drawing(model: Path, found: Sequence[Compared]) -> str:
+    """Bars and timelines of all, as SVG."""
+    from arachnec.backends.comparison_svg import Plan, draw_comparison
+    from arachnec.ir.nodes import quantity
+
+    module = found[0].module
+    assert module.cluster is not None
+    where = f"{module.cluster.world} x {module.cluster.attrs['device']}"
+    return draw_comparison(
+        f"{model.stem}, {len(module.clips)} clips on {where}: one iteration",
+        [
+            Plan(
+                each.name,
+                each.module,
+                each.simulation.timeline,
+                each.simulation.makespan_ms,
+                each.simulation.iteration_ms,
+                quantity(each.module.attrs["bound"]),
+            )
+            for each in found
+        ],
+    )
 
 
 def names(pipelines: str | None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,6 +25,7 @@ def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) 
     from arachnec.backends.timeline_svg import draw
     from arachnec.commands.program_file import read_program
     from arachnec.passes.check import checked
+    from arachnec.report import simulation_report
 
     module = checked(read_program(program))
     simulation = simulate(module)
@@ -39,33 +40,6 @@ def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) 
     _print(module, simulation)
     for path in filter(None, (trace, svg)):
         click.echo(f"wrote {path}")
-
-
-def simulation_report(module: Module, simulation: Simulation) -> dict[str, Any]:
-    """The keys of every report, with what the simulation came to in the place of the plan's sums."""
-    from arachnec.report import plan_report
-
-    report = plan_report(module, 0.0)
-    spans: dict[str, tuple[float, float]] = {}
-    for interval in simulation.timeline.intervals:
-        start, end = spans.get(interval.target, (interval.start, interval.end))
-        spans[interval.target] = (min(start, interval.start), max(end, interval.end))
-    for row in report["cascades"]:
-        row["start_ms"], row["end_ms"] = spans[row["name"]]
-    return report | {
-        "makespan_ms": simulation.makespan_ms,
-        "iteration_ms": simulation.iteration_ms,
-        "gap": simulation.makespan_ms / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
-        "imbalance": simulation.imbalance,
-        "peak_memory_gib": max(simulation.peak_memory_gib, default=0.0),
-        "mfu": simulation.mfu,
-        "ranks": [
-            {"rank": program.rank, "busy_ms": busy, "idle_ms": idle, "peak_memory_gib": memory}
-            for program, busy, idle, memory in zip(
-                module.programs, simulation.busy_ms, simulation.idle_ms, simulation.peak_memory_gib, strict=True
-            )
-        ],
-    }
 
 
 def _print(module: Module, simulation: Simulation) -> None:

@@ -76,22 +76,41 @@ def attention_word(ulysses: object, ring: object) -> str:
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a pipeline, predicted; the fastest first."""
+    """One row a pipeline, simulated; the fastest first."""
     best = min(row["iteration_ms"] for row in rows)
     table = plain_table("predicted, one iteration")
-    for column in ("pipeline", "iteration", "to the fastest", "to the bound", "imbalance", "memory", "planning"):
+    headings = ("pipeline", "iteration", "x best", "x bound", "imbalance", "MFU", "memory, GiB", "planning", "dropped")
+    for column in (*headings, "repeated"):
         table.add_column(column, justify="left" if column == "pipeline" else "right")
     for row in sorted(rows, key=lambda row: float(row["iteration_ms"])):
         table.add_row(
             row["pipeline"],
             ms(row["iteration_ms"]),
-            f"{row['iteration_ms'] / best:.2f}x",
-            f"{1 + row['gap']:.3f}x",
+            f"{row['iteration_ms'] / best:.3f}",
+            f"{1 + row['gap']:.3f}",
             f"{row['imbalance']:.1%}",
-            f"{row['peak_memory_gib']:.3g} GiB",
+            f"{row['mfu']:.1%}" if row["mfu"] is not None else "-",
+            f"{row['peak_memory_gib']:.3g} of {row['memory_limit_gib']:.3g}",
             ms(row["planning_ms"]),
+            str(row["clips_dropped"]),
+            str(row["clips_repeated"]),
         )
     return table
+
+
+def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """A bar a pipeline: makespan, then what comes after it, and where its own lower bound lies."""
+    ordered = sorted(rows, key=lambda row: float(row["iteration_ms"]))
+    label = max(len(row["pipeline"]) for row in rows)
+    scale = (width - label - 13) / ordered[-1]["iteration_ms"]
+    lines = []
+    for row in ordered:
+        work, whole, bound = (round(row[key] * scale) for key in ("makespan_ms", "iteration_ms", "bound_ms"))
+        bar = list("█" * work + "░" * (whole - work))
+        if bar:
+            bar[min(bound, len(bar) - 1)] = "│"
+        lines.append(f"{row['pipeline']:{label}} {''.join(bar)} {ms(row['iteration_ms'])}")
+    return [*lines, f"{'':{label}} █ makespan  ░ gradient sum and step after it  │ lower bound of its micro-batches"]
 
 
 def terminal() -> Console:

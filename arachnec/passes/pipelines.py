@@ -29,3 +29,10 @@ PIPELINES = {
     # Arachne: a genetic search over degrees and priorities, decoded by list scheduling
     "arachne-ga": f"{_STATE},partition,annotate,schedule-genetic,{_END}",
 }
+
+# What becomes of clips in the originals. Here every pipeline trains every clip of the batch once; `check` proves it.
+ORIGINAL_CLIPS = {
+    "data-parallel": "drops what does not fill a batch of its bucket, or repeats clips to fill it, by configuration",
+    "adaptive-load": "drops or repeats what does not fill a batch, as its buckets' sampler does",
+    "same-bucket": "draws buckets at random from a stream: a step's clips are no given list",
+}

@@ -1,0 +1,126 @@
+"""``arachnec compare``: one table, one report and one drawing of several pipelines on the same clips."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from arachnec.backends.comparison_svg import MOST_ROWS, Plan, draw_comparison
+from arachnec.backends.simulator import model_flops_utilization
+from arachnec.backends.timeline import Interval, Timeline
+from arachnec.cli import run
+from arachnec.commands.tables import comparison_bars
+from arachnec.driver import compare
+from arachnec.ir.nodes import Phase
+from arachnec.passes.data_sheets import DATA_SHEETS
+from arachnec.passes.pipeline import Pipeline
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in self.inner(x).chunk(3, dim=2))
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def build():
+    return Net()
+
+def sample(clip, generator):
+    x = torch.randn(1, clip.frames * (clip.height // 16) * (clip.width // 16), 8, generator=generator)
+    return {"x": x}, x
+
+def loss(prediction, target):
+    return F.mse_loss(prediction, target)
+"""
+PIPELINES = ("data-parallel", "default", "same-bucket")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("compare")
+    model, clips = folder / "model.py", folder / "clips.jsonl"
+    model.write_text(MODEL)
+    rows = [{"frames": f, "height": 32, "width": 48, "text_tokens": 8} for f in (65, 33, 33, 9, 5, 1)]
+    clips.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model, clips
+
+
+def test_the_report_has_every_figure_and_the_drawing_every_pipeline(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg = tmp_path / "c.svg"
+    command = ["compare", str(files[0]), "--data", str(files[1]), "--pipelines", ",".join(PIPELINES)]
+    assert run([*command, "--cluster", "2:h100", "--json", "--svg", str(svg)]) == 0
+    rows = json.loads(capsys.readouterr().out)["pipelines"]
+    assert sorted(row["pipeline"] for row in rows) == list(PIPELINES)
+    for row in rows:
+        assert (row["clips_dropped"], row["clips_repeated"]) == (0, 0)
+        assert row["iteration_ms"] >= row["makespan_ms"] >= row["bound_ms"] * (1 - 1e-6)
+        assert 0 < row["mfu"] < 1
+        assert 0 < row["peak_memory_gib"] <= row["memory_limit_gib"] == DATA_SHEETS["h100-80g"].memory
+    assert {row["pipeline"] for row in rows if row["original_clips"]} == {"data-parallel", "same-bucket"}
+    words = [node.text for node in ET.parse(svg).iter() if node.text]
+    assert all(sum(word == name for word in words) == 2 for name in PIPELINES)  # a bar and a chart each
+
+
+def test_the_table_leaves_out_what_is_unknown_and_says_what_originals_do(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", str(files[0]), "--data", str(files[1]), "--pipelines", ",".join(PIPELINES)]
+    assert run([*command, "--cluster", "2:cpu"]) == 0
+    said = capsys.readouterr().out
+    (row,) = (line.split() for line in said.splitlines() if line.startswith(" default ") and "of" in line)
+    assert "-" in row  # a CPU has no peak that anybody states
+    assert "data-parallel drops what does not fill a batch" in said
+
+
+def test_mfu_counts_three_forwards_a_clip_and_no_recomputation(files: tuple[Path, Path]) -> None:
+    pipeline = Pipeline.parse("data-parallel")
+    (only,), _ = compare(files[0], files[1], "2:h100", {"data-parallel": pipeline})
+    module, row = only.module, only.report
+    flops = next(stage for stage in module.stages if stage.trained).attrs["flops"]
+    needed = 3 * sum(flops(B=c.batch, S=c.tokens, T=c.text) for c in module.cascades if c.phase is Phase.TRAIN)
+    peak = DATA_SHEETS["h100-80g"].peak
+    assert row["mfu"] == pytest.approx(needed / (row["iteration_ms"] / 1e3 * 2 * peak))
+    assert model_flops_utilization(module, 2 * row["iteration_ms"]) == pytest.approx(row["mfu"] / 2)
+
+
+def test_bars_are_as_long_as_the_times_and_mark_the_bound() -> None:
+    times = {"a": (50.0, 60.0, 30.0), "b": (100.0, 120.0, 90.0)}
+    rows = [
+        {"pipeline": name, "makespan_ms": work, "iteration_ms": whole, "bound_ms": bound}
+        for name, (work, whole, bound) in times.items()
+    ]
+    first, second, _ = comparison_bars(rows, 14 + 120)
+    assert first == "a " + "█" * 30 + "│" + "█" * 19 + "░" * 10 + " 60 ms"
+    assert second == "b " + "█" * 90 + "│" + "█" * 9 + "░" * 20 + " 120 ms"
+
+
+def test_a_thousand_ranks_draw_as_few_rows_as_can_be_seen(files: tuple[Path, Path]) -> None:
+    (only,), _ = compare(files[0], files[1], "2:h100", {"default": Pipeline.parse("default")})
+    name = only.module.cascades[0].name
+    lanes = tuple(Interval(rank, "forward", name, float(rank % 7), 10.0 + rank % 7) for rank in range(1000))
+    text = draw_comparison("many", [Plan("many", only.module, Timeline("", lanes), 17.0, 17.0, 9.0)])
+    assert text.count("<title>forward") <= MOST_ROWS
+    with pytest.raises(ValueError, match="no plan"):
+        draw_comparison("none", [])
