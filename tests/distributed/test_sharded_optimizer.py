@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from arachnec.backends.executable import read_executable, write_executable
 from arachnec.backends.torch_distributed import checkpoint
 from arachnec.backends.torch_distributed.optimizer import Optimizer, owners
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.backends.training import Training
+from arachnec.ir.values import Quantity
+from arachnec.models.file import load_model_file
+from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced
 from tests.distributed.harness import run_ranks
 
 TRAINING = Training(lr=1e-2, clip_norm=0.5, ema=0.9)
@@ -63,3 +70,31 @@ def test_no_rank_owns_more_than_its_share_and_the_largest_parameter() -> None:
     loads = [sum(parameters[name].numel() for name, rank in found.items() if rank == r) for r in range(3)]
     assert set(found) == set(parameters)
     assert max(loads) <= sum(loads) / 3 + 50
+
+
+def parameters_updated_here(folder: Path) -> set[str]:
+    trainer = Trainer(read_executable(folder), RunOptions(), torch.device("cpu"))
+    trainer.step(0)
+    held = {name.removeprefix("exp_avg/") for name in trainer._state() if name.startswith("exp_avg/")}
+    trainer.close()
+    return held
+
+
+def test_the_plan_of_the_ranks_that_run_decides_and_not_the_executables(tmp_path: Path) -> None:
+    clips = [clip("a", 3), clip("b", 5)]
+    alone = traced(1, [clips])
+    crowded = {"state": Quantity(2.5, "GiB"), "optimizer": Quantity(2.0, "GiB")}
+    alone = replace(alone, stages=tuple(replace(s, attrs=s.attrs.updated(**crowded)) for s in alone.stages))
+    (tmp_path / "source.py").write_text(MODEL)
+    write_executable(
+        tmp_path,
+        program=lowered(alone, [Work((0,), (0,), 0.0), Work((1,), (0,), 1.0)]),
+        traced=alone,
+        pipeline="default",
+        model_file=load_model_file(tmp_path / "source.py"),
+        clips=clips,
+        training=None,
+    )
+    (whole,) = run_ranks(1, parameters_updated_here, tmp_path)
+    first, second = run_ranks(2, parameters_updated_here, tmp_path)
+    assert first | second == whole and not first & second and first and second

@@ -80,7 +80,10 @@ class Trainer:
         model = build_model(model_file, training, device)
         share_weights(model)
         parameters = trained_parameters(model)
-        sharded = any("sharded" in stage.attrs for stage in executable.program.stages)
+        self._plans = Plans(executable, rank, world, device)
+        # Planned for this run's ranks, which need not be those that the executable was compiled for.
+        first, self._waited = self._plans.get(0, following=0)
+        sharded = any("sharded" in stage.attrs for stage in first.stages)
         self._equipment = Equipment(
             rank=rank,
             device=device,
@@ -100,8 +103,7 @@ class Trainer:
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(model_file, model, executable.clips, dtype)
         self.done = self._resume(options)
-        self._plans = Plans(executable, rank, world, device)
-        self.module = executable.program  # of the latest step
+        self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
     @property
@@ -113,6 +115,7 @@ class Trainer:
         iterations = self._executable.header.iterations
         iteration = number % iterations
         self.module, exposed = self._plans.get(iteration, following=(number + 1) % iterations)
+        exposed, self._waited = exposed + self._waited, 0.0
         self._equip(self.module)
         equipment = self._equipment
         received = self._specs.received(self.module, program_of(self.module, equipment.rank), self._clips)
