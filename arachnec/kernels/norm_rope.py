@@ -29,8 +29,8 @@ def norm_rope(
     """The norm of x [B, S, heads, D] over D (``weight`` [D]) or over all heads (``weight`` [heads * D]), turned.
 
     ``cos`` and ``sin`` [S, D / 2], or [B * S, D / 2] where samples or packed segments have their own, turn the pairs of
-    neighbours (``interleaved``) or of halves of a head; a token with cos 1 and sin 0 keeps its place. They have no
-    gradients. The result has x's dtype and order of strides, so heads-first tensors are passed as their transpose.
+    neighbours (``interleaved``) or of halves of a head; a token with cos 1 and sin 0 keeps its place. With D columns
+    each place of a pair has its own: x * cos + (-hi, lo) * sin. They have no gradients. The result has x's dtype and order of strides, so heads-first tensors are passed as their transpose.
     Norms without weight and bias are over D. Raises ValueError for other shapes.
     """
     if norm not in NORMS:
@@ -46,8 +46,10 @@ def norm_rope(
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin come together")
     for table in (cos, sin):
-        if table is not None and (table.dim() != 2 or table.shape[1] != size // 2):
-            raise ValueError(f"cos and sin are [S or B * S, {size // 2}], not {tuple(table.shape)}")
+        if table is not None and (table.dim() != 2 or table.shape[1] not in (size // 2, size)):
+            raise ValueError(f"cos and sin are [S or B * S, {size // 2} or {size}], not {tuple(table.shape)}")
+    if cos is not None and sin is not None and cos.shape != sin.shape:
+        raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
     y: Tensor = torch.ops.arachnec.norm_rope(x, weight, bias, cos, sin, across, norm == "layer", interleaved, eps)[0]
     return y
 

@@ -27,6 +27,11 @@ def head_tile(heads: int, size: int) -> tuple[int, int]:
     return min((c for c in counts if math.ceil(heads / c) <= 8 or c == counts[-1]), key=lambda c: (-(-heads // c) * c, -c)), pairs  # fmt: skip  # noqa: E501
 
 
+def wide(table: Tensor | None, size: int) -> bool:
+    """Whether a table has an angle for each place of a head, not one for each pair."""
+    return table is not None and table.shape[1] == size
+
+
 def rope_launch(x: Tensor, vectors: int, inputs: int, waves: int = 1) -> Launch:
     count, pairs = head_tile(x.shape[2], x.shape[3])
     lanes = math.ceil(x.shape[2] / count) * count * 2 * pairs
@@ -58,7 +63,7 @@ def forward(
             x, weight, bias, cos, sin, y, mean, rstd, *x.stride()[:3], *y.stride()[:3],
             batch * sequence, sequence, 1 if cos is None else cos.shape[0], run, eps,
             N_HEADS=heads, D=size, HEADS=count, PAIRS=pairs, LAYER=rope.layer, ACROSS=rope.across,
-            INTERLEAVED=rope.interleaved, STAGES=launch.stages, **launch.options,
+            INTERLEAVED=rope.interleaved, WIDE=wide(cos, size), STAGES=launch.stages, **launch.options,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -93,7 +98,7 @@ def backward(
             *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3],
             batch * sequence, sequence, 1 if cos is None else cos.shape[0], run,
             N_HEADS=heads, D=size, HEADS=count, PAIRS=pairs, LAYER=rope.layer, ACROSS=rope.across,
-            INTERLEAVED=rope.interleaved, STAGES=launch.stages, SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad,
+            INTERLEAVED=rope.interleaved, WIDE=wide(cos, size), STAGES=launch.stages, SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad,
             **launch.options,
         )  # fmt: skip
     sums = list(sum_partials(partials, groups, run, (torch.float32,) * kinds))

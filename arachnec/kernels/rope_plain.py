@@ -27,14 +27,25 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
 
-def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
-    """x [B, S, heads, D] with each pair turned by its token's angle; cos and sin [S or B * S, D / 2]."""
+def _angles(table: Tensor, x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Of both places of a pair: the same where the table has D / 2 columns, each its own where it has D."""
+    rows = table.to(x.dtype).reshape(-1, x.shape[1], 1, table.shape[1])
+    return _split(rows, interleaved) if table.shape[1] == x.shape[3] else (rows, rows)
+
+
+def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *, transposed: bool = False) -> Tensor:
+    """x [B, S, heads, D] with each pair turned by its token's angle; cos and sin [S or B * S, D / 2 or D].
+
+    ``transposed``: by the transpose of that matrix, for gradients.
+    """
     if cos is None or sin is None:
         return x
-    shape = (-1, x.shape[1], 1, x.shape[3] // 2)
-    cos, sin = cos.to(x.dtype).reshape(shape), sin.to(x.dtype).reshape(shape)
+    cos_lo, cos_hi = _angles(cos, x, interleaved)
+    sin_lo, sin_hi = _angles(sin, x, interleaved)
+    if transposed:
+        sin_lo, sin_hi = -sin_hi, -sin_lo
     lo, hi = _split(x, interleaved)
-    turned = (lo * cos - hi * sin, hi * cos + lo * sin)
+    turned = (lo * cos_lo - hi * sin_lo, hi * cos_hi + lo * sin_hi)
     return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
 
 
@@ -79,8 +90,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of weight and bias in the precision of the sums."""
     dtype = accumulation(x)
-    back = None if sin is None else -sin
-    outer = _units(turn(dy.to(dtype), cos, back, rope.interleaved), rope)
+    outer = _units(turn(dy.to(dtype), cos, sin, rope.interleaved, transposed=True), rope)
     xhat = (_units(x.to(dtype), rope) - mean[..., None]) * rstd[..., None]
     inner = outer if weight is None else outer * weight.to(dtype)
     dx = inner - xhat * (inner * xhat).mean(-1, keepdim=True)

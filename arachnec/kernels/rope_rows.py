@@ -46,9 +46,15 @@ def _store_pairs(base, head_stride, first, heads, lo, hi, D: tl.constexpr, HEADS
 
 
 @triton.jit
-def _angles(table, position, D: tl.constexpr, PAIRS: tl.constexpr):
-    pair = tl.arange(0, PAIRS)
-    return tl.load(table + position * (D // 2) + pair, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
+def _angles(table, position, D: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A token's row of a table for both places of a pair: two values where the table is WIDE, else one."""
+    if WIDE:
+        lo, hi = _load_pairs(table + position * D, 0, 0, 1, D, 1, PAIRS, INTERLEAVED)
+    else:
+        pair = tl.arange(0, PAIRS)
+        lo = tl.load(table + position * (D // 2) + pair, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
+        hi = lo
+    return lo, hi
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def rope_forward(
     x, weight, bias, cos, sin, y, mean, rstd,
     x_batch, x_token, x_head, y_batch, y_token, y_head, tokens, sequence, positions, run, eps,
     N_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, LAYER: tl.constexpr,
-    ACROSS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
+    ACROSS: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (N_HEADS + HEADS - 1) // HEADS
     size = N_HEADS * D if ACROSS else D
@@ -114,8 +120,8 @@ def rope_forward(
             high = high + (his[t] * his[t],)
         variances = _mean(low, high, size, TILES, ACROSS)
         if cos is not None:
-            turn_cos = _angles(cos, token % positions, D, PAIRS)
-            turn_sin = _angles(sin, token % positions, D, PAIRS)
+            cos_lo, cos_hi = _angles(cos, token % positions, D, PAIRS, WIDE, INTERLEAVED)
+            sin_lo, sin_hi = _angles(sin, token % positions, D, PAIRS, WIDE, INTERLEAVED)
         target = y + batch * y_batch + place * y_token
         for t in tl.static_range(TILES):
             inverse = tl.rsqrt(variances[t] + eps)
@@ -128,7 +134,7 @@ def rope_forward(
                 lo = lo + biases[t if ACROSS else 0][0]
                 hi = hi + biases[t if ACROSS else 0][1]
             if cos is not None:
-                lo, hi = lo * turn_cos - hi * turn_sin, hi * turn_cos + lo * turn_sin
+                lo, hi = lo * cos_lo - hi * sin_lo, hi * cos_hi + lo * sin_hi
             _store_pairs(target + t * HEADS * y_head, y_head, 0, N_HEADS - t * HEADS, lo, hi, D, HEADS, PAIRS, INTERLEAVED)  # fmt: skip
             if not ACROSS:
                 head = t * HEADS + tl.arange(0, HEADS)
@@ -146,7 +152,7 @@ def rope_backward(
     dy, x, mean, rstd, weight, cos, sin, dx, partials,
     dy_batch, dy_token, dy_head, x_batch, x_token, x_head, dx_batch, dx_token, dx_head, tokens, sequence, positions, run,
     N_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, LAYER: tl.constexpr,
-    ACROSS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
+    ACROSS: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
     SUM_PRODUCT: tl.constexpr, SUM_GRAD: tl.constexpr,
 ):  # fmt: skip
     """dx, and partials [program, sums, N_HEADS * D or D] of the column sums for weight and bias."""
@@ -169,8 +175,8 @@ def rope_backward(
         x_base = x + batch * x_batch + place * x_token
         dy_base = dy + batch * dy_batch + place * dy_token
         if cos is not None:
-            turn_cos = _angles(cos, token % positions, D, PAIRS)
-            turn_sin = _angles(sin, token % positions, D, PAIRS)
+            cos_lo, cos_hi = _angles(cos, token % positions, D, PAIRS, WIDE, INTERLEAVED)
+            sin_lo, sin_hi = _angles(sin, token % positions, D, PAIRS, WIDE, INTERLEAVED)
         los = ()
         his = ()
         inner_lo = ()
@@ -183,7 +189,7 @@ def rope_backward(
             lo, hi = _load_pairs(x_base + t * HEADS * x_head, x_head, 0, left, D, HEADS, PAIRS, INTERLEAVED)
             g_lo, g_hi = _load_pairs(dy_base + t * HEADS * dy_head, dy_head, 0, left, D, HEADS, PAIRS, INTERLEAVED)
             if cos is not None:
-                g_lo, g_hi = g_lo * turn_cos + g_hi * turn_sin, g_hi * turn_cos - g_lo * turn_sin
+                g_lo, g_hi = g_lo * cos_lo + g_hi * sin_hi, g_hi * cos_hi - g_lo * sin_lo
             if ACROSS:
                 inverse = tl.load(rstd + token)
                 if LAYER:

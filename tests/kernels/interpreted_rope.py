@@ -15,7 +15,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def errors(
-    across: bool, layer: bool, interleaved: bool, shape: tuple[int, ...], positions: str, heads_first: bool, dtype: str
+    across: bool,
+    layer: bool,
+    interleaved: bool,
+    shape: tuple[int, ...],
+    positions: str,
+    heads_first: bool,
+    dtype: str,
+    wide: bool = False,
 ) -> dict[str, float]:
     torch.manual_seed(1)
     batch, tokens, heads, size = shape
@@ -25,8 +32,8 @@ def errors(
     width = heads * size if across else size
     weight, bias = torch.randn(width).to(stored), torch.randn(width).to(stored) if layer else None
     rows = {"none": 0, "shared": tokens, "own": batch * tokens}[positions]
-    angle = torch.randn(rows, size // 2)
-    cos, sin = (angle.cos(), angle.sin()) if rows else (None, None)
+    columns = size if wide else size // 2  # wide ones need be no angles: both places are independent
+    cos, sin = (torch.randn(rows, columns), torch.randn(rows, columns)) if rows else (None, None)
     launch = Launch(0, 1, 1, 255, 3)
     y, mean, rstd = rope_launch.forward(x, weight, bias, cos, sin, rope, 1e-6, launch)
     dx, dweight, dbias = rope_launch.backward(dy, x, mean, rstd, weight, cos, sin, rope, True, layer, launch)
@@ -50,6 +57,9 @@ def main() -> None:
         (False, False, False, (2, 3, 10, 8), "shared", False, "bf16"),
         (True, True, True, (2, 3, 10, 8), "none", False, "bf16"),
         (False, True, False, (1, 4, 3, 4), "none", False, "fp32"),
+        (False, False, True, (2, 3, 3, 8), "shared", False, "fp32", True),
+        (True, False, False, (1, 5, 3, 6), "own", False, "fp32", True),
+        (False, True, True, (2, 3, 3, 12), "own", True, "bf16", True),
     ]
     print(json.dumps({" ".join(map(str, case)): errors(*case) for case in cases}))
 

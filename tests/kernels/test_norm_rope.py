@@ -109,3 +109,24 @@ def test_the_operator_keeps_pytorch_s_rules(width: int) -> None:
 def test_shapes_that_fit_nothing_are_refused(weight: int, rows: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         norm_rope(torch.randn(SHAPE), torch.randn(weight), None, *tables(rows))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("width", [8, 24])
+def test_tables_as_wide_as_a_head_may_hold_two_values_for_a_pair(width: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(width, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 10, SHAPE[3], dtype=torch.float64)
+    normed = torch.nn.functional.rms_norm(x.flatten(2) if width == 24 else x, (width,), weight, 1e-6).reshape(SHAPE)
+    if interleaved:
+        lo, hi = normed.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([-hi, lo], -1).flatten(-2)
+    else:
+        lo, hi = normed.chunk(2, -1)
+        rotated = torch.cat([-hi, lo], -1)
+    theirs = normed * cos.reshape(2, 5, 1, 8) + rotated * sin.reshape(2, 5, 1, 8)
+    mine = norm_rope(x, weight, None, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(mine, theirs)
+    out = torch.randn(SHAPE, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad(y, (x, weight), out) for y in (mine, theirs)))

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 
 
-@pytest.mark.parametrize("kernels", ["norm", "rope", "gelu"])
+@pytest.mark.parametrize("kernels", ["norm", "rope", "gelu", "gate"])
 def test_every_output_and_gradient_is_that_of_float64_to_the_rounding_of_its_storage(kernels: str) -> None:
     command = [sys.executable, str(HERE / f"interpreted_{kernels}.py")]
     done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=240)
