@@ -22,6 +22,7 @@ from functools import cached_property
 
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Value
+from arachnec.passes.communication import Volumes, volumes
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.topology import Link, group_link, node_of, packed_ranks, penalty, ring_link, ulysses_link
 
@@ -211,22 +212,46 @@ class CostModel:
         forward: float,
         backward: float,
     ) -> float:
-        calls = self._number(cascade, "attentions")
-        if degree == 1 or not calls:
+        if degree == 1 or not self._number(cascade, "attentions"):
             return 0.0
         over_all, of_ulysses, of_ring, contention = self._links(degree, ranks, split.ulysses)
-        share = self._evaluate(cascade, "traffic") * GIB / degree  # bytes of q, k, v and output on one rank
-        total = 0.0
+        sent = self._volumes(cascade, split, forward, backward)
+        total = _collective(over_all, sent.gathered, degree, sent.gathers, contention)
         if split.ulysses > 1:
-            heads = self._number(cascade, "heads") or split.ulysses
-            sent = share * uneven(heads, split.ulysses) * split.ulysses
-            total += (forward + backward) * _collective(of_ulysses, sent, split.ulysses, 2 * calls, contention)
+            total += _collective(of_ulysses, sent.traded, split.ulysses, sent.trades, contention)
         if split.ring > 1:
-            hop = _hop(of_ring, share / 2, calls, contention)  # keys and values; backward also carries their gradients
-            total += (forward + 2 * backward) * (split.ring - 1) * hop
-        # the shards of the last block's output are gathered once, and their gradients scattered in backward
-        gathered = self._evaluate(cascade, "traffic") * GIB / (4 * calls)
-        return total + (forward + backward) * _collective(over_all, gathered, degree, 1, contention)
+            total += _hop(of_ring, sent.passed, sent.hops, contention)
+        return total
+
+    def _volumes(self, cascade: Cascade, split: Attention, forward: float, backward: float) -> Volumes:
+        return volumes(
+            ulysses=split.ulysses,
+            ring=split.ring,
+            heads=self._number(cascade, "heads") or split.ulysses,
+            attentions=self._number(cascade, "attentions"),
+            traffic=self._evaluate(cascade, "traffic"),
+            forward=forward,
+            backward=backward,
+        )
+
+    def volumes(self, cascade: Cascade, split: Attention, recompute: bool = False) -> Volumes:
+        """What each rank of the cascade sends to the others; nothing where its times were measured."""
+        if times_of(cascade):
+            return Volumes(split.ulysses, split.ring)
+        forward, backward = self._passes(cascade)
+        return self._volumes(cascade, split, forward * 2 if recompute and backward else forward, backward)
+
+    def communication(
+        self, cascade: Cascade, split: Attention, ranks: tuple[int, ...], recompute: bool = False
+    ) -> float:
+        """The part of ``time`` on these ranks that is communication, ms; 0 where the cascade's times were measured."""
+        if times_of(cascade):
+            return 0.0
+        forward, backward = self._passes(cascade)
+        if recompute and backward:
+            forward *= 2
+        within = len({node_of(self.cluster, rank) for rank in ranks}) == 1
+        return self._communication(cascade, len(ranks), split, None if within else ranks, forward, backward)
 
     def _links(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> tuple[Link, Link, Link, float]:
         """The links of a group: of all its ranks, of its Ulysses groups and of its rings; and their contention."""
@@ -311,9 +336,12 @@ class CostModel:
 
     # -- the end of the iteration ----------------------------------------------------------------------------------
 
-    def reduce_time(self, stage: Stage, ranks: tuple[int, ...]) -> float:
-        """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes)."""
-        size = gradient_bytes(stage)
+    def reduce_time(self, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
+        """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes).
+
+        ``size`` is the bytes of a bucket of them; without it they go all at once.
+        """
+        size = gradient_bytes(stage) if size is None else size
         if len(ranks) < 2 or not size:
             return 0.0
         return 2 * _collective(group_link(self.cluster, ranks), size, len(ranks), 1, penalty(self.cluster, ranks))
@@ -327,7 +355,7 @@ class CostModel:
             return update
         everyone = tuple(range(self.cluster.world))
         link, contention = group_link(self.cluster, everyone), penalty(self.cluster, everyone)
-        return update + _collective(link, parameter_bytes(stage), len(everyone), 1, contention)
+        return update + _collective(link, trained_bytes(stage), len(everyone), 1, contention)
 
     # -- what the stage says ---------------------------------------------------------------------------------------
 
@@ -388,14 +416,18 @@ def uneven(things: int, parts: int) -> float:
 
 def gradient_bytes(stage: Stage) -> float:
     """Bytes of a stage's gradients as they are summed over ranks, in the parameters' precision."""
-    return parameter_bytes(stage) if stage.trained else 0.0
+    return trained_bytes(stage) if stage.trained else 0.0
 
 
-def parameter_bytes(stage: Stage) -> float:
-    """Bytes of a stage's parameters in their own precision."""
-    params = stage.attrs.get("params", 0)
-    size = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
-    return size * params if isinstance(params, int) else 0.0
+def trained_bytes(stage: Stage) -> float:
+    """Bytes of a stage's parameters that train, in their own precision."""
+    count = stage.attrs.get("trained", stage.attrs.get("params", 0))
+    return element_bytes(stage) * count if isinstance(count, int) else 0.0
+
+
+def element_bytes(stage: Stage) -> float:
+    """Bytes of one parameter."""
+    return {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
 
 
 def _size(cascade: Cascade, symbol: str) -> float:
@@ -406,7 +438,7 @@ def _gib(value: Value | None) -> float:
     return quantity(value) if value is not None else 0.0
 
 
-def _collective(link: Link, size: float, ranks: int, calls: int, contention: float) -> float:
+def _collective(link: Link, size: float, ranks: int, calls: float, contention: float) -> float:
     """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
     inside = size * link.inside / (link.intra * 1e9)
     outside = size * max(link.outside / link.inter * contention, link.shared / link.uplink) / 1e9
@@ -414,7 +446,7 @@ def _collective(link: Link, size: float, ranks: int, calls: int, contention: flo
     return (inside + outside) * 1e3 + steps * link.latency * 1e-3
 
 
-def _hop(link: Link, size: float, calls: int, contention: float) -> float:
+def _hop(link: Link, size: float, calls: float, contention: float) -> float:
     """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
     speed = link.inter / contention if link.outside else link.intra
     return size * max(1 / speed, link.shared / link.uplink) / 1e9 * 1e3 + calls * link.latency * 1e-3

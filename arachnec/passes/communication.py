@@ -1,0 +1,72 @@
+"""What the ranks of a cascade send each other: bytes and messages, whatever links carry them.
+
+Ulysses all-to-all (arXiv 2309.14509, section 3), ring attention (arXiv 2310.01889), the gather behind the last block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Of one cascade, over all its forwards and backwards; bytes are those of one rank."""
+
+    ulysses: int
+    ring: int
+    traded: float = 0.0  # bytes in all-to-alls of ``ulysses`` ranks, what stays on the rank included
+    trades: float = 0.0  # all-to-alls
+    passed: float = 0.0  # bytes handed to the next rank of the ring
+    hops: float = 0.0  # times that it hands something on
+    gathered: float = 0.0  # bytes of whole tensors gathered from all ranks
+    gathers: float = 0.0
+
+    @property
+    def degree(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def messages(self) -> float:
+        """Latencies that follow one another."""
+        return self.trades * _steps(self.ulysses) + self.hops + self.gathers * _steps(self.degree)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that leave a rank."""
+        return self.traded * _others(self.ulysses) + self.passed + self.gathered * _others(self.degree)
+
+
+def volumes(
+    *, ulysses: int, ring: int, heads: int, attentions: int, traffic: float, forward: float, backward: float
+) -> Volumes:
+    """Of ``forward`` forwards and ``backward`` backwards; ``traffic`` are the GiB of q, k, v and the output over all
+    ``attentions`` of one forward."""
+    degree = ulysses * ring
+    if degree == 1 or not attentions:
+        return Volumes(ulysses, ring)
+    total = traffic * GIB
+    share, passes = total / degree, forward + backward
+    around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
+    largest = math.ceil(heads / ulysses) / heads * ulysses  # where heads do not divide, one rank trades more
+    return Volumes(
+        ulysses,
+        ring,
+        traded=passes * share * largest if ulysses > 1 else 0.0,
+        trades=passes * 2 * attentions if ulysses > 1 else 0.0,
+        passed=around * share / 2,
+        hops=around * attentions,
+        # the shards of the last block's output are gathered once, and their gradients scattered in backward
+        gathered=passes * total / (4 * attentions),
+        gathers=passes,
+    )
+
+
+def _steps(ranks: int) -> int:
+    return math.ceil(math.log2(ranks)) if ranks > 1 else 0
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
