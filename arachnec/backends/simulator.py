@@ -1,9 +1,10 @@
 """Discrete events over a lowered program: what an iteration would take, without running it.
 
-Every rank walks its own list. A group's instruction starts when the last of its ranks has come to it; it takes the
-``time`` that the plan states. A send and a receive are posted and not waited for; the transfer runs over the cluster's
-links, shared with others, once both are posted; the first instruction that reads a received value waits for it, and
-``free`` waits for the value's sends. So does the ``torch_distributed`` back end.
+Every rank walks its own list. A group's instruction starts when the last of its ranks has come to it, and takes the
+``time`` that the plan states where nobody disturbs it: its communication shares links, and on CPUs its computing
+shares cores, with whatever else runs (``simulator_network``). A send and a receive are posted and not waited for; the
+transfer runs once both are posted; the first instruction that reads a received value waits for it, and ``free`` waits
+for the value's sends. So does the ``torch_distributed`` back end.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from arachnec.backends.simulator_network import Flow, Network, Route, route
+from arachnec.backends.simulator_network import Activity, Network, Work
+from arachnec.backends.simulator_work import Works
 from arachnec.backends.timeline import COMPUTE, Interval, Timeline, Transfer, imbalance
-from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage
 from arachnec.ir.values import Formula
 from arachnec.passes.check_memory import high_water
 from arachnec.passes.check_values import Values, written
@@ -98,7 +100,7 @@ class _Rank:
     waiting_for: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Message:
     """A handoff of which at least one side is posted."""
 
@@ -106,15 +108,31 @@ class _Message:
     size: int  # bytes
 
 
-@dataclass
-class _Running:
-    """A transfer on the links."""
+@dataclass(frozen=True)
+class _Transfer:
+    """A handoff on the links."""
 
     message: _Message
     source: int
     target: int
-    flow: Flow
     start: float
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An instruction that takes time, on all ranks of its group."""
+
+    instruction: Instruction
+    group: tuple[int, ...]
+    start: float
+
+
+@dataclass(frozen=True)
+class _Foreseen:
+    """The end of an activity, unless its pace has changed since."""
+
+    activity: Activity
+    version: int
 
 
 class _Engine:
@@ -122,15 +140,13 @@ class _Engine:
 
     def __init__(self, values: Values, cluster: Cluster) -> None:
         self._values = values
-        self._cluster = cluster
-        self._network = Network()
+        self._works = Works(values.module, cluster)
+        self._network = Network(self._works.cores)
         self._ranks = {p.rank: _Rank(p.rank, p.instructions) for p in values.module.programs}
-        self._events: list[tuple[float, int, _Ended | _Drained | _Arrived]] = []
+        self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []
         self._count = 0
         self._arrived: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
         self._channels: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]] = {}
-        self._routes: dict[tuple[int, int], Route] = {}
-        self._flows: dict[int, _Running] = {}
         self.intervals: list[Interval] = []
         self.transfers: list[Transfer] = []
 
@@ -139,15 +155,10 @@ class _Engine:
             self._advance(rank, 0.0)
         while self._events:
             now, _, event = heapq.heappop(self._events)
-            if isinstance(event, _Ended):
-                for number in event.ranks:
-                    self._ranks[number].at += 1
-                for number in event.ranks:
-                    self._advance(self._ranks[number], now)
-            elif isinstance(event, _Drained):
-                self._drained(event, now)
-            else:
-                self._arrive(event.running, now)
+            if isinstance(event, _Transfer):
+                self._arrive(event, now)
+            elif event.version == event.activity.version:
+                self._end(event.activity, now)
         stuck = [rank for rank in self._ranks.values() if rank.at < len(rank.instructions)]
         if stuck:
             places = ", ".join(f"rank {r.rank} in `{written(r.instructions[r.at])}`" for r in stuck[:8])
@@ -186,14 +197,34 @@ class _Engine:
             if len(here) < len(group):
                 return
             del self._arrived[key]
-        end = now + self._duration(instruction)
-        for member in group:
-            self.intervals.append(Interval(member, instruction.op, instruction.target, now, end))
-        self._push(end, _Ended(group))
+        self._begin(self._works.of(instruction, rank.rank), _Running(instruction, group, now), now)
 
-    def _duration(self, instruction: Instruction) -> float:
-        time = instruction.attrs.get("time")
-        return 0.0 if time is None else quantity(time)
+    def _begin(self, work: Work, what: _Running | _Transfer, now: float) -> None:
+        activity = Activity(work, what)
+        if work.shares:
+            self._foresee(self._network.start(activity, now))
+        else:
+            activity.since, activity.takes = now, work.alone
+            self._foresee([activity])
+
+    def _foresee(self, activities: list[Activity]) -> None:
+        for activity in activities:
+            self._push(activity.end, _Foreseen(activity, activity.version))
+
+    def _end(self, activity: Activity, now: float) -> None:
+        if activity.work.shares:
+            self._foresee(self._network.finish(activity, now))
+        what = activity.what
+        if isinstance(what, _Transfer):
+            latency = self._works.route(what.source, what.target).latency
+            self._push(now + latency, what)
+            return
+        assert isinstance(what, _Running)
+        for member in what.group:
+            self.intervals.append(Interval(member, what.instruction.op, what.instruction.target, what.start, now))
+            self._ranks[member].at += 1
+        for member in what.group:
+            self._advance(self._ranks[member], now)
 
     def _post(self, source: int, target: int, instruction: Instruction, now: float, *, send: bool) -> None:
         """The n-th send of a pair of ranks meets its n-th receive."""
@@ -212,53 +243,19 @@ class _Engine:
         self._start(message, source, target, now)
 
     def _start(self, message: _Message, source: int, target: int, now: float) -> None:
-        path = self._routes.get((source, target))
-        if path is None:
-            path = self._routes[source, target] = route(self._cluster, source, target)
-        flow = Flow(path, float(message.size))
-        running = _Running(message, source, target, flow, now)
-        self._flows[id(flow)] = running
-        self._schedule(self._network.start(flow, now), now)
+        work = self._works.transfer(source, target, message.size)
+        self._begin(work, _Transfer(message, source, target, now), now)
 
-    def _schedule(self, flows: list[Flow], now: float) -> None:
-        for flow in flows:
-            end = now + (flow.left / flow.rate if flow.left else 0.0)
-            self._push(end, _Drained(flow, flow.version))
-
-    def _drained(self, event: _Drained, now: float) -> None:
-        """The last byte has left, if the rate has not changed since this was foreseen."""
-        flow = event.flow
-        if event.version != flow.version:
-            return
-        running = self._flows.pop(id(flow))
-        self._schedule(self._network.finish(flow, now), now)
-        self._push(now + flow.route.latency, _Arrived(running))
-
-    def _arrive(self, running: _Running, now: float) -> None:
-        source, target, name = self._ranks[running.source], self._ranks[running.target], running.message.cascade
-        self.transfers.append(Transfer(name, running.source, running.target, running.message.size, running.start, now))
+    def _arrive(self, transfer: _Transfer, now: float) -> None:
+        source, target, message = self._ranks[transfer.source], self._ranks[transfer.target], transfer.message
+        name = message.cascade
+        self.transfers.append(Transfer(name, source.rank, target.rank, message.size, transfer.start, now))
         source.leaving[name] -= 1
         target.coming.discard(name)
         for rank in (source, target):
             if rank.waiting_for == name:
                 self._advance(rank, now)
 
-    def _push(self, when: float, event: _Ended | _Drained | _Arrived) -> None:
+    def _push(self, when: float, event: _Foreseen | _Transfer) -> None:
         heapq.heappush(self._events, (when, self._count, event))
         self._count += 1
-
-
-@dataclass(frozen=True)
-class _Ended:
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Drained:
-    flow: Flow
-    version: int
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    running: _Running

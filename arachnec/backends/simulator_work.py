@@ -1,0 +1,179 @@
+"""What an instruction needs of what ranks share: cores for its computing, links for its communication.
+
+The plan states one time for it. The part that the cost model calls communication is taken off, and put back as the
+bytes that really cross each port, NIC and uplink, given the ranks of the group: devices of one NIC share it, and
+nothing is assumed about other cascades. Within a node the two are the same, and an instruction that is alone takes
+the plan's time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from arachnec.backends.simulator_network import Load, Route, Work, route
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
+from arachnec.passes.communication import Volumes
+from arachnec.passes.cost import Attention, CostModel
+from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
+
+Pairs = tuple[tuple[int, int, float], ...]
+
+
+@dataclass
+class Works:
+    """The work of every instruction of a lowered module; made once for each group and shape."""
+
+    module: Module
+    cluster: Cluster
+    _cost: CostModel = field(init=False)
+    _cascades: dict[str, Cascade] = field(init=False)
+    _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    _units: dict[tuple[int, ...], tuple[Load, Load]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._cost = CostModel(self.module)
+        self._cascades = {cascade.name: cascade for cascade in self.module.cascades}
+
+    @property
+    def cores(self) -> float | None:
+        """Of a node, where its ranks are CPU processes that outnumber them."""
+        cores = self.cluster.attrs.get("cores")
+        if cores is None or self.cluster.attrs["device"] != "cpu" or integer(cores) >= self.cluster.gpus:
+            return None
+        return float(integer(cores))
+
+    def route(self, source: int, target: int) -> Route:
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = route(self.cluster, source, target)
+        return found
+
+    def transfer(self, source: int, target: int, size: int) -> Work:
+        """Of a handoff, its latency apart."""
+        path = self.route(source, target)
+        return Work(loads=({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)},))
+
+    def of(self, instruction: Instruction, rank: int) -> Work:
+        """Of an instruction that takes time on ``rank``, or on its group."""
+        time = instruction.attrs.get("time")
+        planned = 0.0 if time is None else quantity(time)
+        group = instruction.peers or (rank,)
+        if instruction.op == "reduce":
+            return self._reduce(instruction, planned)
+        cascade = self._cascades.get(instruction.target)
+        if cascade is None or len(group) == 1:
+            return self._computing(group, planned)
+        return self._cascade(cascade, group, planned)
+
+    def _computing(self, group: tuple[int, ...], planned: float) -> Work:
+        """A plan's times are for a node whose ranks all compute."""
+        cores = self.cores
+        if cores is None:
+            return Work(fixed=planned)
+        nodes = Counter(node_of(self.cluster, rank) for rank in group)
+        return Work(compute=planned * cores / self.cluster.gpus, computing=tuple(nodes.items()))
+
+    def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
+        duration = cascade.end - cascade.start
+        split = _split(cascade, len(group))
+        sent = self._cost.volumes(cascade, split, cascade.recompute)
+        if duration <= 0 or not sent.moved:
+            return self._computing(group, planned)
+        part = planned / duration  # a train cascade is a forward and a backward
+        communicating = part * self._cost.communication(cascade, split, group, cascade.recompute)
+        alone = self._computing(group, max(0.0, planned - communicating))
+        latency, loads = self._loads(group, sent, part)
+        return Work(alone.fixed + latency, alone.compute, alone.computing, loads)
+
+    def _loads(self, group: tuple[int, ...], sent: Volumes, part: float) -> tuple[float, tuple[Load, ...]]:
+        """Latencies, and ms on the links within nodes and on those between them."""
+        inside: Load = defaultdict(float)
+        outside: Load = defaultdict(float)
+        latency = 0.0
+        runs = [group[first : first + sent.ulysses] for first in range(0, len(group), sent.ulysses)]
+        for groups, size, steps in (
+            (runs, sent.traded / sent.ulysses, sent.trades * _steps(sent.ulysses)),
+            ([group], sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
+        ):
+            for members in groups:
+                for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):
+                    for link, ms in unit.items():
+                        total[link] += part * size * ms
+            latency += part * steps * max(self._latency(members) for members in groups)
+        for members in (group[first :: sent.ulysses] for first in range(sent.ulysses) if sent.ring > 1):
+            for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                self._add(inside, outside, source, target, part * sent.passed)
+        if sent.ring > 1:
+            latency += part * sent.hops * self._latency(group)
+        return latency, tuple(load for load in (dict(inside), dict(outside)) if load)
+
+    def _all_to_all(self, members: tuple[int, ...]) -> tuple[Load, Load]:
+        """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
+        found = self._units.get(members)
+        if found is None:
+            found = self._units[members] = _all_to_all(self.cluster, members)
+        return found
+
+    def _add(self, inside: Load, outside: Load, source: int, target: int, size: float) -> None:
+        if source == target:
+            return
+        path = self.route(source, target)
+        load = inside if path.links[0] == ("port out", source) else outside
+        for link, speed in zip(path.links, path.capacities, strict=True):
+            load[link] = load.get(link, 0.0) + size / speed
+
+    def _latency(self, members: Iterable[int]) -> float:
+        nodes = {node_of(self.cluster, rank) for rank in members}
+        return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
+
+    def _reduce(self, instruction: Instruction, planned: float) -> Work:
+        """A ring through the ranks in order, its bytes over the links that each hop takes.
+
+        Between nodes the plan's own time is kept, for libraries choose among many algorithms; the ring says which
+        links are busy meanwhile.
+        """
+        group, size = instruction.peers, instruction.attrs.get("bytes", 0)
+        if len(group) < 2 or not isinstance(size, int) or not size or planned <= 0:
+            return Work(fixed=planned)
+        inside: Load = {}
+        outside: Load = {}
+        each = 2 * (len(group) - 1) / len(group) * size
+        for source, target in zip(group, (*group[1:], group[0]), strict=True):
+            self._add(inside, outside, source, target, each)
+        load = inside | outside
+        longest = max(load.values())
+        scale = min(1.0, planned / longest)
+        return Work(fixed=planned - longest * scale, loads=({link: ms * scale for link, ms in load.items()},))
+
+
+def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Load, Load]:
+    intra, inter = (1 / (quantity(cluster.attrs[name]) * 1e6) for name in ("intra", "inter"))
+    uplink = 1 / (uplink_of(cluster) * 1e6)
+    nodes = Counter(node_of(cluster, rank) for rank in members)
+    racks = Counter(rack_of(cluster, rank) for rank in members)
+    inside: Load = {}
+    outside: Load = defaultdict(float)
+    for rank in members:
+        node, rack = node_of(cluster, rank), rack_of(cluster, rank)
+        near, far = nodes[node] - 1, len(members) - nodes[node]
+        for way in ("out", "in"):
+            if near:
+                inside[f"port {way}", rank] = near * intra
+            if far:
+                outside[f"nic {way}", node, nic_of(cluster, rank)] += far * inter
+        if len(racks) > 1:
+            for way in ("up", "down"):
+                outside[way, rack] += (len(members) - racks[rack]) * uplink
+    return inside, dict(outside)
+
+
+def _split(cascade: Cascade, degree: int) -> Attention:
+    ulysses = integer(cascade.attrs["ulysses"]) if "ulysses" in cascade.attrs else degree
+    ring = integer(cascade.attrs["ring"]) if "ring" in cascade.attrs else degree // ulysses
+    return Attention(ulysses, ring)
+
+
+def _steps(ranks: int) -> int:
+    return (ranks - 1).bit_length()
