@@ -1,7 +1,7 @@
 """The types that a table of attributes speaks of, and whether a value is of one.
 
 ``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
-``[str]``, lists of pairs ``[[int, ms]]``.
+``[str]``, lists of rows ``[[int, ms]]``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ SCALES = {"us": ("time", 1e-3), "ms": ("time", 1.0), "MiB": ("memory", 1 / 1024)
 def test(kind: str) -> Test:
     """The predicate of a type's text. Raises KeyError for a text that names no type."""
     if kind.startswith("[["):
-        left, right = (test(part.strip()) for part in kind[2:-2].split(","))
+        parts = tuple(test(part.strip()) for part in kind[2:-2].split(","))
         return lambda value: (
             isinstance(value, tuple)
-            and all(isinstance(p, tuple) and len(p) == 2 and left(p[0]) and right(p[1]) for p in value)
+            and all(
+                isinstance(row, tuple)
+                and len(row) == len(parts)
+                and all(part(item) for part, item in zip(parts, row, strict=True))
+                for row in value
+            )
         )
     if kind.startswith("["):
         item = test(kind[1:-1])
@@ -55,6 +60,8 @@ _NAMES = {
     "[int]": "a list of integers",
     "[str]": "a list of strings",
     "[[int, ms]]": "a list of `[degree, time in ms]`",
+    "[[str, int]]": "a list of `[path, number]`",
+    "[[int, str, GiB, TFLOP/s, GB/s]]": "a list of `[machines, device, memory, flops, intra]`",
     "[[@graph, int]]": "a list of `[@graph, count]`",
 }
 

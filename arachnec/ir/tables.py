@@ -39,9 +39,9 @@ CLUSTER = table("""
     nodes         | int     | traced | required | machines
     gpus          | int     | traced | required | devices per machine
     device        | str     | traced | required | its name in the data sheets
-    memory        | GiB     | traced | required | of one device
-    flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype
-    intra         | GB/s    | traced | required | between devices of a machine, one direction
+    memory        | GiB     | traced | required | of one device, where they differ of the smallest
+    flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
+    intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
     inter         | GB/s    | traced | required | between machines, per device, one direction
     latency       | us      | traced | required | of a message inside a machine
     inter_latency | us      | traced | required | of a message between machines
@@ -49,6 +49,7 @@ CLUSTER = table("""
     cores         | int     | traced | optional | processor cores of a machine
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
+    mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
 """)
 
 CLIP = table("""
@@ -60,7 +61,9 @@ STAGE = table("""
     source          | str            | traced | optional | the class it came from
     params          | int            | traced | optional | number of parameters
     dtype           | str            | traced | optional | of the parameters
+    trained         | int            | traced | optional | how many of them train; absent = all
     blocks          | [[@graph, int]] | traced | optional | its block classes and how often each is repeated
+    layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its parameters that train
     hidden          | int            | traced | optional | width of a token
     heads           | int            | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
@@ -109,6 +112,7 @@ REDUCE = table("""
     ranks | [int] | scheduled | optional | who takes part
     bytes | int   | scheduled | optional | of the gradients
     time  | ms    | scheduled | optional | planned duration
+    buckets | [int] | placed  | optional | layers of each bucket, from the last; the last bucket takes the rest too
 """)
 
 STEP = table("""
@@ -174,6 +178,9 @@ INSTRUCTION = {
     "reduce": table("""
     bytes     | int   | lowered | required | of the gradients
     time      | ms    | lowered | required | planned duration
+    layers    | [int] | lowered | optional | the bucket's layers, by number; absent with `rest` = the whole stage
+    rest      | bool  | lowered | optional | the bucket holds what lies in no layer, or in several
+    early     | ms    | lowered | optional | starts inside the last backward, so long before its end
 """),
     "step": table("""
     time      | ms    | lowered | required | planned duration

@@ -4,6 +4,10 @@ Every collective, and every send with the receive it is matched to, is one event
 rank's list, taken over all ranks, must have no cycle. That is the strictest thing a back end may do: gloo's send, and
 NCCL's on one stream, complete only when the receive is there. Sends and receives are matched first in, first out per
 ordered pair of ranks, as both do; a mismatch there would not hang but swap the data.
+
+A reduce that starts inside a backward (``early``) is an event inside it: what the backward does together with other
+ranks stands before that event and after it. So no back end needs to run the two beside each other for the program to
+go on, and a device that has to end one before it goes on with the other does not hang.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from typing import ClassVar
 import networkx as nx
 
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Instruction
-from arachnec.passes.check_values import Values, rank_list, written
+from arachnec.ir.nodes import Instruction, Program
+from arachnec.passes.check_values import Values, bucket_of, rank_list, sums_inside, written
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,40 @@ class Deadlock(Diagnostic):
 
 
 @dataclass(frozen=True)
+class StartsApart(Diagnostic):
+    title: ClassVar[str] = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
+    label: ClassVar[str] = "starts inside the backward"
+    help: ClassVar[str] = (
+        "a rank that is held up in the sum holds up the others' backward: give the reduce `early` on all of these "
+        "ranks, or on none"
+    )
+    rank: int
+    reduce: str
+    backward: str
+    others: str
+
+
+# Where something happens in a rank's list: the number of the instruction that it happens in, the how manieth thing in
+# it (sums may start inside a backward), and the number of the instruction that it is.
+Place = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Event:
     """A point at which ranks meet: where each of them stands in its own list."""
 
-    places: tuple[tuple[int, int], ...]  # rank, number of the instruction
+    places: tuple[tuple[int, Place], ...]  # rank, and where in its list
 
     def at(self, rank: int) -> int:
-        return next(index for member, index in self.places if member == rank)
+        """The number of the instruction."""
+        return next(place[2] for member, place in self.places if member == rank)
 
 
 def check_deadlock(values: Values) -> Iterator[Diagnostic]:
-    problems: list[Diagnostic] = []
+    problems: list[Diagnostic] = list(_starts_apart(values))
+    if problems:
+        yield problems[0]
+        return
     events = [*_handoffs(values, problems), *_collectives(values, problems)]
     if problems:
         yield from problems
@@ -125,26 +152,65 @@ def _handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
             if send.target != receive.target:
                 problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
                 break
-            yield Event(((source, i), (target, j)))
+            yield Event(((source, (i, 0, i)), (target, (j, 0, j))))
 
 
 def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
     """The n-th time that a rank does one thing with one group is one event with the n-th time of the others."""
-    members: dict[tuple[str, str, tuple[int, ...], int], list[tuple[int, int, Instruction]]] = defaultdict(list)
+    members: dict[tuple[object, ...], list[tuple[int, Place, Instruction]]] = defaultdict(list)
     for program in values.module.programs:
-        times: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-        for index, instruction in enumerate(program.instructions):
-            if instruction.op in ("send", "receive") or len(instruction.peers) < 2:
+        times: Counter[tuple[object, ...]] = Counter()
+        for place, instruction, inside in _meetings(program):
+            if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
-            what = (instruction.op, instruction.target, instruction.peers)
-            members[(*what, times[what])].append((program.rank, index, instruction))
+            bucket = bucket_of(inside or instruction)
+            what = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
+            members[(*what, times[what])].append((program.rank, place, instruction))
             times[what] += 1
-    for (_, _, peers, _), joined in members.items():
+    for joined in members.values():
+        rank, _, instruction = joined[0]
+        peers = instruction.peers
         missing = tuple(sorted(set(peers) - {rank for rank, _, _ in joined})) if len(joined) < len(peers) else ()
         if missing:
-            rank, _, instruction = joined[0]
             problems.append(GroupIncomplete(instruction.span, rank, written(instruction), rank_list(missing)))
-        yield Event(tuple((rank, index) for rank, index, _ in joined))
+        yield Event(tuple((rank, place) for rank, place, _ in joined))
+
+
+def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
+    """What a rank does, in order; a backward in parts, each but the last with the reduce that starts at its end."""
+    sums = sums_inside(program)
+    moved = {index for inside in sums.values() for index in inside}
+    for index, instruction in enumerate(program.instructions):
+        part = 0
+        for number in sums.get(index, ()):
+            reduce = program.instructions[number]
+            yield (index, part, index), instruction, reduce
+            yield (index, part + 1, number), reduce, None
+            part += 2
+        if index not in moved:
+            yield (index, part, index), instruction, None
+
+
+def _starts_apart(values: Values) -> Iterator[StartsApart]:
+    """Backwards inside which some of their ranks start a sum and others do not."""
+    started: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Instruction, ...]]] = defaultdict(dict)
+    for program in values.module.programs:
+        for index, numbers in sums_inside(program).items():
+            backward = program.instructions[index]
+            sums = tuple(program.instructions[number] for number in numbers)
+            started[backward.target, backward.peers][program.rank] = sums
+    for (target, peers), sums_of in started.items():
+        for rank, sums in sums_of.items():
+            for reduce in sums:
+                same = {other for other, found in sums_of.items() if any(_same_sum(reduce, each) for each in found)}
+                others = tuple(sorted(set(peers) - same))
+                if others:
+                    backward = Instruction("backward", target, peers)
+                    yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
+
+
+def _same_sum(a: Instruction, b: Instruction) -> bool:
+    return (a.target, a.peers, bucket_of(a)) == (b.target, b.peers, bucket_of(b))
 
 
 def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
@@ -167,10 +233,10 @@ def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
 
 def _edges(events: list[Event]) -> list[tuple[int, int, int]]:
     """``(before, after, rank)`` for every two events that follow each other in a rank's list."""
-    lists: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    lists: dict[int, list[tuple[Place, int]]] = defaultdict(list)
     for number, event in enumerate(events):
-        for rank, index in event.places:
-            lists[rank].append((index, number))
+        for rank, place in event.places:
+            lists[rank].append((place, number))
     return [(a, b, rank) for rank, items in lists.items() for (_, a), (_, b) in pairwise(sorted(items))]
 
 

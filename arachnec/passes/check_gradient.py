@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Span
+from arachnec.passes.check_sums import check_sums
 from arachnec.passes.check_values import Values, rank_list, written
 
 OPS = {
@@ -98,33 +99,11 @@ class UnmatchedForward(Diagnostic):
     count: int
 
 
-@dataclass(frozen=True)
-class NotReduced(Diagnostic):
-    title: ClassVar[str] = "the gradient that rank {rank} has of @{stage} is not summed: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
-    )
-    rank: int
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NotStepped(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds the summed gradient of @{stage} and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
-    rank: int
-    stage: str
-    reason: str
-
-
 def check_gradient(values: Values) -> Iterator[Diagnostic]:
     yield from _clips(values)
     yield from _pairs(values)
     yield from _runs(values)
-    yield from _sums(values)
+    yield from check_sums(values)
 
 
 def _clips(values: Values) -> Iterator[Diagnostic]:
@@ -205,43 +184,3 @@ def _weight(rank: int, instruction: Instruction, cascade: Cascade, total: int) -
     shown = "none" if weight is None else f"{weight}"
     clips = len(cascade.clips)
     yield WrongWeight(instruction.span, rank, written(instruction), shown, clips, total, repr(right))
-
-
-def _sums(values: Values) -> Iterator[Diagnostic]:
-    """Each trained stage is reduced once over all ranks with gradients, after the last of them, and then stepped."""
-    with_gradient: dict[str, set[int]] = defaultdict(set)
-    groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    for program in values.module.programs:
-        last: dict[str, int] = {}
-        reduces: dict[str, list[int]] = defaultdict(list)
-        steps: dict[str, list[int]] = defaultdict(list)
-        for index, instruction in enumerate(program.instructions):
-            if instruction.op == "reduce":
-                reduces[instruction.target].append(index)
-                groups.setdefault((instruction.target, instruction.peers), program.rank)
-            elif instruction.op == "step":
-                steps[instruction.target].append(index)
-            elif instruction.op in ("backward", "weight"):
-                stage = values.cascades[instruction.target].stage
-                last[stage] = index
-                with_gradient[stage].add(program.rank)
-        for stage in sorted({*last, *reduces, *steps}):
-            at = (last.get(stage, -1), reduces[stage], steps[stage])
-            yield from _order(program.rank, stage, *at, program.span)
-    for (stage, peers), _ in groups.items():
-        for rank in sorted(with_gradient[stage] - set(peers)):
-            yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
-
-
-def _order(
-    rank: int, stage: str, last: int, reduces: list[int], steps: list[int], span: Span | None
-) -> Iterator[Diagnostic]:
-    if len(reduces) != 1:
-        yield NotReduced(span, rank, stage, f"it takes part in {len(reduces)} reduces")
-        return
-    if reduces[0] < last:
-        yield NotReduced(span, rank, stage, "a backward comes after the reduce")
-    if len(steps) != 1:
-        yield NotStepped(span, rank, stage, f"steps {len(steps)} times")
-    elif steps[0] < reduces[0]:
-        yield NotStepped(span, rank, stage, "steps before the sum")

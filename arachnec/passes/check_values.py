@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers, quantity
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
@@ -108,15 +108,37 @@ def gib(instruction: Instruction, name: str) -> float:
     return 0.0 if value is None else quantity(value)
 
 
+def bucket_of(instruction: Instruction) -> tuple[tuple[int, ...], bool] | None:
+    """The layers of a reduce and whether it holds the rest; None where it sums the whole stage."""
+    attrs = instruction.attrs
+    if "layers" not in attrs and "rest" not in attrs:
+        return None
+    return integers(attrs.get("layers", ())), attrs.get("rest") is True
+
+
+def sums_inside(program: Program) -> dict[int, list[int]]:
+    """The reduces that start inside a backward, by number: those with ``early``, by the last backward above them."""
+    found: dict[int, list[int]] = {}
+    last: int | None = None
+    for index, instruction in enumerate(program.instructions):
+        if instruction.op == "backward":
+            last = index
+        elif instruction.op == "reduce" and "early" in instruction.attrs and last is not None:
+            found.setdefault(last, []).append(index)
+    return found
+
+
 def written(instruction: Instruction) -> str:
-    """The instruction as the IR writes it, without its attributes."""
+    """The instruction as the IR writes it, without its attributes but the layers of a reduce."""
     sigil = "@" if instruction.op in ("reduce", "step") else "%"
     word = {"send": " to ", "receive": " from "}.get(instruction.op, " on ")
     peers = instruction.peers
     where = ""
     if peers:
         where = word + (str(peers[0]) if word != " on " and len(peers) == 1 else rank_list(peers))
-    return f"{instruction.op} {sigil}{instruction.target}{where}"
+    bucket = bucket_of(instruction) if instruction.op == "reduce" else None
+    held = "" if bucket is None else f" {{ layers = {rank_list(bucket[0])}{', rest = true' if bucket[1] else ''} }}"
+    return f"{instruction.op} {sigil}{instruction.target}{where}{held}"
 
 
 def rank_list(ranks: tuple[int, ...]) -> str:

@@ -11,20 +11,33 @@
 Compute is the stage's formula over the degree: terms without S (launch overhead, what every rank does in full for
 the caption) are not divided, terms linear in S wait for the rank with the most tokens, terms in S^2 and S*T for the
 rank with the most heads. Communication is alpha-beta: Ulysses all-to-all (arXiv 2309.14509, section 3) and
-ring attention (arXiv 2310.01889), each over the links that its groups really use.
+ring attention (arXiv 2310.01889), each over the links that its groups really use. Where devices differ, the slowest of
+a group sets its pace, and a cascade without ranks is thought of on the kind that is best for it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Value
 from arachnec.passes.communication import Volumes, volumes
 from arachnec.passes.data_sheets import find_data_sheet
-from arachnec.passes.topology import Link, group_link, node_of, packed_ranks, penalty, ring_link, ulysses_link
+from arachnec.passes.topology import (
+    Link,
+    group_link,
+    kinds_of_ranks,
+    machines,
+    node_of,
+    packed_ranks,
+    penalty,
+    ring_link,
+    ulysses_link,
+)
 
 GIB = 2**30
 RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
@@ -75,6 +88,31 @@ class CostModel:
     def _found_links(self) -> dict[tuple[object, ...], tuple[Link, Link, Link, float]]:
         return {}
 
+    # -- devices that differ ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each kind of device, where there are several kinds; those with most memory first."""
+        kinds = kinds_of_ranks(self.cluster) if "mixed" in self.cluster.attrs else ()
+        return kinds if len(kinds) > 1 else ()
+
+    @cached_property
+    def _kind_of(self) -> dict[int, int]:
+        return {rank: kind for kind, ranks in enumerate(self.kinds) for rank in ranks}
+
+    def _packed_on_kinds(self, degree: int) -> list[tuple[int, ...]]:
+        """The first ``degree`` ranks of each kind that has so many, else of all kinds."""
+        packed = [ranks[:degree] for ranks in self.kinds if len(ranks) >= degree]
+        return packed or [tuple(sorted(rank for ranks in self.kinds for rank in ranks)[:degree])]
+
+    def _slowdown(self, ranks: tuple[int, ...] | None) -> float:
+        """How much longer the slowest of these devices takes than the cluster's fastest, for which the formulas are."""
+        if not self.kinds or ranks is None:
+            return 1.0
+        every = machines(self.cluster)
+        fastest = max(machine.flops for machine in every)
+        return fastest / min(every[node_of(self.cluster, rank)].flops for rank in ranks)
+
     # -- degrees ---------------------------------------------------------------------------------------------------
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
@@ -87,7 +125,7 @@ class CostModel:
         if listed is not None:
             return tuple(sorted(degree for degree in integers(listed) if degree <= world))
         if cascade.phase is Phase.ENCODE:
-            return (1,)
+            return tuple(range(1, min(world, cascade.batch) + 1))  # the ranks share out the clips
         return tuple(range(1, min(world, max(1, cascade.tokens)) + 1))
 
     def best_attention(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Attention:
@@ -125,15 +163,21 @@ class CostModel:
 
         Raises ValueError where the degree is not one of ``legal_degrees``.
         """
+        if ranks is None and spans_nodes is not None:
+            ranks = packed_ranks(self.cluster, degree, spans_nodes)
+        if self.kinds and ranks is None:
+            return min(
+                self.time(cascade, degree, ranks=where, ulysses=ulysses, ring=ring, recompute=recompute)
+                for where in self._packed_on_kinds(degree)
+            )
         times = times_of(cascade)
         if times:
             if degree not in times:
                 raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
-            return times[degree]
-        if ranks is None and spans_nodes is not None:
-            ranks = packed_ranks(self.cluster, degree, spans_nodes)
+            return times[degree] * self._slowdown(ranks)
         if ranks is not None and len({node_of(self.cluster, rank) for rank in ranks}) == 1:
-            ranks = None  # every node is like the first
+            # every node is like the first, or the first of its kind
+            ranks = self.kinds[self._kind_of[ranks[0]]][:degree] if self.kinds else None
         key = (*shape_of(cascade), degree, ranks, ulysses, recompute)
         found = self._memo.get(key)
         if found is None:
@@ -157,7 +201,7 @@ class CostModel:
         compute = 0.0
         for count, name in ((forward, "forward"), (backward, "backward")):
             if count:
-                compute += count * self._compute(cascade, name, degree, split)
+                compute += count * self._compute(cascade, name, degree, split, self._slowdown(ranks))
         return compute + self._communication(cascade, degree, split, ranks, forward, backward)
 
     def _attention_time(self, cascade: Cascade, degree: int, split: Attention, ranks: tuple[int, ...] | None) -> float:
@@ -176,11 +220,13 @@ class CostModel:
             Phase.TRAIN: (1.0, 1.0),
         }[cascade.phase]
 
-    def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention) -> float:
+    def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention, slowdown: float) -> float:
+        if cascade.phase is Phase.ENCODE:
+            return sum(self._sizes(_of_one_rank(cascade, degree), name))
         fixed, linear, pairwise = self._sizes(cascade, name)
         heads = self._number(cascade, "heads") or split.ulysses
         pairs = uneven(heads, split.ulysses) / split.ring
-        return fixed + linear * uneven(cascade.tokens, degree) + pairwise * pairs
+        return fixed + (linear * uneven(cascade.tokens, degree) + pairwise * pairs) * slowdown
 
     def _sizes(self, cascade: Cascade, name: str) -> tuple[float, float, float]:
         """ms on one rank of a stage's ``name``: what no degree divides, what tokens divide, what pairs of them do."""
@@ -212,10 +258,10 @@ class CostModel:
         forward: float,
         backward: float,
     ) -> float:
-        if degree == 1 or not self._number(cascade, "attentions"):
+        sent = self._volumes(cascade, split, forward, backward)
+        if not sent.messages:
             return 0.0
         over_all, of_ulysses, of_ring, contention = self._links(degree, ranks, split.ulysses)
-        sent = self._volumes(cascade, split, forward, backward)
         total = _collective(over_all, sent.gathered, degree, sent.gathers, contention)
         if split.ulysses > 1:
             total += _collective(of_ulysses, sent.traded, split.ulysses, sent.trades, contention)
@@ -224,6 +270,8 @@ class CostModel:
         return total
 
     def _volumes(self, cascade: Cascade, split: Attention, forward: float, backward: float) -> Volumes:
+        if cascade.phase is Phase.ENCODE:
+            return Volumes(split.ulysses, split.ring, gathered=self.output(cascade) * GIB, gathers=1)
         return volumes(
             ulysses=split.ulysses,
             ring=split.ring,
@@ -271,14 +319,14 @@ class CostModel:
 
     def memory(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
         """GiB that each of the cascade's ranks holds while it runs, beside its ``state``."""
+        if cascade.phase is Phase.ENCODE:
+            return self._shared(_of_one_rank(cascade, degree), "workspace", 1.0) + self.output(cascade)
         share = uneven(cascade.tokens, degree)
         total = 0.0
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
             recomputed = recompute and "saved_recompute" in self.stages[cascade.stage].attrs
             total += self._shared(cascade, "saved_recompute" if recomputed else "saved", share)
         total += self._shared(cascade, "workspace", share)
-        if cascade.phase is Phase.ENCODE:
-            total += self.output(cascade)
         return total + sum(self.output(self._named[name]) for name in cascade.inputs if name in self._named)
 
     def output(self, cascade: Cascade) -> float:
@@ -297,8 +345,29 @@ class CostModel:
 
     @cached_property
     def room(self) -> float:
-        """GiB that cascades may use on one rank."""
+        """GiB that cascades may use on every rank."""
         return self.cluster.memory - self.state
+
+    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
+        if not self.kinds:
+            return self.room
+        if ranks is not None:
+            return min(self._rooms[self._kind_of[rank]] for rank in ranks)
+        most = (room for room, kind in zip(self._rooms, self.kinds, strict=True) for _ in kind)
+        return next(islice(most, degree - 1, None))
+
+    @cached_property
+    def largest_memory(self) -> float:
+        """GiB of the device that has most."""
+        return max(machine.memory for machine in machines(self.cluster))
+
+    @cached_property
+    def _rooms(self) -> tuple[float, ...]:
+        """For each kind of device."""
+        every = machines(self.cluster)
+        memories = (every[node_of(self.cluster, kind[0])].memory for kind in self.kinds)
+        return tuple((1 - RESERVE) * memory - self.resident for memory in memories)
 
     def has_attention(self, cascade: Cascade) -> bool:
         return self._number(cascade, "attentions") > 0
@@ -306,11 +375,15 @@ class CostModel:
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
 
-    def recompute_at(self, cascade: Cascade, degree: int) -> bool | None:
-        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help."""
-        if self.memory(cascade, degree) <= self.room:
+    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> bool | None:
+        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
+
+        Without ``ranks`` those with most memory count.
+        """
+        room = self.room_on(ranks, degree)
+        if self.memory(cascade, degree) <= room:
             return False
-        if self.can_recompute(cascade) and self.memory(cascade, degree, recompute=True) <= self.room:
+        if self.can_recompute(cascade) and self.memory(cascade, degree, recompute=True) <= room:
             return True
         return None
 
@@ -348,8 +421,9 @@ class CostModel:
 
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
-        sheet = find_data_sheet(str(self.cluster.attrs.get("device")))
-        bandwidth = sheet.bandwidth if sheet else ASSUMED_BANDWIDTH
+        names = {machine.device for machine in machines(self.cluster)}
+        sheets = [find_data_sheet(name) for name in names]
+        bandwidth = min(sheet.bandwidth if sheet else ASSUMED_BANDWIDTH for sheet in sheets)
         update = 2 * _gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
         if "sharded" not in stage.attrs:
             return update
@@ -391,6 +465,11 @@ def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """What two cascades must share to cost the same."""
     times, inputs = cascade.attrs.get("times"), bool(cascade.inputs)
     return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, times, inputs
+
+
+def _of_one_rank(cascade: Cascade, degree: int) -> Cascade:
+    """What the busiest of an encoder's ranks does: whole clips are dealt out."""
+    return replace(cascade, batch=math.ceil(cascade.batch / degree))
 
 
 def times_of(cascade: Cascade) -> dict[int, float]:

@@ -21,13 +21,11 @@ from arachnec.ir.nodes import (
     Phase,
     Program,
     Stage,
-    integer,
     integers,
     quantity,
 )
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.base import Pass
-from arachnec.passes.cost import CostModel, gradient_bytes
 from arachnec.passes.lower_order import (
     COMPUTE,
     GIB,
@@ -35,14 +33,14 @@ from arachnec.passes.lower_order import (
     Handoff,
     Place,
     evaluate,
+    forward_share,
     global_order,
     output_gib,
     plan_frees,
     plan_handoffs,
     reads_saved,
 )
-
-FORWARD_SHARE = 1 / 3  # of a train cascade whose stage has no formulas: backward is twice the forward's work
+from arachnec.passes.lower_sums import sums_start_inside, synchronisation
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def lower(module: Module) -> Module:
     handoffs = plan_handoffs(module, module.cluster, order)
     lists = compute_lists(module, module.cluster, order, handoffs)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
-    ends = synchronisation(module, module.cluster, resident)
+    ends = synchronisation(module, module.cluster, resident, sums_start_inside(lists))
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
@@ -141,13 +139,6 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
 
 
-def forward_share(cascade: Cascade, stage: Stage) -> float:
-    """The part of a train cascade's time that its forward takes, by the stage's formulas."""
-    forward = evaluate(stage.attrs.get("forward"), cascade)
-    backward = evaluate(stage.attrs.get("backward"), cascade) + (forward if cascade.recompute else 0.0)
-    return forward / (forward + backward) if forward > 0 and backward > 0 else FORWARD_SHARE
-
-
 def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
     """The ranks that hold a stage's parameters.
 
@@ -162,32 +153,6 @@ def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[
     if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
         return frozenset(range(cluster.world))
     return frozenset(rank for cascade in own for rank in cascade.ranks)
-
-
-def synchronisation(
-    module: Module, cluster: Cluster, resident: dict[str, frozenset[int]]
-) -> dict[int, list[Instruction]]:
-    """The gradients' sums and the optimizer's steps at the end of every rank's list."""
-    cost = CostModel(module)
-    attributes = {reduce.stage: reduce.attrs for reduce in module.reductions}
-    steps = {step.stage: step.attrs for step in module.steps}
-    ends: dict[int, list[Instruction]] = {rank: [] for rank in range(cluster.world)}
-    trained = [stage for stage in module.stages if stage.trained and resident[stage.name]]
-    for stage in trained:
-        group = tuple(sorted(resident[stage.name]))
-        given = attributes.get(stage.name, Attributes())
-        size = integer(given["bytes"]) if "bytes" in given else round(gradient_bytes(stage))
-        time = given.get("time", Quantity(cost.reduce_time(stage, group), "ms"))
-        instruction = Instruction("reduce", stage.name, group, Attributes.of(bytes=size, time=time))
-        for rank in group:
-            ends[rank].append(instruction)
-    for stage in trained:
-        time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
-        # With the optimizer dealt out over ranks, the step ends with every rank sending what it updated to the others.
-        together = tuple(sorted(resident[stage.name])) if "sharded" in stage.attrs else ()
-        for rank in resident[stage.name]:
-            ends[rank].append(Instruction("step", stage.name, together, Attributes.of(time=time)))
-    return ends
 
 
 def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) -> Attributes:

@@ -17,6 +17,7 @@ from arachnec.passes.topology import handoff_time, node_of
 
 # Starts and ends are sums of floats: what lies closer together than this happens at one time.
 TOLERANCE_MS = 1e-6
+FORWARD_SHARE = 1 / 3  # of a train cascade whose stage has no formulas: backward is twice the forward's work
 GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 
@@ -234,3 +235,10 @@ def evaluate(value: Value | None, cascade: Cascade) -> float:
     if not isinstance(value, Formula):
         return 0.0
     return value(B=cascade.batch, S=cascade.tokens, T=cascade.text)
+
+
+def forward_share(cascade: Cascade, stage: Stage) -> float:
+    """The part of a train cascade's time that its forward takes, by the stage's formulas."""
+    forward = evaluate(stage.attrs.get("forward"), cascade)
+    backward = evaluate(stage.attrs.get("backward"), cascade) + (forward if cascade.recompute else 0.0)
+    return forward / (forward + backward) if forward > 0 and backward > 0 else FORWARD_SHARE

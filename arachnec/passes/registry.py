@@ -30,6 +30,7 @@ BUILTIN = {
     "schedule-genetic": "arachnec.passes.schedule_genetic:ScheduleGenetic",
     "schedule-z3": "arachnec.passes.schedule_z3:ScheduleZ3",
     "place": "arachnec.passes.place:Place",
+    "bucket": "arachnec.passes.bucket:Bucket",
     "fuse": "arachnec.passes.fuse:Fuse",
     "lower": "arachnec.passes.lower:Lower",
     "check": "arachnec.passes.check:Check",

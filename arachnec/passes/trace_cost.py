@@ -16,6 +16,7 @@ from arachnec.passes.trace_captured import CapturedModel
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_flops import AttentionCost, block_flops, token_attentions
 from arachnec.passes.trace_graph import dtype_name
+from arachnec.passes.trace_layers import layer_of_parameters
 from arachnec.passes.trace_memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
 from arachnec.passes.trace_record import ExampleCall
 from arachnec.passes.trace_shell import measure_encoder, measure_shell
@@ -47,7 +48,9 @@ def trained_stage(
         attrs=Attributes.of(
             source=source,
             params=sum(p.numel() for p in parameters),
+            trained=None if all(p.requires_grad for p in parameters) else _trained(parameters),
             dtype=dtype_name(_dtype(model)),
+            layers=_layers(model, captured),
             blocks=tuple((Symbol(block.name), n) for n, block in zip(counts, captured.blocks, strict=True)),
             hidden=_hidden(captured),
             heads=min((_integer(cost.heads) for cost in every), default=None),
@@ -62,6 +65,21 @@ def trained_stage(
             optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
         ),
     )
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _layers(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int], ...]:
+    """The path of every block in the order of the forward, with the parameters that train in it and nowhere else."""
+    paths = tuple(dict.fromkeys(call.path for call in captured.calls))
+    parameters = dict(model.named_parameters())
+    counts = [0] * len(paths)
+    for name, layer in layer_of_parameters(model, paths).items():
+        if layer is not None:
+            counts[layer] += parameters[name].numel()
+    return tuple(zip(paths, counts, strict=True))
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -1,0 +1,159 @@
+"""``bucket``: cut every stage's gradient sum so that most of it travels while the last backwards still run.
+
+A backward goes from the last layer to the first; the gradients of a run of layers are whole once the last backward on
+a rank has passed it. Summed bucket by bucket (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3), all but the
+last bucket may be through when the last backward ends. Small buckets start early and pay their latency each; how large
+they are is decided by the cost model on this very plan, because only a sum that every rank has come to can proceed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Reduce, Stage, integers
+from arachnec.ir.values import Value
+from arachnec.passes.base import Pass
+from arachnec.passes.cost import CostModel, element_bytes, gradient_bytes
+from arachnec.passes.lower_order import forward_share, global_order
+
+MIB = 2**20
+MOST = 16  # buckets: each is an instruction on every rank
+WORTH = 0.01  # of what the best buckets gain: so much less is as good, with fewer of them
+
+
+@dataclass(frozen=True)
+class Bucket(Pass):
+    """Buckets for the gradient sums: the fewest layers of ``mib`` MiB or more each; without it as the costs say."""
+
+    needs: ClassVar[Level] = Level.PLACED
+    gives: ClassVar[Level] = Level.PLACED
+    mib: int | None = None
+
+    def run(self, module: Module) -> Module:
+        if module.cluster is None or module.level is not Level.PLACED:  # the programs of a lowered one have theirs
+            return module
+        cost = CostModel(module)
+        found = tuple(self._cut(module, module.cluster, cost, node) for node in module.reductions)
+        return replace(module, reductions=found)
+
+    def _cut(self, module: Module, cluster: Cluster, cost: CostModel, node: Reduce) -> Reduce:
+        stage = module.stage(node.stage)
+        ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
+        if not layers_of(stage) or len(ranks) < 2 or "bytes" in node.attrs or "time" in node.attrs:
+            return node
+        if self.mib is not None:
+            buckets = cut(stage, self.mib * MIB)
+        else:
+            ends = last_backwards(module, stage, ranks)
+            buckets = best_buckets(stage, ends, lambda size: cost.reduce_time(stage, ranks, size))
+        if len(buckets) < 2:
+            return node
+        return replace(node, attrs=node.attrs.updated(buckets=buckets))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one bucket of a stage's gradients holds: layers by number, and perhaps the rest; its size in bytes."""
+
+    layers: tuple[int, ...]
+    rest: bool
+    size: int
+
+
+def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
+    """Path and trained parameters of every layer of a stage, in the order they run."""
+    value = stage.attrs.get("layers", ())
+    assert isinstance(value, tuple)
+    return tuple((str(pair[0]), _count(pair[1])) for pair in value if isinstance(pair, tuple))
+
+
+def contents(stage: Stage, buckets: Sequence[int]) -> tuple[Contents, ...]:
+    """The buckets that the attribute ``buckets`` of a reduce says, in the order of their starts."""
+    each = element_bytes(stage)
+    sizes = [count * each for _, count in layers_of(stage)]
+    found: list[Contents] = []
+    high = len(sizes)
+    for number, count in enumerate(buckets):
+        layers = tuple(range(high - count, high))
+        rest = number == len(buckets) - 1
+        size = sum(sizes[layer] for layer in layers)
+        if rest:
+            size += max(0.0, gradient_bytes(stage) - sum(sizes))
+        found.append(Contents(layers, rest, round(size)))
+        high -= count
+    return tuple(found)
+
+
+def passed(bucket: Contents, layers: int) -> float:
+    """The part of a backward that is still to come when it has passed the bucket; layers are taken to cost the same."""
+    return 0.0 if bucket.rest else min(bucket.layers, default=0) / layers
+
+
+def cut(stage: Stage, size: float) -> tuple[int, ...]:
+    """Runs of layers from the last one of at least ``size`` bytes each; what is left over goes with the rest."""
+    each = element_bytes(stage)
+    buckets: list[int] = []
+    held, count = 0.0, 0
+    for _, parameters in reversed(layers_of(stage)):
+        held, count = held + parameters * each, count + 1
+        if held >= size:
+            buckets.append(count)
+            held, count = 0.0, 0
+    return (*buckets, count)
+
+
+Ends = Sequence[tuple[float, float]]
+
+
+def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tuple[int, ...]:
+    """The fewest buckets whose last is through about as early as it can be.
+
+    ``ends`` says for every rank when its last backward ends, and how long before that its first gradients are whole;
+    ``time`` how long a sum of so many bytes takes. All in ms.
+    """
+    largest = max(count for _, count in layers_of(stage)) * element_bytes(stage)
+    number = len(layers_of(stage))
+    known = cache(time)
+    options: list[tuple[int, ...]] = [(number,)]
+    for layers in range(number, 0, -1):
+        option = cut(stage, layers * largest)
+        if option != options[-1] and len(option) <= MOST:
+            options.append(option)
+    through = [finish(contents(stage, option), number, ends, known) for option in options]
+    least = min(through)
+    enough = least + WORTH * (through[0] - least)
+    return min((len(option), option) for option, at in zip(options, through, strict=True) if at <= enough)[1]
+
+
+def finish(buckets: Sequence[Contents], layers: int, ends: Ends, time: Callable[[float], float]) -> float:
+    """When the last bucket is through: each after the one before, and after the last rank has come to it."""
+    now = 0.0
+    for bucket in buckets:
+        now = max(now, max(end - span * passed(bucket, layers) for end, span in ends)) + time(bucket.size)
+    return now
+
+
+def last_backwards(module: Module, stage: Stage, ranks: Sequence[int]) -> list[tuple[float, float]]:
+    """For each rank the end of its last cascade, and the ms of that cascade's backward if sums may start inside it."""
+    last: dict[int, Cascade] = {}
+    for cascade in global_order(module.cascades):
+        last.update(dict.fromkeys(cascade.ranks, cascade))
+    found = []
+    for rank in ranks:
+        if rank not in last:
+            found.append((0.0, 0.0))
+            continue
+        cascade = last[rank]
+        inside = cascade.phase is Phase.TRAIN and cascade.stage == stage.name
+        inside = inside and all(last[member] is cascade for member in cascade.ranks)
+        share = 1 - forward_share(cascade, stage) if inside else 0.0
+        found.append((cascade.end, share * (cascade.end - cascade.start)))
+    return sorted(set(found))
+
+
+def _count(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
