@@ -4,23 +4,26 @@ Every rank walks its own list. A group's instruction starts when the last of its
 ``time`` that the plan states where nobody disturbs it: its communication shares links, and on CPUs its computing
 shares cores, with whatever else runs (``simulator_network``). A send and a receive are posted and not waited for; the
 transfer runs once both are posted; the first instruction that reads a received value waits for it, and ``free`` waits
-for the value's sends. So does the ``torch_distributed`` back end.
+for the value's sends. A sum of gradients is posted too, inside a backward where the program says so; it runs once all
+its ranks have come to it and the sums of its group before it are through, and ``step`` waits for it. So does the
+``torch_distributed`` back end.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from arachnec.backends.simulator_network import Activity, Network, Work
 from arachnec.backends.simulator_work import Works
 from arachnec.backends.timeline import COMPUTE, Interval, Timeline, Transfer, imbalance
-from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage
-from arachnec.ir.values import Formula
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage, quantity
+from arachnec.ir.values import Formula, Quantity
 from arachnec.passes.check_memory import high_water
-from arachnec.passes.check_values import Values, written
+from arachnec.passes.check_values import Values, bucket_of, sums_inside, written
 from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.topology import machines
 
 FORWARDS = {Phase.TRAIN: 3.0, Phase.BACKWARD: 2.0, Phase.WEIGHT: 1.0}  # work of a phase in forwards; others are one
 
@@ -68,8 +71,9 @@ def simulate(module: Module) -> Simulation:
 def model_flops_utilization(module: Module, iteration_ms: float) -> float | None:
     """TFLOP that the model needs, without recomputation, over what the cluster's devices could do at their peak."""
     assert module.cluster is not None
-    sheet = find_data_sheet(str(module.cluster.attrs["device"]))
-    if sheet is None or sheet.name == "cpu" or iteration_ms <= 0:
+    sheets = [find_data_sheet(machine.device) for machine in machines(module.cluster)]
+    peaks = [sheet.peak for sheet in sheets if sheet is not None and sheet.name != "cpu"]
+    if len(peaks) < len(sheets) or iteration_ms <= 0:
         return None
     stages = {stage.name: stage for stage in module.stages}
     needed = [
@@ -78,7 +82,7 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     if not needed or None in needed:
         return None
     total = sum(each for each in needed if each is not None)
-    return total / (iteration_ms / 1e3 * module.cluster.world * sheet.peak)
+    return total / (iteration_ms / 1e3 * module.cluster.gpus * sum(peaks))
 
 
 def _tflop(cascade: Cascade, stage: Stage) -> float | None:
@@ -98,6 +102,10 @@ class _Rank:
     coming: set[str] = field(default_factory=set)  # values that are posted and have not arrived
     leaving: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # sends under way, by value
     waiting_for: str | None = None
+    inside: dict[int, list[int]] = field(default_factory=dict)  # the sums that start inside a backward, by number
+    posted: set[int] = field(default_factory=set)  # the sums it has come to, by number
+    summing: int = 0  # those of them that are not through
+    stopped: float | None = None  # since when it stands before a step, waiting for them
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,15 @@ class _Running:
     instruction: Instruction
     group: tuple[int, ...]
     start: float
+    sums: int = 0  # how many have started inside it
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of gradients that all its ranks have come to."""
+
+    instruction: Instruction
+    start: float
 
 
 @dataclass(frozen=True)
@@ -142,10 +159,11 @@ class _Engine:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
-        self._ranks = {p.rank: _Rank(p.rank, p.instructions) for p in values.module.programs}
+        self._ranks = {p.rank: _Rank(p.rank, p.instructions, inside=sums_inside(p)) for p in values.module.programs}
         self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []
         self._count = 0
-        self._arrived: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+        self._arrived: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self._sums: dict[tuple[int, ...], deque[Instruction]] = defaultdict(deque)  # by group, the first one under way
         self._channels: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]] = {}
         self.intervals: list[Interval] = []
         self.transfers: list[Transfer] = []
@@ -175,6 +193,11 @@ class _Engine:
                 self._post(rank.rank, instruction.peers[0], instruction, now, send=True)
             elif instruction.op == "receive":
                 self._post(instruction.peers[0], rank.rank, instruction, now, send=False)
+            elif instruction.op == "reduce":
+                self._post_sum(rank, rank.at, now)
+            elif instruction.op == "step" and rank.summing:
+                rank.stopped = now if rank.stopped is None else rank.stopped
+                return
             elif instruction.op != "free":
                 self._enter(rank, instruction, now)
                 return
@@ -191,15 +214,62 @@ class _Engine:
     def _enter(self, rank: _Rank, instruction: Instruction, now: float) -> None:
         group = instruction.peers or (rank.rank,)
         if len(group) > 1:
-            key = (instruction.op, instruction.target, group)
+            key: tuple[object, ...] = (instruction.op, instruction.target, group)
             here = self._arrived[key]
             here.append(rank.rank)
             if len(here) < len(group):
                 return
             del self._arrived[key]
-        self._begin(self._works.of(instruction, rank.rank), _Running(instruction, group, now), now)
+        self._run(_Running(instruction, group, now), now)
 
-    def _begin(self, work: Work, what: _Running | _Transfer, now: float) -> None:
+    def _run(self, what: _Running, now: float) -> None:
+        """The instruction, or its part up to the next sum that starts inside it."""
+        instruction, leads = what.instruction, self._leads(what)
+        if leads:
+            before = leads[what.sums - 1] if what.sums else quantity(instruction.attrs["time"])
+            after = leads[what.sums] if what.sums < len(leads) else 0.0
+            part = Quantity(max(0.0, before - after), "ms")
+            instruction = replace(instruction, attrs=instruction.attrs.updated(time=part))
+        self._begin(self._works.of(instruction, what.group[0]), what, now)
+
+    def _leads(self, what: _Running) -> list[float]:
+        """How long before its end each of the sums inside it starts; the same on all ranks, as ``check`` has proved."""
+        rank = self._ranks[what.group[0]]
+        return [quantity(rank.instructions[number].attrs["early"]) for number in rank.inside.get(rank.at, ())]
+
+    def _post_sum(self, rank: _Rank, number: int, now: float) -> None:
+        if number in rank.posted:
+            return
+        rank.posted.add(number)
+        rank.summing += 1
+        instruction = rank.instructions[number]
+        key = ("reduce", instruction.target, instruction.peers, bucket_of(instruction))
+        here = self._arrived[key]
+        here.append(rank.rank)
+        if len(here) < len(instruction.peers):
+            return
+        del self._arrived[key]
+        waiting = self._sums[instruction.peers]
+        waiting.append(instruction)
+        if len(waiting) == 1:
+            self._begin(self._works.of(instruction, rank.rank), _Sum(instruction, now), now)
+
+    def _end_sum(self, what: _Sum, now: float) -> None:
+        waiting = self._sums[what.instruction.peers]
+        waiting.popleft()
+        if waiting:
+            self._begin(self._works.of(waiting[0], waiting[0].peers[0]), _Sum(waiting[0], now), now)
+        for rank in (self._ranks[member] for member in what.instruction.peers):
+            rank.summing -= 1
+            if rank.stopped is None:  # hidden behind what the rank does
+                continue
+            start = max(what.start, rank.stopped)
+            self.intervals.append(Interval(rank.rank, "reduce", what.instruction.target, start, now))
+            if not rank.summing:
+                rank.stopped = None
+                self._advance(rank, now)
+
+    def _begin(self, work: Work, what: _Running | _Sum | _Transfer, now: float) -> None:
         activity = Activity(work, what)
         if work.shares:
             self._foresee(self._network.start(activity, now))
@@ -219,7 +289,15 @@ class _Engine:
             latency = self._works.route(what.source, what.target).latency
             self._push(now + latency, what)
             return
+        if isinstance(what, _Sum):
+            self._end_sum(what, now)
+            return
         assert isinstance(what, _Running)
+        if what.sums < len(self._leads(what)):
+            for rank in (self._ranks[member] for member in what.group):
+                self._post_sum(rank, rank.inside[rank.at][what.sums], now)
+            self._run(replace(what, sums=what.sums + 1), now)
+            return
         for member in what.group:
             self.intervals.append(Interval(member, what.instruction.op, what.instruction.target, what.start, now))
             self._ranks[member].at += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.passes.check_values import bucket_of
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 DRAWN = (*COMPUTE, "reduce", "step")
@@ -96,16 +97,45 @@ def planned(module: Module) -> Timeline:
             end = start + _ms(instruction, "time", 0.0)
             ends[program.rank] = max(ends[program.rank], end)
             intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
-    last = max(ends.values(), default=0.0)
+    through = _sums_through(module, ends)
     for program in module.programs:
-        now = last  # the first reduce waits for the last rank
+        now = ends[program.rank]
         for instruction in program.instructions:
-            if instruction.op not in ("reduce", "step"):
+            if instruction.op == "reduce":
+                start, end = through[_sum(instruction)]
+                if end <= now and end > start:  # hidden behind what the rank does
+                    continue
+                start = max(now, start)
+            elif instruction.op == "step":
+                start, end = now, now + _ms(instruction, "time", 0.0)
+            else:
                 continue
-            end = now + _ms(instruction, "time", 0.0)
-            intervals.append(Interval(program.rank, instruction.op, instruction.target, now, end))
-            now = end
+            intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
+            now = max(now, end)
     return Timeline("planned", tuple(intervals), everyone=tuple(ends))
+
+
+def _sums_through(module: Module, ends: dict[int, float]) -> dict[Hashable, tuple[float, float]]:
+    """Start and end of every sum of gradients: after all its ranks have come to it, and its group's sums before it."""
+    ready: dict[Hashable, float] = {}
+    first: dict[Hashable, Instruction] = {}
+    for program in module.programs:
+        for instruction in program.instructions:
+            if instruction.op == "reduce":
+                each = _sum(instruction)
+                first.setdefault(each, instruction)
+                ready[each] = max(ready.get(each, 0.0), ends[program.rank] - _ms(instruction, "early", 0.0))
+    free: dict[tuple[int, ...], float] = {}
+    found: dict[Hashable, tuple[float, float]] = {}
+    for each, instruction in first.items():
+        start = max(ready[each], free.get(instruction.peers, 0.0))
+        free[instruction.peers] = start + _ms(instruction, "time", 0.0)
+        found[each] = start, free[instruction.peers]
+    return found
+
+
+def _sum(instruction: Instruction) -> Hashable:
+    return instruction.target, instruction.peers, bucket_of(instruction)
 
 
 def read_measured(path: Path) -> Timeline:
