@@ -171,12 +171,16 @@ class _Engine:
     def run(self) -> None:
         for rank in self._ranks.values():
             self._advance(rank, 0.0)
+        self._settle(0.0)
         while self._events:
-            now, _, event = heapq.heappop(self._events)
-            if isinstance(event, _Transfer):
-                self._arrive(event, now)
-            elif event.version == event.activity.version:
-                self._end(event.activity, now)
+            now = self._events[0][0]
+            while self._events and self._events[0][0] <= now:
+                _, _, event = heapq.heappop(self._events)
+                if isinstance(event, _Transfer):
+                    self._arrive(event, now)
+                elif event.version == event.activity.version:
+                    self._end(event.activity, now)
+            self._settle(now)
         stuck = [rank for rank in self._ranks.values() if rank.at < len(rank.instructions)]
         if stuck:
             places = ", ".join(f"rank {r.rank} in `{written(r.instructions[r.at])}`" for r in stuck[:8])
@@ -270,20 +274,23 @@ class _Engine:
                 self._advance(rank, now)
 
     def _begin(self, work: Work, what: _Running | _Sum | _Transfer, now: float) -> None:
-        activity = Activity(work, what)
+        activity = Activity(work, what, now)
         if work.shares:
-            self._foresee(self._network.start(activity, now))
+            self._network.start(activity)
         else:
-            activity.since, activity.takes = now, work.alone
-            self._foresee([activity])
+            activity.takes = work.alone
+            self._foresee(activity)
 
-    def _foresee(self, activities: list[Activity]) -> None:
-        for activity in activities:
-            self._push(activity.end, _Foreseen(activity, activity.version))
+    def _settle(self, now: float) -> None:
+        for activity in self._network.settle(now):
+            self._foresee(activity)
+
+    def _foresee(self, activity: Activity) -> None:
+        self._push(activity.end, _Foreseen(activity, activity.version))
 
     def _end(self, activity: Activity, now: float) -> None:
         if activity.work.shares:
-            self._foresee(self._network.finish(activity, now))
+            self._network.finish(activity)
         what = activity.what
         if isinstance(what, _Transfer):
             latency = self._works.route(what.source, what.target).latency

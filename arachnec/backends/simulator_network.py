@@ -13,14 +13,17 @@ devices of the same letter, and between racks the uplinks too, which a whole rac
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from arachnec.ir.nodes import Cluster, quantity
 from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
 
 LinkName = Hashable
-Load = dict[LinkName, float]  # ms that an activity needs each link for when nobody else does
+Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of some links is needed, (ms, links) by ms
+
+SMALLEST = 1e-3  # change in the users of a link that the others on it are told of
+SWEEPS = 3  # pace and use of activities follow from each other; they settle quickly
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,18 @@ class Work:
 
     @property
     def alone(self) -> float:
-        return self.fixed + self.compute + sum(max(load.values(), default=0.0) for load in self.loads)
+        return self.fixed + self.compute + sum(max(ms for ms, _ in load) for load in self.loads)
 
 
-@dataclass
+@dataclass(eq=False)
 class Activity:
     """Work under way. ``end`` holds as long as nobody else starts or ends; ``version`` counts the changes."""
 
     work: Work
     what: object
+    since: float  # ms, when ``left`` was true
     left: float = 1.0  # of the work
-    since: float = 0.0  # ms, when ``left`` was true
-    takes: float = 0.0  # ms for the whole work at the present rate
+    takes: float = 0.0  # ms for the whole work at the present pace
     version: int = 0
     computes: float = 0.0  # part of its time that it is on cores
     uses: list[float] = field(default_factory=list)  # part of its time that it is on each of ``work.loads``
@@ -66,66 +69,61 @@ class Activity:
 
 @dataclass
 class Network:
-    """The activities under way. ``start`` and ``finish`` return those whose end has moved.
+    """The activities under way. After all that starts or ends at one time, ``settle`` gives those whose end has moved.
 
     ``cores`` are those of a node; None where every rank has one of its own.
     """
 
     cores: float | None = None
-    _on: dict[LinkName, dict[int, Activity]] = field(default_factory=lambda: defaultdict(dict))
-    _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))
-    _computing: dict[int, dict[int, Activity]] = field(default_factory=lambda: defaultdict(dict))
-    _wanted: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # cores, by node
+    _on: dict[LinkName, dict[Activity, None]] = field(default_factory=lambda: defaultdict(dict))
+    _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by so many; or cores wanted
+    _told: dict[LinkName, float] = field(default_factory=dict)  # ``_used`` as it was when its users were paced
+    _changed: dict[LinkName, None] = field(default_factory=dict)
+    _started: list[Activity] = field(default_factory=list)
 
-    def start(self, activity: Activity, now: float) -> list[Activity]:
-        activity.since = now
-        activity.uses = [0.0] * len(activity.work.loads)
-        number = id(activity)
-        for load in activity.work.loads:
-            for link in load:
-                self._on[link][number] = activity
-        if self.cores is not None:
-            for node, _ in activity.work.computing:
-                self._computing[node][number] = activity
-        self._pace(activity, now)
-        others = self._neighbours(activity)
-        for other in others:
-            self._pace(other, now)
-        if others:
-            self._pace(activity, now)
-        return [activity, *others]
+    def start(self, activity: Activity) -> None:
+        work = activity.work
+        activity.takes = work.alone
+        activity.uses = [0.0] * len(work.loads)
+        for link in self._links(work):
+            self._on[link][activity] = None
+        self._use(activity, [max(ms for ms, _ in load) for load in work.loads], work.compute)
+        self._started.append(activity)
 
-    def finish(self, activity: Activity, now: float) -> list[Activity]:
-        number = id(activity)
-        others = self._neighbours(activity)
-        for load, use in zip(activity.work.loads, activity.uses, strict=True):
-            for link in load:
-                del self._on[link][number]
-                self._used[link] -= use
+    def finish(self, activity: Activity) -> None:
+        self._use(activity, [0.0] * len(activity.uses), 0.0)
+        for link in self._links(activity.work):
+            del self._on[link][activity]
+
+    def settle(self, now: float) -> list[Activity]:
+        """Give every activity the pace that its links and cores allow; those that started or changed."""
+        moved: dict[Activity, None] = dict.fromkeys(self._started)
+        found: dict[Activity, None] = dict(moved)
+        self._started.clear()
+        for _ in range(SWEEPS):
+            changed, self._changed = self._changed, {}
+            for link in changed:
                 if not self._on[link]:
                     del self._on[link], self._used[link]
-        if self.cores is not None:
-            for node, ranks in activity.work.computing:
-                del self._computing[node][number]
-                self._wanted[node] -= ranks * activity.computes
-                if not self._computing[node]:
-                    del self._computing[node], self._wanted[node]
-        for other in others:
-            self._pace(other, now)
-        return others
+                    self._told.pop(link, None)
+                elif abs(self._used[link] - self._told.get(link, 0.0)) > SMALLEST:
+                    self._told[link] = self._used[link]
+                    moved.update(self._on[link])
+            if not moved:
+                break
+            for activity in moved:
+                self._pace(activity, now)
+            found.update(moved)
+            moved = {}
+        return list(found)
 
-    def _neighbours(self, activity: Activity) -> list[Activity]:
-        """Everything else on its links and cores, in the order it is found in."""
-        found: dict[int, Activity] = {}
-        for load in activity.work.loads:
-            for link in load:
-                if len(self._on[link]) > 1:
-                    found.update(self._on[link])
+    def _links(self, work: Work) -> Iterator[LinkName]:
+        for load in work.loads:
+            for _, links in load:
+                yield from links
         if self.cores is not None:
-            for node, _ in activity.work.computing:
-                found.update(self._computing[node])
-        found.pop(id(activity), None)
-        return list(found.values())
+            for node, _ in work.computing:
+                yield "cores", node
 
     def _pace(self, activity: Activity, now: float) -> None:
         """How long the whole activity takes as things stand; what it has done so far was at the old pace."""
@@ -133,35 +131,41 @@ class Network:
             activity.left = max(0.0, activity.left - (now - activity.since) / activity.takes)
         activity.since = now
         activity.version += 1
-        work = activity.work
+        work, used = activity.work, self._used
         computing = work.compute * self._crowding(activity)
         sending = [
-            max((ms * (1.0 + self._used[link] - use) for link, ms in load.items()), default=0.0)
+            max(ms * (1.0 - use + max(map(used.__getitem__, links))) for ms, links in load)
             for load, use in zip(work.loads, activity.uses, strict=True)
         ]
-        activity.takes = takes = work.fixed + computing + sum(sending)
-        if takes <= 0:
-            return
-        for place, (load, ms) in enumerate(zip(work.loads, sending, strict=True)):
-            change = ms / takes - activity.uses[place]
-            activity.uses[place] += change
-            for link in load:
-                self._used[link] += change
-        if self.cores is not None:
-            change = computing / takes - activity.computes
-            activity.computes += change
-            for node, ranks in work.computing:
-                self._wanted[node] += ranks * change
+        activity.takes = work.fixed + computing + sum(sending)
+        self._use(activity, sending, computing)
 
     def _crowding(self, activity: Activity) -> float:
         """By how much its computing is slower than with a core for every rank: equal parts of the node's cores."""
         if self.cores is None:
             return 1.0
-        worst = 1.0
-        for node, ranks in activity.work.computing:
-            others = self._wanted[node] - ranks * activity.computes
-            worst = max(worst, (ranks + others) / self.cores)
-        return worst
+        wanted = (
+            ranks * (1.0 - activity.computes) + self._used["cores", node] for node, ranks in activity.work.computing
+        )
+        return max(1.0, max(wanted, default=0.0) / self.cores)
+
+    def _use(self, activity: Activity, sending: list[float], computing: float) -> None:
+        """Which part of its time the activity is on its links and cores."""
+        whole = activity.takes if activity.takes > 0 else 1.0
+        for place, (load, ms) in enumerate(zip(activity.work.loads, sending, strict=True)):
+            change = ms / whole - activity.uses[place]
+            if change:
+                activity.uses[place] += change
+                for _, links in load:
+                    for link in links:
+                        self._used[link] += change
+                        self._changed[link] = None
+        change = computing / whole - activity.computes
+        if change and self.cores is not None:
+            activity.computes += change
+            for node, ranks in activity.work.computing:
+                self._used["cores", node] += ranks * change
+                self._changed["cores", node] = None
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from arachnec.backends.simulator_network import Load, Route, Work, route
+from arachnec.backends.simulator_network import LinkName, Load, Route, Work, route
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.passes.communication import Volumes
 from arachnec.passes.cost import Attention, CostModel
 from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
 
-Pairs = tuple[tuple[int, int, float], ...]
+Needed = dict[LinkName, float]  # ms for which each link is needed
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Works:
     _cost: CostModel = field(init=False)
     _cascades: dict[str, Cascade] = field(init=False)
     _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
-    _units: dict[tuple[int, ...], tuple[Load, Load]] = field(default_factory=dict)
+    _units: dict[tuple[int, ...], tuple[Needed, Needed]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._cost = CostModel(self.module)
@@ -53,7 +53,9 @@ class Works:
     def transfer(self, source: int, target: int, size: int) -> Work:
         """Of a handoff, its latency apart."""
         path = self.route(source, target)
-        return Work(loads=({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)},))
+        return Work(
+            loads=(_load({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)}),)
+        )
 
     def of(self, instruction: Instruction, rank: int) -> Work:
         """Of an instruction that takes time on ``rank``, or on its group."""
@@ -89,8 +91,8 @@ class Works:
 
     def _loads(self, group: tuple[int, ...], sent: Volumes, part: float) -> tuple[float, tuple[Load, ...]]:
         """Latencies, and ms on the links within nodes and on those between them."""
-        inside: Load = defaultdict(float)
-        outside: Load = defaultdict(float)
+        inside: Needed = defaultdict(float)
+        outside: Needed = defaultdict(float)
         latency = 0.0
         runs = [group[first : first + sent.ulysses] for first in range(0, len(group), sent.ulysses)]
         for groups, size, steps in (
@@ -107,22 +109,22 @@ class Works:
                 self._add(inside, outside, source, target, part * sent.passed)
         if sent.ring > 1:
             latency += part * sent.hops * self._latency(group)
-        return latency, tuple(load for load in (dict(inside), dict(outside)) if load)
+        return latency, tuple(_load(needed) for needed in (inside, outside) if needed)
 
-    def _all_to_all(self, members: tuple[int, ...]) -> tuple[Load, Load]:
+    def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
         """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
         found = self._units.get(members)
         if found is None:
             found = self._units[members] = _all_to_all(self.cluster, members)
         return found
 
-    def _add(self, inside: Load, outside: Load, source: int, target: int, size: float) -> None:
+    def _add(self, inside: Needed, outside: Needed, source: int, target: int, size: float) -> None:
         if source == target:
             return
         path = self.route(source, target)
-        load = inside if path.links[0] == ("port out", source) else outside
+        needed = inside if path.links[0] == ("port out", source) else outside
         for link, speed in zip(path.links, path.capacities, strict=True):
-            load[link] = load.get(link, 0.0) + size / speed
+            needed[link] = needed.get(link, 0.0) + size / speed
 
     def _latency(self, members: Iterable[int]) -> float:
         nodes = {node_of(self.cluster, rank) for rank in members}
@@ -137,24 +139,25 @@ class Works:
         group, size = instruction.peers, instruction.attrs.get("bytes", 0)
         if len(group) < 2 or not isinstance(size, int) or not size or planned <= 0:
             return Work(fixed=planned)
-        inside: Load = {}
-        outside: Load = {}
+        inside: Needed = {}
+        outside: Needed = {}
         each = 2 * (len(group) - 1) / len(group) * size
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
             self._add(inside, outside, source, target, each)
-        load = inside | outside
-        longest = max(load.values())
+        needed = inside | outside
+        longest = max(needed.values())
         scale = min(1.0, planned / longest)
-        return Work(fixed=planned - longest * scale, loads=({link: ms * scale for link, ms in load.items()},))
+        load = _load({link: ms * scale for link, ms in needed.items()})
+        return Work(fixed=planned - longest * scale, loads=(load,))
 
 
-def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Load, Load]:
+def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Needed]:
     intra, inter = (1 / (quantity(cluster.attrs[name]) * 1e6) for name in ("intra", "inter"))
     uplink = 1 / (uplink_of(cluster) * 1e6)
     nodes = Counter(node_of(cluster, rank) for rank in members)
     racks = Counter(rack_of(cluster, rank) for rank in members)
-    inside: Load = {}
-    outside: Load = defaultdict(float)
+    inside: Needed = {}
+    outside: Needed = defaultdict(float)
     for rank in members:
         node, rack = node_of(cluster, rank), rack_of(cluster, rank)
         near, far = nodes[node] - 1, len(members) - nodes[node]
@@ -167,6 +170,14 @@ def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Load, Load]
             for way in ("up", "down"):
                 outside[way, rack] += (len(members) - racks[rack]) * uplink
     return inside, dict(outside)
+
+
+def _load(needed: Needed) -> Load:
+    """The links sorted by time; times that rounding alone tells apart are one."""
+    groups: dict[float, list[LinkName]] = {}
+    for link, ms in needed.items():
+        groups.setdefault(float(f"{ms:.9g}"), []).append(link)
+    return tuple((ms, tuple(links)) for ms, links in groups.items())
 
 
 def _split(cascade: Cascade, degree: int) -> Attention:
