@@ -158,6 +158,15 @@ class BadSize(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongMix(Diagnostic):
+    title: ClassVar[str] = "`mixed` lists {listed} nodes, the cluster has {nodes}"
+    label: ClassVar[str] = "the first number of each row counts nodes"
+    help: ClassVar[str] = "list every node once, in order"
+    listed: int
+    nodes: int
+
+
+@dataclass(frozen=True)
 class WrongBatch(Diagnostic):
     title: ClassVar[str] = "{node} lists {clips} clips and says {batch}"
     label: ClassVar[str] = "`{batch} x` should be `{clips} x`"

@@ -105,6 +105,11 @@ def sizes_count(world: World) -> Found:
         cluster = world.module.cluster
         rack = integer(cluster.attrs.get("rack", 1))
         yield from _at_least(cluster, 1, nodes=cluster.nodes, gpus=cluster.gpus, rack=rack)
+        mixed = cluster.attrs.get("mixed")
+        if isinstance(mixed, tuple):
+            listed = sum(integer(row[0]) for row in mixed if isinstance(row, tuple))
+            if listed != cluster.nodes:
+                yield errors.WrongMix(cluster.attrs.span("mixed") or cluster.span, listed, cluster.nodes)
     for clip in world.module.clips:
         yield from _at_least(clip, 1, frames=clip.frames, height=clip.height, width=clip.width, tokens=clip.tokens)
     for cascade in world.module.cascades:

@@ -39,7 +39,7 @@ CLUSTER = table("""
     nodes         | int     | traced | required | machines
     gpus          | int     | traced | required | devices per machine
     device        | str     | traced | required | its name in the data sheets
-    memory        | GiB     | traced | required | of one device, where they differ of the smallest
+    memory        | GiB     | traced | required | of one device, the smallest
     flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
     intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
     inter         | GB/s    | traced | required | between machines, per device, one direction

@@ -9,6 +9,7 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, Span, quantity
 from arachnec.passes.check_values import Values, gib, written
+from arachnec.passes.topology import machines, node_of
 
 TOLERANCE_GIB = 1e-9
 
@@ -50,8 +51,9 @@ class Usage:
 def check_memory(values: Values) -> Iterator[Diagnostic]:
     module = values.module
     assert module.cluster is not None
-    limit = module.cluster.memory
+    nodes = machines(module.cluster)
     for program in module.programs:
+        limit = nodes[node_of(module.cluster, program.rank)].memory
         peak = high_water(values, program)
         if peak.total <= limit + TOLERANCE_GIB:
             continue

@@ -8,7 +8,9 @@ A file states what differs from the device's data sheet, every quantity with its
     inter = "25 GB/s"
     nics = "AABBCCDD"
 
-Nodes may stand in racks: ``rack`` nodes each, which share ``uplink`` to the other racks.
+Nodes may stand in racks: ``rack`` nodes each, which share ``uplink`` to the other racks. Nodes with other devices
+are groups, ``[[group]]`` with ``nodes``, ``device``, and ``memory``, ``flops`` or ``intra`` where they differ from its
+data sheet; ``2x8:h100-80g+2x8:a100-80g`` is the short form.
 """
 
 from __future__ import annotations
@@ -65,6 +67,12 @@ class TooManyGpus(Diagnostic):
     nodes: int
     gpus: int
     most: int = MOST_GPUS
+
+
+@dataclass(frozen=True)
+class UnequalNodes(Diagnostic):
+    title: ClassVar[str] = "the nodes of the cluster have different numbers of GPUs"
+    help: ClassVar[str] = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,9 @@ _EXAMPLES = {
     "cores": "cores = 64",
     "rack": "rack = 4",
     "uplink": 'uplink = "100 GB/s"',
+    "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
 }
+_OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
 _SHORT = re.compile(r"(?:(?P<nodes>\d{1,18})x)?(?P<gpus>\d{1,18}):(?P<device>[A-Za-z0-9_.+-]+)")
 _QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z/]+)\s*")
 
@@ -138,14 +148,14 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
 
     Raises UserError with one diagnostic where it describes none.
     """
-    short = _SHORT.fullmatch(str(text_or_path).strip())
-    if short:
-        values: dict[str, object] = {
-            "nodes": int(short["nodes"] or 1),
-            "gpus": int(short["gpus"]),
-            "device": short["device"],
-        }
-        return _cluster(values, name, Lines(None, ""))
+    shorts = [_SHORT.fullmatch(part.strip()) for part in str(text_or_path).split("+")]
+    parts = [
+        {"nodes": int(short["nodes"] or 1), "gpus": int(short["gpus"]), "device": short["device"]}
+        for short in shorts
+        if short
+    ]
+    if len(parts) == len(shorts):
+        return _of_short_forms(parts, name)
     path = Path(text_or_path)
     if not path.is_file():
         raise UserError(ClusterNotFound(None, str(text_or_path)))
@@ -157,6 +167,16 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         line, column = (int(found[1]), int(found[2])) if found else (1, 1)
         raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
     return _cluster(values, name, Lines(str(path), text))
+
+
+def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
+    lines = Lines(None, "")
+    if len(parts) == 1:
+        return _cluster(parts[0], name, lines)
+    if len({part["gpus"] for part in parts}) > 1:
+        raise UserError(UnequalNodes(None))
+    groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
+    return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
 
 
 @dataclass(frozen=True)
@@ -177,60 +197,120 @@ class Lines:
 
 
 def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
-    for key in values:
-        if key not in _EXAMPLES:
-            raise UserError(
-                UnknownClusterKey(lines.span(key), key, _nearest(key, list(_EXAMPLES)), ", ".join(_EXAMPLES))
-            )
+    _known(values, tuple(_EXAMPLES), lines)
+    if "group" in values:
+        return _mixed(values, name, lines)
     nodes = _count(values, "nodes", 1, lines)
-    gpus = _count(values, "gpus", None, lines)
-    if nodes < 1 or gpus < 1:
-        raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
-    if nodes * gpus > MOST_GPUS:
-        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
-    device = _text(values, "device", lines)
-    if device is None:
-        raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
-    sheet = find_data_sheet(device)
-    if sheet is None and not all(key in values for key in _REQUIRED):
-        known = sorted(DATA_SHEETS)
-        raise UserError(
-            UnknownDevice(
-                lines.span("device"), device, _nearest(device.lower(), known + list(ALIASES)), ", ".join(known)
-            )
-        )
+    gpus = _gpus(values, nodes, lines)
+    sheet, device = _device(values, _REQUIRED, lines)
     quantities = {key: _quantity(values, key, sheet, lines) for key in _REQUIRED}
+    return _made(values, name, lines, nodes, gpus, device, quantities, sheet)
+
+
+def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
+    """The groups one after the other; the links between nodes are those of the group whose are slowest."""
+    rows = values["group"]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
+    for key in _OF_A_GROUP:
+        if key in values:
+            raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
+    counts, found, sheets = [], [], []
+    for row in rows:
+        _known(row, _OF_A_GROUP, lines)
+        shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
+        sheet, device = _device(row | shared, _REQUIRED, lines)
+        counts.append(_count(row, "nodes", 1, lines))
+        sheets.append(sheet)
+        found.append((device, {key: _quantity(row | shared, key, sheet, lines) for key in _REQUIRED}))
+    if min(counts) < 1:
+        raise UserError(NoGpus(lines.span("nodes"), min(counts), _count(values, "gpus", None, lines)))
+    nodes = sum(counts)
+    gpus = _gpus(values, nodes, lines)
+    worst: dict[str, Quantity] = {}
+    for key in _REQUIRED:
+        pick = max if key in ("flops", "latency", "inter_latency") else min
+        worst[key] = pick((quantities[key] for _, quantities in found), key=lambda each: each.value)
+    fastest = max(found, key=lambda each: each[1]["flops"].value)[0]
+    mixed = tuple(
+        (count, device, quantities["memory"], quantities["flops"], quantities["intra"])
+        for count, (device, quantities) in zip(counts, found, strict=True)
+    )
+    with_nics = next((sheet for sheet in sheets if sheet is not None and sheet.nics), None)
+    return _made(values, name, lines, nodes, gpus, fastest, worst, with_nics, mixed)
+
+
+def _made(
+    values: dict[str, object],
+    name: str,
+    lines: Lines,
+    nodes: int,
+    gpus: int,
+    device: str,
+    quantities: dict[str, Quantity],
+    sheet: DataSheet | None,
+    mixed: Value | None = None,
+) -> Cluster:
     for key, other in (("rack", "uplink"), ("uplink", "rack")):
         if key in values and other not in values:
             raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
     rack = _count(values, "rack", nodes, lines)
     if rack < 1:
         raise UserError(_bad("rack", rack, "at least one node", lines))
-    nics = _text(values, "nics", lines)
-    if nics is not None and len(nics) != gpus:
-        raise UserError(
-            BadClusterValue(
-                lines.span("nics"),
-                "nics",
-                f'"{nics}"',
-                f"one letter for each of the {gpus} devices of a node",
-                f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"',
-            )
-        )
-    if nics is None and sheet is not None and sheet.nics is not None and len(sheet.nics) == gpus:
-        nics = sheet.nics
     cores = _count(values, "cores", 0, lines)
     attrs: dict[str, Value | None] = {
         "nodes": nodes,
         "gpus": gpus,
-        "device": sheet.name if sheet else device,
+        "device": device,
         **quantities,
-        "nics": nics,
+        "nics": _nics(values, gpus, sheet, lines),
         "cores": cores or None,
         "rack": rack if "rack" in values else None,
         "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
+        "mixed": mixed,
     }
     return Cluster(_text(values, "name", lines) or name, Attributes.of(**attrs))
+
+
+def _known(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
+    for key in values:
+        if key not in known:
+            raise UserError(UnknownClusterKey(lines.span(key), key, _nearest(key, list(known)), ", ".join(known)))
+
+
+def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
+    gpus = _count(values, "gpus", None, lines)
+    if nodes < 1 or gpus < 1:
+        raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
+    if nodes * gpus > MOST_GPUS:
+        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
+    return gpus
+
+
+def _device(values: dict[str, object], needed: tuple[str, ...], lines: Lines) -> tuple[DataSheet | None, str]:
+    """The data sheet and the full name of the device; no sheet where the file says all that is ``needed``."""
+    device = _text(values, "device", lines)
+    if device is None:
+        raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
+    sheet = find_data_sheet(device)
+    if sheet is None and not all(key in values for key in needed):
+        names = sorted(DATA_SHEETS)
+        near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
+        first = ALIASES.get(near, near)
+        listed = ", ".join(sorted(names, key=lambda name: name != first))
+        raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
+    return sheet, sheet.name if sheet else device
+
+
+def _nics(values: dict[str, object], gpus: int, sheet: DataSheet | None, lines: Lines) -> str | None:
+    nics = _text(values, "nics", lines)
+    if nics is not None and len(nics) != gpus:
+        example = f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"'
+        expected = f"one letter for each of the {gpus} devices of a node"
+        raise UserError(BadClusterValue(lines.span("nics"), "nics", f'"{nics}"', expected, example))
+    if nics is None and sheet is not None and sheet.nics is not None and len(sheet.nics) == gpus:
+        return sheet.nics
+    return nics
 
 
 def _count(values: dict[str, object], key: str, default: int | None, lines: Lines) -> int:

@@ -63,7 +63,8 @@ def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """Every cascade with its ranks, as early as its inputs, their handoffs and the earlier cascades on its ranks allow.
 
     By the times they were scheduled at, enough ranks are free for each; by the times that the placement gives, some of
-    those may be late, and others early.
+    those may be late, and others early. Where devices differ, the schedule gives the order and the degrees only: a
+    cascade goes to the kind of device on which it ends first.
     """
     world = range(cost.cluster.world)
     planned = [0.0 for _ in world]  # when a rank is free by the schedule
@@ -71,22 +72,42 @@ def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        ready = max((producer.end for producer in inputs), default=0.0)
-        begin = cascade.start + TOLERANCE
-        free = [rank for rank in world if planned[rank] <= begin]
-        first = max(ready, *sorted(actual[rank] for rank in free)[: cascade.degree])
-        slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
-        early = [rank for rank in free if actual[rank] <= first + slack]
-        ranks = pick_ranks(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
-        placed = with_ranks(cascade, ranks, cost)
-        arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
-        start = max(arrived, *(actual[rank] for rank in ranks))
-        end = start + (placed.end - placed.start)
-        done[cascade.name] = placed.with_attrs(start=_ms(start), end=_ms(end))
-        placed_end, planned_end = done[cascade.name].end, cascade.end
-        for rank in ranks:
+        if cost.kinds:
+            tried = [_placed(cascade, pool, inputs, actual, cost) for pool in pools(cascade, cost)]
+            placed = min(tried, key=lambda each: each.end)
+        else:
+            begin = cascade.start + TOLERANCE
+            placed = _placed(cascade, [rank for rank in world if planned[rank] <= begin], inputs, actual, cost)
+        done[cascade.name] = placed
+        placed_end, planned_end = placed.end, cascade.end
+        for rank in placed.ranks:
             planned[rank], actual[rank] = planned_end, placed_end
     return list(done.values())
+
+
+def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
+    """The ranks of each kind of device, and of those with most memory together, that can hold the cascade."""
+    together = list(accumulate(cost.kinds))[1:]
+    return [
+        ranks
+        for ranks in (*cost.kinds, *together)
+        if len(ranks) >= cascade.degree and cost.recompute_at(cascade, cascade.degree, ranks) is not None
+    ]
+
+
+def _placed(
+    cascade: Cascade, pool: Sequence[int], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> Cascade:
+    """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
+    ready = max((producer.end for producer in inputs), default=0.0)
+    first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.degree])
+    slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+    early = [rank for rank in pool if actual[rank] <= first + slack]
+    ranks = pick_ranks(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
+    placed = with_ranks(cascade, ranks, cost)
+    arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
+    start = max(arrived, *(actual[rank] for rank in ranks))
+    return placed.with_attrs(start=_ms(start), end=_ms(start + (placed.end - placed.start)))
 
 
 def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
@@ -171,7 +192,12 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
     """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
     split = cost.best_attention(cascade, cascade.degree, ranks) if cost.has_attention(cascade) else None
     duration = cascade.end - cascade.start
-    if not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
+    if cost.kinds:
+        recompute = cost.recompute_at(cascade, cascade.degree, ranks) is True
+        memory = Quantity(round(cost.memory(cascade, cascade.degree, recompute), 6), "GiB")
+        cascade = cascade.with_attrs(recompute=True if recompute else None, memory=memory)
+        duration = cost.time(cascade, cascade.degree, ranks=ranks, recompute=recompute)
+    elif not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
         # the tick to which the scheduler rounded up is not taken away again
         duration = max(duration, cost.time(cascade, cascade.degree, ranks=ranks, recompute=cascade.recompute))
     return cascade.with_attrs(

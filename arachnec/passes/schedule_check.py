@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from arachnec.ir.nodes import Cascade, Level, Module, quantity
+from arachnec.ir.nodes import Cascade, Level, Module, integers, quantity
 from arachnec.passes.cost import CostModel
 
 TOLERANCE = 1e-6  # ms, and relative
@@ -39,10 +39,12 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
     found = []
     if cascade.start < 0:
         found.append(f"{name} starts at {cascade.start} ms")
-    need = cost.time(cascade, degree, recompute=cascade.recompute)
+    listed = integers(cascade.attrs.get("ranks", ()))
+    ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
+    need = cost.time(cascade, degree, ranks=ranks, recompute=cascade.recompute)
     if cascade.end - cascade.start < need - _slack(cascade.end):
         found.append(f"{name} runs {cascade.end - cascade.start} ms and needs {need} ms at degree {degree}")
-    if cost.memory(cascade, degree, cascade.recompute) > cost.room + TOLERANCE:
+    if cost.memory(cascade, degree, cascade.recompute) > cost.room_on(ranks, degree) + TOLERANCE:
         found.append(f"{name} needs more memory than a rank has at degree {degree}")
     for producer in cascade.inputs:
         if producer not in named:

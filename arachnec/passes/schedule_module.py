@@ -104,7 +104,7 @@ def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> 
     remedy = "train it at fewer frames or a lower resolution, or use more GPUs or devices with more memory"
     if cascade.batch > 1:
         remedy = "lower `tokens` of `partition` so that fewer clips share a micro-batch"
-    return FitsNoDegree(cascade.span, describe(cascade), needed, degree, cost.cluster.memory, remedy)
+    return FitsNoDegree(cascade.span, describe(cascade), needed, degree, cost.largest_memory, remedy)
 
 
 def describe(cascade: Cascade) -> str:

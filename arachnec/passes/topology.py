@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -18,6 +18,7 @@ from typing import TypeAlias
 import networkx as nx
 
 from arachnec.ir.nodes import Cluster, integer, quantity
+from arachnec.ir.values import Value
 
 Vertex: TypeAlias = tuple[str | int, ...]
 
@@ -53,6 +54,56 @@ def uplink_of(cluster: Cluster) -> float:
     """GB/s from one rack to the others, for all its devices together; infinite where the cluster has no racks."""
     uplink = cluster.attrs.get("uplink")
     return math.inf if uplink is None or "rack" not in cluster.attrs else quantity(uplink)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the devices of one node are, where a cluster's nodes differ."""
+
+    device: str
+    memory: float  # GiB
+    flops: float  # TFLOP/s
+    intra: float  # GB/s
+
+
+@lru_cache(maxsize=64)
+def machines(cluster: Cluster) -> tuple[Machine, ...]:
+    """One for each node."""
+    attrs = cluster.attrs
+    mixed = attrs.get("mixed")
+    if not isinstance(mixed, tuple):
+        memory, flops, intra = (quantity(attrs[name]) for name in ("memory", "flops", "intra"))
+        return (Machine(str(attrs["device"]), memory, flops, intra),) * cluster.nodes
+    found: list[Machine] = []
+    for row in mixed:
+        assert isinstance(row, tuple), "the table of the cluster's attributes says so"
+        count, device, memory_of, flops_of, intra_of = row
+        one = Machine(str(device), quantity(memory_of), quantity(flops_of), quantity(intra_of))
+        found += [one] * integer(count)
+    return tuple(found)
+
+
+def mix_of(cluster: Cluster, nodes: int) -> Value | None:
+    """What ``mixed`` says of the first so many nodes, further ones being like the last; None where all are alike."""
+    mixed = cluster.attrs.get("mixed")
+    if not isinstance(mixed, tuple):
+        return None
+    rows: list[Value] = []
+    for number, row in enumerate(mixed, 1):
+        assert isinstance(row, tuple), "the table of the cluster's attributes says so"
+        count = nodes if number == len(mixed) else min(nodes, integer(row[0]))
+        nodes -= count
+        if count:
+            rows.append((count, *row[1:]))
+    return tuple(rows)
+
+
+def kinds_of_ranks(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each kind of machine, those with most memory first; one tuple of all where nodes are alike."""
+    kinds: dict[Machine, list[int]] = {}
+    for node, machine in enumerate(machines(cluster)):
+        kinds.setdefault(machine, []).extend(range(node * cluster.gpus, (node + 1) * cluster.gpus))
+    return tuple(tuple(kinds[kind]) for kind in sorted(kinds, key=lambda kind: (-kind.memory, -kind.flops)))
 
 
 def packed_ranks(cluster: Cluster, degree: int, spans_nodes: int | None = None) -> tuple[int, ...]:
@@ -100,10 +151,11 @@ def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     crossing = any(node_of(cluster, a) != node_of(cluster, b) for a, b in hops)
     shared = Counter(rack_of(cluster, a) for a, b in hops if rack_of(cluster, a) != rack_of(cluster, b))
     busiest = float(max(shared.values(), default=0))
-    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, busiest)
+    intra = _intra(cluster, [ranks])
+    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, busiest, intra)
 
 
-def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]], shared: float) -> Link:
+def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], shared: float) -> Link:
     gpus = cluster.gpus
     worst = (0.0, 0.0)
     for group in groups:
@@ -111,14 +163,26 @@ def _link(cluster: Cluster, groups: Iterable[tuple[int, ...]], shared: float) ->
         least = min(counts.values())
         worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
     outside, inside = worst
-    return _with_fractions(cluster, inside, outside, shared)
+    return _with_fractions(cluster, inside, outside, shared, _intra(cluster, groups))
 
 
-def _with_fractions(cluster: Cluster, inside: float, outside: float, shared: float) -> Link:
+def _intra(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> float:
+    """GB/s inside the slowest of the nodes."""
+    nodes = {node_of(cluster, rank): rank for group in groups for rank in group}
+    return min(intra_of(cluster, rank) for rank in nodes.values())
+
+
+def intra_of(cluster: Cluster, rank: int) -> float:
+    """GB/s from a rank's device to another of its node."""
+    if "mixed" not in cluster.attrs:
+        return quantity(cluster.attrs["intra"])
+    return machines(cluster)[node_of(cluster, rank)].intra
+
+
+def _with_fractions(cluster: Cluster, inside: float, outside: float, shared: float, intra: float) -> Link:
     attrs = cluster.attrs
     latency = quantity(attrs["inter_latency"]) if outside else quantity(attrs["latency"])
-    intra, inter = quantity(attrs["intra"]), quantity(attrs["inter"])
-    return Link(inside, outside, shared, intra, inter, uplink_of(cluster), latency)
+    return Link(inside, outside, shared, intra, quantity(attrs["inter"]), uplink_of(cluster), latency)
 
 
 @lru_cache(maxsize=4096)
@@ -163,13 +227,13 @@ def numa_of(cluster: Cluster, rank: int) -> int:
 @lru_cache(maxsize=16)
 def topology(cluster: Cluster) -> nx.Graph[Vertex]:
     """The links of a cluster as a graph; vertices are tuples such as ("rank", 3), ("nic", 0, "A"), ("fabric",)."""
-    intra, inter = quantity(cluster.attrs["intra"]), quantity(cluster.attrs["inter"])
+    inter = quantity(cluster.attrs["inter"])
     latency, inter_latency = quantity(cluster.attrs["latency"]), quantity(cluster.attrs["inter_latency"])
     graph: nx.Graph[Vertex] = nx.Graph()
     for rank in range(cluster.world):
         node = node_of(cluster, rank)
         nic, numa = ("nic", node, nic_of(cluster, rank)), ("numa", node, numa_of(cluster, rank))
-        graph.add_edge(("rank", rank), ("switch", node), bandwidth=intra, latency=latency / 2)
+        graph.add_edge(("rank", rank), ("switch", node), bandwidth=intra_of(cluster, rank), latency=latency / 2)
         graph.add_edge(("rank", rank), nic, bandwidth=inter, latency=0.0)
         graph.add_edge(nic, numa, bandwidth=inter, latency=0.0)
         above: Vertex = ("rack", rack_of(cluster, rank)) if "rack" in cluster.attrs else ("fabric",)
@@ -184,7 +248,7 @@ def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> flo
     if source == target:
         return 0.0
     same = node_of(cluster, source) == node_of(cluster, target)
-    speed = quantity(cluster.attrs["intra" if same else "inter"])
+    speed = intra_of(cluster, source) if same else quantity(cluster.attrs["inter"])
     if rack_of(cluster, source) != rack_of(cluster, target):
         speed = min(speed, uplink_of(cluster))
     return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same else "inter_latency"]) * 1e-3

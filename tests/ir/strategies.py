@@ -126,6 +126,8 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
         for i in range(count)
     )
     rack = draw(st.none() | st.integers(1, 4))
+    kind = (machines, "a", Quantity(8.0, "GiB"), Quantity(1.0, "TFLOP/s"), Quantity(2.0, "GB/s"))
+    mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
         nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None))),
@@ -158,7 +160,9 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     module = Module(
         name=draw(names),
         level=level,
-        cluster=nodes.Cluster("pod", draw(_by_table(tables.CLUSTER, level, nodes=machines, gpus=gpus, rack=rack))),
+        cluster=nodes.Cluster(
+            "pod", draw(_by_table(tables.CLUSTER, level, nodes=machines, gpus=gpus, rack=rack, mixed=mixed))
+        ),
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),

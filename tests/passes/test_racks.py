@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.simulator_network import Flow, Network, route
+from arachnec.backends.simulator_network import route
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
@@ -85,16 +85,13 @@ def test_a_group_too_large_for_any_rack_takes_most_of_one() -> None:
     assert pick_ranks(cluster, [1, 2, 3, 4, 5, 6, 7], 5, set()) == (2, 4, 5, 6, 7)
 
 
-def test_transfers_between_racks_share_the_uplink_and_those_inside_do_not() -> None:
+def test_transfers_between_racks_go_over_both_uplinks_and_those_inside_over_none() -> None:
     cluster = racks()
-    network = Network()
-    flows = [Flow(route(cluster, *pair), 1e6) for pair in ((0, 2), (1, 3))]
-    for flow in flows:
-        network.start(flow, 0.0)
-    assert [flow.rate for flow in flows] == [0.5e6, 0.5e6], "bytes per ms of 1 GB/s"
-    inside = Flow(route(cluster, 2, 3), 1e6)
-    network.start(inside, 0.0)
-    assert inside.rate == pytest.approx(4e6 / 2), "the NIC of node 3 takes two"
+    between = route(cluster, 0, 2)
+    speeds = dict(zip(between.links, between.capacities, strict=True))
+    assert (speeds["up", 0], speeds["down", 1]) == (1e6, 1e6), "bytes per ms of 1 GB/s"
+    assert set(route(cluster, 1, 3).links) & set(between.links) == {("up", 0), ("down", 1)}
+    assert {name for name, *_ in route(cluster, 2, 3).links} == {"nic out", "nic in"}
     assert handoff_time(cluster, 0, 2, 1e9) > handoff_time(cluster, 0, 1, 1e9)
 
 

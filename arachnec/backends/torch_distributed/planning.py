@@ -21,6 +21,7 @@ from arachnec.backends.executable import Executable, iteration_of, read_executab
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
+from arachnec.passes.topology import mix_of
 
 NICENESS = 10
 PLANNER = "arachnec.backends.torch_distributed.planning"
@@ -60,10 +61,12 @@ def cluster_for(cluster: Cluster, world: int) -> Cluster:
     if world == cluster.world:
         return cluster
     if world <= cluster.gpus:
-        return replace(cluster, attrs=cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world)))
+        changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
+        return replace(cluster, attrs=changed)
     if world % cluster.gpus:
         raise UserError(CannotReplan(None, cluster.world, world, cluster.gpus))
-    return replace(cluster, attrs=cluster.attrs.updated(nodes=world // cluster.gpus))
+    nodes = world // cluster.gpus
+    return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))
 
 
 def _first(cluster: Cluster, count: int) -> str | None:
