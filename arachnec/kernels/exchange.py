@@ -231,9 +231,32 @@ def exchange(
     for j in members:
         for piece in send[j]:
             next(slots).view(piece.shape).copy_(piece)
-    dist.all_to_all_single(incoming, outgoing, [sum(s) for s in sizes], [sum(s) for s in sent], group=group)
+    _all_to_all(incoming, outgoing, [sum(s) for s in sizes], [sum(s) for s in sent], group)
     received: list[list[Tensor]] = [[] for _ in ranks]
     pieces = iter(incoming.split_with_sizes([size for peer in sizes for size in peer]))
     for j in members:
         received[j] = [next(pieces).view(tuple(shape)) for shape in shapes[j]]
     return received
+
+
+def _all_to_all(
+    incoming: Tensor, outgoing: Tensor, taken: Sequence[int], given: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """``dist.all_to_all_single``, and on a CPU in both directions at once.
+
+    Gloo's own announces what it waits for behind the data that it sends: of two ranks the later one's whole message
+    has to arrive before the other starts, and the all-to-all takes twice the time that its links do.
+    """
+    if outgoing.device.type != "cpu":
+        dist.all_to_all_single(incoming, outgoing, list(taken), list(given), group=group)
+        return
+    members = dist.get_process_group_ranks(group)
+    me, size = dist.get_rank(group), len(members)
+    into, out = incoming.split_with_sizes(list(taken)), outgoing.split_with_sizes(list(given))
+    into[me].copy_(out[me])
+    before = [(me - step) % size for step in range(1, size)]
+    receives = [dist.irecv(into[j], members[j], group=group) for j in before if taken[j]]
+    sends = [dist.isend(out[j], members[j], group=group) for j in reversed(before) if given[j]]
+    for work in (*receives, *sends):
+        assert work is not None
+        work.wait()

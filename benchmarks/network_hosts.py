@@ -1,0 +1,225 @@
+"""Hosts on one machine: network namespaces in racks, with shaped links and an uplink that a rack shares.
+
+    with hosts(Fabric(racks=2, hosts=2, link_mbit=200, uplink_mbit=100)) as made:
+        made.run([sys.executable, "worker.py"])          # one rank a host, with torchrun's environment
+        made.uplink_bytes()                              # what has left each rack
+
+Needs root and iproute2 (Linux). The bridges are in a namespace of their own, so that nothing of the machine's own
+network is touched, addresses do not collide with anything, and deleting the namespaces leaves nothing behind. That
+happens however the block ends; what a killed process left behind, the next one removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+PREFIX = "arachnec"
+DEVICE = "eth0"
+PORT = 29500  # every fabric has its own network
+BURST = "32kb"
+QUEUE = "50ms"
+NAMESPACES = Path("/run/netns")
+
+
+class NoHosts(Exception):
+    """This machine cannot make them; the message says why."""
+
+
+class RankFailed(Exception):
+    """A rank ended badly; the message has the end of its output."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """``racks`` of ``hosts`` each, host links and uplinks in Mbit/s, each direction apart."""
+
+    racks: int = 2
+    hosts: int = 2
+    link_mbit: float = 200.0
+    uplink_mbit: float = 100.0
+
+    @property
+    def world(self) -> int:
+        return self.racks * self.hosts
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """A fabric that stands."""
+
+    fabric: Fabric
+    name: str
+
+    def run(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float = 300.0
+    ) -> list[str]:
+        """``command`` once on every host, as one rank each; the standard outputs by rank.
+
+        Raises RankFailed when one ends badly or not in time; then none is left running.
+        """
+        common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-") as scratch:
+            logs = [Path(scratch) / f"{rank}.{kind}" for rank in range(self.fabric.world) for kind in ("out", "err")]
+            ranks: list[subprocess.Popen[bytes]] = []
+            try:
+                for rank in range(self.fabric.world):
+                    with logs[2 * rank].open("wb") as out, logs[2 * rank + 1].open("wb") as errors:
+                        ranks.append(
+                            subprocess.Popen(
+                                ["ip", "netns", "exec", self._host(rank), *command],
+                                env={**common, **self._rank_environment(rank)},
+                                stdin=subprocess.DEVNULL,
+                                stdout=out,
+                                stderr=errors,
+                            )
+                        )
+                self._wait(ranks, logs, time.monotonic() + timeout)
+            finally:
+                for process in ranks:
+                    if process.poll() is None:
+                        process.kill()
+                    process.wait()
+            return [log.read_text() for log in logs[::2]]
+
+    def uplink_bytes(self) -> list[int]:
+        """Bytes that have left each rack, by its uplink's own counter; frames, so headers and acknowledgements too."""
+        shown = json.loads(_output("ip", "-n", self.name, "-j", "-s", "link", "show"))
+        sent = {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in shown}
+        return [sent[f"up{rack}"] for rack in range(self.fabric.racks)]
+
+    def _host(self, rank: int) -> str:
+        return f"{self.name}-{rank}"
+
+    def _rank_environment(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.fabric.world),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+        }
+
+    def _wait(self, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float) -> None:
+        while True:
+            codes = [process.poll() for process in ranks]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                what = logs[2 * failed + 1].read_text()[-4000:]
+                raise RankFailed(f"rank {failed} ended with exit code {codes[failed]}:\n{what}")
+            if all(code == 0 for code in codes):
+                return
+            if time.monotonic() > deadline:
+                raise RankFailed(f"ranks {[r for r, code in enumerate(codes) if code is None]} did not end in time")
+            time.sleep(0.02)
+
+
+def address(rank: int) -> str:
+    return f"10.77.{rank // 250}.{rank % 250 + 1}"
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot make hosts, or None."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)} here: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with hosts(Fabric(racks=1, hosts=1)):
+            return None
+    except NoHosts as error:
+        return str(error)
+
+
+@contextmanager
+def hosts(fabric: Fabric) -> Iterator[Hosts]:
+    """The fabric, until the block ends: normally, by an exception, by Ctrl-C or by SIGTERM.
+
+    Raises NoHosts where this machine does not let us make it.
+    """
+    _remove_orphans()
+    made = Hosts(fabric, f"{PREFIX}-{os.getpid()}")
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        try:
+            _build(made)
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            raise NoHosts(f"no network namespaces here: {reason.strip()}") from error
+        yield made
+    finally:
+        _remove(made.name)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _build(made: Hosts) -> None:
+    fabric, switch = made.fabric, made.name
+    _namespace(switch)
+    for rack in range(fabric.racks):
+        _run("ip", "-n", switch, "link", "add", f"rack{rack}", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", f"rack{rack}", "up")
+    _run("ip", "-n", switch, "link", "add", "spine", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "spine", "up")
+    for rack in range(fabric.racks):
+        _run("ip", "-n", switch, "link", "add", f"up{rack}", "type", "veth", "peer", "name", f"down{rack}")
+        for end, bridge in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", "spine")):
+            _run("ip", "-n", switch, "link", "set", end, "master", bridge, "up")
+            _shape(switch, end, fabric.uplink_mbit)
+    for rank in range(fabric.world):
+        host, port = f"{switch}-{rank}", f"host{rank}"
+        _namespace(host)
+        _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", host)
+        _run("ip", "-n", switch, "link", "set", port, "master", f"rack{rank // fabric.hosts}", "up")
+        _run("ip", "-n", host, "address", "add", f"{address(rank)}/16", "dev", DEVICE)
+        _run("ip", "-n", host, "link", "set", DEVICE, "up")
+        _shape(switch, port, fabric.link_mbit)  # to the host
+        _shape(host, DEVICE, fabric.link_mbit)  # and from it
+
+
+def _namespace(name: str) -> None:
+    _run("ip", "netns", "add", name)
+    _run("ip", "-n", name, "link", "set", "lo", "up")
+
+
+def _shape(namespace: str, device: str, mbit: float) -> None:
+    tail = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", BURST, "latency", QUEUE)
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *tail)
+
+
+def _remove(name: str) -> None:
+    for path in [*NAMESPACES.glob(f"{name}-*"), NAMESPACES / name]:
+        if path.exists():
+            subprocess.run(["ip", "netns", "delete", path.name], check=False, capture_output=True)
+
+
+def _remove_orphans() -> None:
+    """Namespaces of processes that are no more."""
+    for path in NAMESPACES.glob(f"{PREFIX}-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            subprocess.run(["ip", "netns", "delete", path.name], check=False, capture_output=True)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _run(*command: str) -> None:
+    _output(*command)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
