@@ -14,11 +14,19 @@ from dataclasses import dataclass, field
 
 from arachnec.backends.simulator_network import LinkName, Load, Route, Work, route
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
-from arachnec.passes.communication import Volumes
 from arachnec.passes.cost import Attention, CostModel
 from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
 
 Needed = dict[LinkName, float]  # ms for which each link is needed
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The communication of a cascade: what the plan takes for it, and what it is, ms."""
+
+    planned: float = 0.0
+    latency: float = 0.0
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass
@@ -30,6 +38,7 @@ class Works:
     _cost: CostModel = field(init=False)
     _cascades: dict[str, Cascade] = field(init=False)
     _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    _sent: dict[str, _Sent] = field(default_factory=dict)
     _units: dict[tuple[int, ...], tuple[Needed, Needed]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,18 +88,21 @@ class Works:
 
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
         duration = cascade.end - cascade.start
-        split = _split(cascade, len(group))
-        sent = self._cost.volumes(cascade, split, cascade.recompute)
-        if duration <= 0 or not sent.moved:
+        sent = self._sent.get(cascade.name)
+        if sent is None:
+            sent = self._sent[cascade.name] = self._communication(cascade, group)
+        if duration <= 0 or not sent.loads:
             return self._computing(group, planned)
         part = planned / duration  # a train cascade is a forward and a backward
-        communicating = part * self._cost.communication(cascade, split, group, cascade.recompute)
-        alone = self._computing(group, max(0.0, planned - communicating))
-        latency, loads = self._loads(group, sent, part)
-        return Work(alone.fixed + latency, alone.compute, alone.computing, loads)
+        alone = self._computing(group, max(0.0, planned - part * sent.planned))
+        loads = tuple(tuple((ms * part, links) for ms, links in load) for load in sent.loads)
+        return Work(alone.fixed + part * sent.latency, alone.compute, alone.computing, loads)
 
-    def _loads(self, group: tuple[int, ...], sent: Volumes, part: float) -> tuple[float, tuple[Load, ...]]:
-        """Latencies, and ms on the links within nodes and on those between them."""
+    def _communication(self, cascade: Cascade, group: tuple[int, ...]) -> _Sent:
+        split = _split(cascade, len(group))
+        sent = self._cost.volumes(cascade, split, cascade.recompute)
+        if not sent.moved:
+            return _Sent()
         inside: Needed = defaultdict(float)
         outside: Needed = defaultdict(float)
         latency = 0.0
@@ -102,14 +114,16 @@ class Works:
             for members in groups:
                 for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):
                     for link, ms in unit.items():
-                        total[link] += part * size * ms
-            latency += part * steps * max(self._latency(members) for members in groups)
-        for members in (group[first :: sent.ulysses] for first in range(sent.ulysses) if sent.ring > 1):
-            for source, target in zip(members, (*members[1:], members[0]), strict=True):
-                self._add(inside, outside, source, target, part * sent.passed)
+                        total[link] += size * ms
+            latency += steps * max(self._latency(members) for members in groups)
         if sent.ring > 1:
-            latency += part * sent.hops * self._latency(group)
-        return latency, tuple(_load(needed) for needed in (inside, outside) if needed)
+            for first in range(sent.ulysses):
+                members = group[first :: sent.ulysses]
+                for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                    self._add(inside, outside, source, target, sent.passed)
+            latency += sent.hops * self._latency(group)
+        planned = self._cost.communication(cascade, split, group, cascade.recompute)
+        return _Sent(planned, latency, tuple(_load(needed) for needed in (inside, outside) if needed))
 
     def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
         """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
