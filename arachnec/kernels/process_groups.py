@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from arachnec.kernels.sequence_shard import SequenceShard, ring_positions, ulysses_positions
@@ -32,12 +33,18 @@ class ProcessGroups:
         self._timeout = timeout
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
 
-    def ensure(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Make those of the groups that do not exist yet. Collective."""
+    def ensure(self, wanted: Iterable[tuple[int, ...]], device: torch.device | None = None) -> None:
+        """Make those of the groups that do not exist yet. Collective.
+
+        With ``device`` their members meet once: NCCL connects a group at its first collective, for which the host
+        waits, and that must not be in the middle of something that a member waits for.
+        """
         missing = [key for key in dict.fromkeys(map(frozenset, wanted)) if len(key) > 1 and key not in self._groups]
         for key in missing:
             group = dist.new_group(sorted(key), timeout=self._timeout)
             self._groups[key] = group if dist.get_rank() in key else None
+            if device is not None and device.type == "cuda" and dist.get_rank() in key:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         if missing:
             # A rank's own connections may stand before those between other members do, and a member that closes its
             # own then breaks theirs.

@@ -119,15 +119,19 @@ def _order(
     span, rank = program.span, program.rank
     if reduces and reduces[0] < last:
         yield NotReduced(span, rank, stage, "a backward comes after the reduce")
+    later = None
     for reduce in (program.instructions[index] for index in reduces):
         early, backward = gib(reduce, "early"), program.instructions[last] if last >= 0 else None
         if "early" not in reduce.attrs:
+            later = reduce
             continue
         if backward is None or backward.op != "backward":
             yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
         elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):
             reason = f"its backward takes {gib(backward, 'time'):g} ms"
             yield WrongStart(reduce.span, rank, written(reduce), reason)
+        elif later is not None:
+            yield WrongStart(reduce.span, rank, written(reduce), f"`{written(later)}` above it starts later")
         elif (bucket := bucket_of(reduce)) is None or bucket[1]:
             yield WrongStart(reduce.span, rank, written(reduce), "what lies outside the layers is not whole before")
     if not reduces:

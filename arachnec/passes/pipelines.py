@@ -5,7 +5,8 @@ from __future__ import annotations
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
-_END = "place,lower,check"
+# Every rival sums its gradients in buckets behind the backward, as PyTorch's DDP does for all of them.
+_END = "place,bucket,lower,check"
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree

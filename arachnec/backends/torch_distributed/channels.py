@@ -16,10 +16,16 @@ Channels = Mapping[tuple[int, int], dist.ProcessGroup]
 
 
 def wanted_groups(module: Module) -> list[tuple[int, ...]]:
-    """Every process group that collectives of the program use; the same list on every rank."""
+    """Every process group that collectives of cascades use; the same list on every rank."""
     cascades = {cascade.name: cascade for cascade in module.cascades}
     steps = [step for program in module.programs for step in program.instructions]
     return list(dict.fromkeys(group for step in steps for group in _groups_of(step, cascades)))
+
+
+def wanted_sums(module: Module) -> list[tuple[int, ...]]:
+    """The ranks of every gradient sum; the same list on every rank."""
+    steps = [step for program in module.programs for step in program.instructions]
+    return list(dict.fromkeys(step.peers for step in steps if step.op == "reduce"))
 
 
 def directed_channels(module: Module, existing: Channels, device: torch.device) -> Channels:
@@ -37,7 +43,7 @@ def directed_channels(module: Module, existing: Channels, device: torch.device) 
 def _groups_of(step: Instruction, cascades: Mapping[str, Cascade]) -> tuple[tuple[int, ...], ...]:
     if len(step.peers) < 2:
         return ()
-    if step.op == "reduce":
+    if step.op == "encode":
         return (step.peers,)
     if step.op == "forward":
         _, ulysses, ring = grid_of(step, cascades[step.target])

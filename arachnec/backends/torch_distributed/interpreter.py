@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor, nn
 from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.clock import Clock
-from arachnec.backends.torch_distributed.gradients import reduce_gradients
+from arachnec.backends.torch_distributed.gradients import GradientSums, layers_in
 from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec, posting_order
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
+from arachnec.kernels.exchange import gather_tokens
 from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
+from arachnec.passes.check_values import sums_inside
 
 
 class SequenceParallel(Protocol):
@@ -62,6 +65,7 @@ class Equipment:
     sequence: SequenceParallel | None  # None: only degree 1 without recomputation
     optimizer: Optimizer
     groups: ProcessGroups
+    sum_groups: ProcessGroups  # of gradient sums alone: they run beside the collectives of cascades
     channels: Mapping[tuple[int, int], torch.distributed.ProcessGroup]
     training: Training
 
@@ -116,7 +120,9 @@ def run_iteration(
     drop_gradients(equipment.parameters)
     run = Run()
     handoffs = Handoffs(equipment.rank, equipment.device, equipment.channels)
-    walk = _Walk(equipment, iteration, handoffs, run, {c.name: c for c in iteration.module.cascades}, before_step)
+    sums = GradientSums(equipment.parameters, layers_in(iteration.module, equipment.model), equipment.sum_groups)
+    cascades = {cascade.name: cascade for cascade in iteration.module.cascades}
+    walk = _Walk(equipment, iteration, handoffs, sums, run, cascades, before_step)
     for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
         for post in posts:
             handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
@@ -133,6 +139,7 @@ class _Walk:
     equipment: Equipment
     iteration: Iteration
     handoffs: Handoffs
+    sums: GradientSums
     run: Run
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
@@ -143,6 +150,10 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
+        if instruction.op == "step":
+            with clock.measure("reduce", instruction.target):
+                self.sums.wait()
+            return
         names = self.cascades[instruction.target].inputs if instruction.op == "forward" else (instruction.target,)
         for name in names:
             if self.handoffs.is_coming(name) and instruction.op != "receive":
@@ -151,8 +162,14 @@ class _Walk:
 
     def _encode(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        encoder = self.equipment.encoders[cascade.stage]
-        self.run.values[cascade.name] = encode(encoder, self._clips(cascade), self.equipment.device)
+        encoder, clips, device = self.equipment.encoders[cascade.stage], self._clips(cascade), self.equipment.device
+        ranks = instruction.peers
+        if not 1 < len(ranks) <= len(clips):
+            self.run.values[cascade.name] = encode(encoder, clips, device)
+            return
+        rows = self.equipment.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
+        own = encode(encoder, clips[rows.start : rows.start + rows.local], device)
+        self.run.values[cascade.name] = gather_tokens(own, 0, rows)
 
     def _forward(self, instruction: Instruction) -> None:
         equipment = self.equipment
@@ -175,7 +192,7 @@ class _Walk:
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        with self._sharded(instruction, cascade):
+        with self._sharded(instruction, cascade), self.sums.inside_backward(self._sums_inside.get(cascade.name, ())):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
 
     def _send(self, instruction: Instruction) -> None:
@@ -185,9 +202,7 @@ class _Walk:
         """Posted already, as early as memory allowed; waited for at its first use."""
 
     def _reduce(self, instruction: Instruction) -> None:
-        group = self.equipment.groups.get(instruction.peers)
-        if group is not None:
-            reduce_gradients(self.equipment.parameters, group)
+        self.sums.start(instruction)  # `step` waits for it
 
     def _step(self, instruction: Instruction) -> None:
         if self.before_step is not None:
@@ -199,6 +214,12 @@ class _Walk:
         self.handoffs.sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
+
+    @cached_property
+    def _sums_inside(self) -> dict[str, list[Instruction]]:
+        """The sums that start inside the backward of a cascade."""
+        steps, found = self.iteration.program.instructions, sums_inside(self.iteration.program)
+        return {steps[index].target: [steps[number] for number in numbers] for index, numbers in found.items()}
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
-from arachnec.backends.executable import MODEL, Executable
+from arachnec.backends.executable import MEASURED, MEASURED_PROGRAM, MODEL, Executable
+from arachnec.backends.executable_page import PAGE, executable_page
 from arachnec.backends.timeline import planned, read_measured
 from arachnec.backends.timeline_svg import draw
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
-from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups
+from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups, wanted_sums
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.optimizer import Optimizer
@@ -30,6 +31,7 @@ from arachnec.backends.torch_distributed.sequence import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
+from arachnec.ir.printer import print_module
 from arachnec.kernels.process_groups import ProcessGroups
 
 
@@ -94,6 +96,7 @@ class Trainer:
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
             groups=ProcessGroups(),
+            sum_groups=ProcessGroups(),
             channels={},
             training=training,
         )
@@ -141,6 +144,7 @@ class Trainer:
         """Make what this program needs and earlier ones did not: process groups, channels, traced blocks."""
         equipment = self._equipment
         equipment.groups.ensure(wanted_groups(module))
+        equipment.sum_groups.ensure(wanted_sums(module), device=equipment.device)
         self._equipment = replace(
             equipment,
             channels={**equipment.channels, **directed_channels(module, equipment.channels, equipment.device)},
@@ -202,16 +206,21 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
 
 
 def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
-    """Write the timeline of the last step and the report."""
+    """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
     device = trainer.device
     rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
-    place = executable.folder / "measured.json"
-    report.write_json(place, report.Measured(steps[-1].step, intervals))
-    picture = draw(trainer.module, planned(trainer.module), read_measured(place))
+    folder = executable.folder
+    place = folder / MEASURED
+    report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))
+    (folder / MEASURED_PROGRAM).write_text(print_module(trainer.module), encoding="utf-8")
+    measured = read_measured(place)
+    picture = draw(trainer.module, planned(trainer.module), measured)
     place.with_suffix(".svg").write_text(picture, encoding="utf-8")
+    page = executable_page(trainer.module, measured, pipeline=executable.header.pipeline, clips=executable.clips)
+    (folder / PAGE).write_text(page, encoding="utf-8")
     summary = report.run_report(dist.get_world_size(), _describe(device), steps)
     report.write_json(options.report or executable.folder / "run.json", summary)
 
