@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arachnec.backends.executable import iteration_of, write_executable
+from arachnec.backends.executable_page import PAGE, executable_page
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.backends.training import Training
 from arachnec.data.manifest import Manifest, read_manifest
@@ -49,7 +50,11 @@ class Compiled:
         return {**plan_report(self.module, self.planning_ms), "warnings": list(self.warnings)}
 
     def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
-        """Write the executable folder that ``arachnec run`` takes; returns it. ``load`` are files that add passes."""
+        """Write the executable folder that ``arachnec run`` takes, with the plan as a page to be looked at; returns it.
+
+        ``load`` are files that add passes.
+        """
+        page = executable_page(self.module, pipeline=str(self.pipeline), clips=self.manifest.clips)
         return write_executable(
             Path(folder),
             program=self.module,
@@ -59,7 +64,7 @@ class Compiled:
             clips=self.manifest.clips,
             training=training,
             load=load,
-            extra={"report.json": json.dumps(self.report, indent=2) + "\n"},
+            extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
 

@@ -8,6 +8,7 @@ executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
 profile.json        the measured costs the plan was made with, where there are some
+timeline.html       the plan to be looked at: see docs/show_and_explain.md
 =================== ========================================================================================
 
 Nothing in it is a pickle. What is read is held to a schema and to a size.
@@ -41,7 +42,8 @@ FORMAT = 1
 LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
-MEASURED = ("measured.json", "measured.svg")
+MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
+OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
 PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
 LIBRARIES = ("torch", "diffusers", "transformers")
 
@@ -167,7 +169,7 @@ def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
         for name, text in texts.items():
             (Path(draft) / name).write_text(text, encoding="utf-8")
-        for stale in MEASURED:  # of a program that is no longer this folder's
+        for stale in OF_RUNS:  # of a program that is no longer this folder's
             (folder / stale).unlink(missing_ok=True)
         for name in sorted(texts, key=lambda name: name == HEADER):  # without a header it is no executable
             (Path(draft) / name).replace(folder / name)
@@ -197,7 +199,7 @@ def read_executable(folder: Path) -> Executable:
     """
     if not (folder / HEADER).is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
-    header = _header(folder)
+    header = read_header(folder)
     raw = {name: _read(folder, name) for name in (PROGRAM, TRACED, MODEL, CLIPS, *header.load)}
     digests = {name: _digest(data) for name, data in raw.items()}
     for name, digest in header.fingerprint.items():
@@ -208,7 +210,7 @@ def read_executable(folder: Path) -> Executable:
         header=header,
         program=parse_module(_text(folder, PROGRAM, raw[PROGRAM]), str(folder / PROGRAM)),
         traced=parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED)),
-        clips=tuple(_clips(folder, raw[CLIPS])),
+        clips=_clips(folder, raw[CLIPS]),
         digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
     )
 
@@ -230,7 +232,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _header(folder: Path) -> Header:
+def read_header(folder: Path) -> Header:
+    """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
     data = _read(folder, HEADER)
     try:
         header = msgspec.json.decode(data, type=Header)
@@ -264,7 +267,12 @@ def _text(folder: Path, name: str, data: bytes) -> str:
         raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
 
 
-def _clips(folder: Path, data: bytes) -> list[VideoClip]:
+def read_clips(folder: Path) -> tuple[VideoClip, ...]:
+    """The clips, by their ids in the IR. Raises ``UserError`` where ``clips.jsonl`` is missing or malformed."""
+    return _clips(folder, _read(folder, CLIPS))
+
+
+def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
     clips = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -275,7 +283,7 @@ def _clips(folder: Path, data: bytes) -> list[VideoClip]:
         clips.append(
             VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
         )
-    return clips
+    return tuple(clips)
 
 
 def _row(clip: VideoClip) -> ClipRow:

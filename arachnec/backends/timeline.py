@@ -1,4 +1,4 @@
-"""When every instruction ran on every rank: planned, simulated or measured, all in one form, and as a Chrome trace."""
+"""When every instruction ran on every rank: planned, simulated or measured, all in one form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -139,7 +139,9 @@ def _sum(instruction: Instruction) -> Hashable:
 
 
 def read_measured(path: Path) -> Timeline:
-    """``measured.json`` as ``arachnec run`` writes it: ``{"step": 19, "intervals": [{"rank": 0, "op": ..., ...}]}``.
+    """``measured.json`` as ``arachnec run`` writes it.
+
+    ``{"step": 19, "iteration": 1, "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration being the global batch.
 
     Raises UserError where the file holds something else.
     """
@@ -147,46 +149,14 @@ def read_measured(path: Path) -> Timeline:
     class Measured(msgspec.Struct, frozen=True):
         step: int
         intervals: tuple[Interval, ...]
+        iteration: int = 0
 
     try:
         content = msgspec.json.decode(path.read_bytes(), type=Measured)
     except msgspec.DecodeError as error:
         raise UserError(BadMeasured(None, str(path), str(error))) from error
-    return Timeline(f"measured, step {content.step}", content.intervals)
-
-
-def chrome_trace(module: Module, *timelines: Timeline) -> dict[str, Any]:
-    """The trace-event form that Perfetto and chrome://tracing read: one process a timeline, one thread a rank.
-
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete and flow events).
-    """
-    stages = {cascade.name: cascade.stage for cascade in module.cascades}
-    clips = {cascade.name: list(cascade.clips) for cascade in module.cascades}
-    events: list[dict[str, Any]] = []
-    for process, timeline in enumerate(timelines):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.title}})
-        for rank, lane in timeline.lanes.items():
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
-            )
-            events += [
-                {
-                    "ph": "X",
-                    "name": f"{interval.op} {interval.target}",
-                    "cat": stages.get(interval.target, interval.target),
-                    "pid": process,
-                    "tid": rank,
-                    "ts": interval.start * 1e3,
-                    "dur": (interval.end - interval.start) * 1e3,
-                    "args": {"clips": clips.get(interval.target, [])},
-                }
-                for interval in lane
-            ]
-        for number, transfer in enumerate(timeline.transfers):
-            flow = {"name": transfer.cascade, "cat": "handoff", "id": f"{process}.{number}", "pid": process}
-            events.append({"ph": "s", **flow, "tid": transfer.source, "ts": transfer.start * 1e3})
-            events.append({"ph": "f", "bp": "e", **flow, "tid": transfer.target, "ts": transfer.end * 1e3})
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    of = f" of iteration {content.iteration}" if content.iteration else ""
+    return Timeline(f"measured, step {content.step}{of}", content.intervals)
 
 
 def _ms(instruction: Instruction, name: str, default: float) -> float:

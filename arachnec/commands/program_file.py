@@ -13,7 +13,6 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.verify import check_module
 
 PROGRAM = "program.cascade"
-MEASURED = "measured.json"
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from arachnec.backends.timeline import Timeline
+    from arachnec.ir.nodes import Module
+
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("show")
 @click.argument("program", type=click.Path(path_type=Path))
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the same timelines there.")
-def command(program: Path, svg: Path | None) -> None:
+@click.option("--html", type=FILE, help="Write the page to be opened in a browser there.")
+@click.option("--svg", type=FILE, help="Draw the same timelines there.")
+@click.option("--trace", type=FILE, help="Write a Chrome trace, for ui.perfetto.dev, there.")
+def command(program: Path, html: Path | None, svg: Path | None, trace: Path | None) -> None:
     """Print the cascades and the timeline of PROGRAM, an executable folder or a lowered .cascade file.
 
-    A folder that `arachnec run` has run also shows what was measured in its last step, on the same scale.
+    Of a folder that `arachnec run` has run, the plan of its last step is shown, and on the same scale what was measured
+    in it. `timeline.html` in the folder, which `compile` and `run` write, is the same as a page: timelines to zoom in,
+    memory, every cascade, and what bounds the makespan.
     """
-    from arachnec.backends.timeline import planned, read_measured
+    import json
+
+    from arachnec.backends.chrome_trace import chrome_trace
+    from arachnec.backends.executable_page import PAGE
+    from arachnec.backends.timeline import planned
     from arachnec.backends.timeline_svg import draw
     from arachnec.backends.timeline_terminal import gantt
-    from arachnec.commands.program_file import MEASURED, read_program
     from arachnec.commands.tables import MOST_ROWS, cascade_table, terminal
     from arachnec.report import plan_report
 
-    module = read_program(program)
-    timelines = [planned(module)]
-    measured = program / MEASURED
-    if program.is_dir() and measured.is_file():
-        timelines.append(read_measured(measured))
+    module, measured = read_run(program)
+    timelines = [planned(module), *measured]
     console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
     console.print(cascade_table(module, rows))
@@ -35,6 +46,38 @@ def command(program: Path, svg: Path | None) -> None:
     end = max(timeline.end for timeline in timelines)
     for timeline in timelines:
         console.print(gantt(module, timeline, end=end, width=min(100, console.width)))
+    if html is not None:
+        html.write_text(page_of(program, module, measured), encoding="utf-8")
     if svg is not None:
         svg.write_text(draw(module, *timelines), encoding="utf-8")
-        console.print(f"wrote {svg}")
+    if trace is not None:
+        trace.write_text(json.dumps(chrome_trace(module, *timelines)), encoding="utf-8")
+    for path in filter(None, (html, svg, trace)):
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if html is None and (program / PAGE).is_file():
+        console.print(f"as a page: {program / PAGE}", highlight=False, soft_wrap=True)
+
+
+def read_run(program: Path) -> tuple[Module, list[Timeline]]:
+    """The program, and the timeline that was measured where it is a folder that was run: then that step's program."""
+    from arachnec.backends.executable import MEASURED, MEASURED_PROGRAM
+    from arachnec.backends.timeline import read_measured
+    from arachnec.commands.program_file import read_program
+
+    if not program.is_dir() or not (program / MEASURED).is_file():
+        return read_program(program), []
+    of_run = program / MEASURED_PROGRAM
+    return read_program(of_run if of_run.is_file() else program), [read_measured(program / MEASURED)]
+
+
+def page_of(program: Path, module: Module, measured: list[Timeline]) -> str:
+    """The page; of an executable folder with its clips and versions."""
+    from arachnec.backends.executable import HEADER, read_clips, read_header
+    from arachnec.backends.executable_page import executable_page
+
+    if not (program / HEADER).is_file():
+        return executable_page(module, *measured)
+    header = read_header(program)
+    return executable_page(
+        module, *measured, pipeline=header.pipeline, clips=read_clips(program), libraries=header.versions
+    )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 @click.option("--svg", type=click.Path(path_type=Path), help="Draw planned and simulated timelines there.")
 def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) -> None:
     """Check PROGRAM, an executable folder or a lowered .cascade file, and run it through the simulator."""
+    from arachnec.backends.chrome_trace import chrome_trace
     from arachnec.backends.simulator import simulate
-    from arachnec.backends.timeline import chrome_trace, planned
+    from arachnec.backends.timeline import planned
     from arachnec.backends.timeline_svg import draw
     from arachnec.commands.program_file import read_program
     from arachnec.passes.check import checked

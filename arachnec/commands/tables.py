@@ -10,6 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from arachnec.backends.executable_page import PAGE
+from arachnec.backends.words import ms as ms
+from arachnec.backends.words import ranges as ranges
 from arachnec.ir.nodes import Module
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
         for line in compiled.warnings:
             console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
     if folder is not None:
-        console.print(f"\nwrote {folder}; next: [bold]arachnec run {folder}[/]")
+        console.print(f"\nwrote {folder}; the plan as a page: {folder / PAGE}; next: [bold]arachnec run {folder}[/]")
 
 
 def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -121,21 +124,3 @@ def terminal() -> Console:
 
 def plain_table(title: str) -> Table:
     return Table(title=title, title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD)
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def ms(value: float) -> str:
-    """Milliseconds for a person: ``3.1 ms``, ``4.95 s``."""
-    if value < 1e3:
-        return f"{value:.3g} ms"
-    return f"{value / 1e3:.4g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from arachnec.backends.simulator import simulate
-from arachnec.backends.timeline import Interval, Timeline, chrome_trace, planned, read_measured
+from arachnec.backends.timeline import Interval, Timeline, planned, read_measured
 from arachnec.backends.timeline_svg import draw, ticks
 from arachnec.backends.timeline_terminal import MOST_ROWS, gantt
 from arachnec.ir.diagnostic import UserError
@@ -45,18 +44,6 @@ def test_the_planned_timeline_has_the_cascades_where_the_plan_has_them(module: M
             own = [i for i in lanes[rank] if i.target == cascade.name]
             assert min(i.start for i in own) == pytest.approx(cascade.start)
             assert max(i.end for i in own) == pytest.approx(cascade.end)
-
-
-@given(placed_modules())
-def test_a_trace_has_every_interval_in_microseconds(module: Module) -> None:
-    lowered = lower(module)
-    simulation = simulate(lowered)
-    trace = json.loads(json.dumps(chrome_trace(lowered, planned(lowered), simulation.timeline)))
-    spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
-    assert len(spans) == len(simulation.timeline.intervals)
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(simulation.iteration_ms * 1e3)
-    flows = [e["ph"] for e in trace["traceEvents"] if e["ph"] in "sf"]
-    assert flows.count("s") == flows.count("f") == len(simulation.timeline.transfers)
 
 
 @given(placed_modules())

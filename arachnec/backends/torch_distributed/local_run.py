@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from arachnec.backends.executable import demand_folder, read_executable
+from arachnec.backends.executable_page import PAGE
 from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -51,7 +52,11 @@ def written(folder: Path, options: RunOptions) -> list[str]:
     """What the run left behind, one line each; makes the pictures."""
     place = options.report or folder / "run.json"
     summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
-    lines = [f"report {place}", f"timeline of the last step {folder / 'measured.svg'} (as data: measured.json)"]
+    lines = [
+        f"report {place}",
+        f"timeline of the last step, planned and measured: open {folder / PAGE} in a browser "
+        "(as a drawing: measured.svg, as data: measured.json)",
+    ]
     if options.save_gradients:
         lines.append(f"gradients of the last step: {options.save_gradients}")
     if options.checkpoint:

@@ -64,9 +64,13 @@ class RunReport(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """``measured.json``: when each instruction of the last step ran on each rank, ms from the step's start."""
+    """``measured.json``: when each instruction of the last step ran on each rank, ms from the step's start.
+
+    ``iteration`` is the global batch of that step.
+    """
 
     step: int
+    iteration: int
     intervals: list[Interval]
 
 
