@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar
 
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Reduce, Stage, integers
@@ -20,7 +19,7 @@ from arachnec.passes.cost import CostModel, element_bytes, gradient_bytes
 from arachnec.passes.lower_order import forward_share, global_order
 
 MIB = 2**20
-MOST = 16  # buckets: each is an instruction on every rank
+MOST = 8  # buckets: each is an instruction on every rank
 WORTH = 0.01  # of what the best buckets gain: so much less is as good, with fewer of them
 
 
@@ -109,23 +108,42 @@ Ends = Sequence[tuple[float, float]]
 
 
 def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tuple[int, ...]:
-    """The fewest buckets whose last is through about as early as it can be.
+    """The fewest buckets whose last is through about as early as that of any ``MOST`` buckets.
 
     ``ends`` says for every rank when its last backward ends, and how long before that its first gradients are whole;
-    ``time`` how long a sum of so many bytes takes. All in ms.
+    ``time`` how long a sum of so many bytes takes, a latency and a rate. All in ms.
+
+    By dynamic programming over the lowest layer of the newest bucket: the earlier the buckets of the layers above it
+    are through, the earlier is what follows.
     """
-    largest = max(count for _, count in layers_of(stage)) * element_bytes(stage)
-    number = len(layers_of(stage))
-    known = cache(time)
-    options: list[tuple[int, ...]] = [(number,)]
-    for layers in range(number, 0, -1):
-        option = cut(stage, layers * largest)
-        if option != options[-1] and len(option) <= MOST:
-            options.append(option)
-    through = [finish(contents(stage, option), number, ends, known) for option in options]
-    least = min(through)
-    enough = least + WORTH * (through[0] - least)
-    return min((len(option), option) for option, at in zip(options, through, strict=True) if at <= enough)[1]
+    sizes = [count * element_bytes(stage) for _, count in layers_of(stage)]
+    number, total = len(sizes), gradient_bytes(stage)
+    above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
+    rate = (time(total) - time(total / 2)) / (total / 2)
+    latency = time(total) - rate * total
+    ready = [max(end - span * layer / number for end, span in ends) for layer in range(number + 1)]
+    # For the lowest layer that buckets of layers alone have come to: when they are through, and what they are.
+    reached: dict[int, tuple[float, tuple[int, ...]]] = {number: (0.0, ())}
+    options: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(MOST):
+        options.append(
+            min(
+                (max(at, ready[0]) + latency + rate * (total - above[low]), (*buckets, low))
+                for low, (at, buckets) in reached.items()
+            )
+        )
+        reached = {
+            low: min(
+                (max(at, ready[low]) + latency + rate * (above[low] - above[high]), (*buckets, high - low))
+                for high, (at, buckets) in reached.items()
+                if high > low
+            )
+            for low in range(max(reached))
+        }
+        if not reached:
+            break
+    least, whole = min(options)[0], options[0][0]
+    return next(buckets for at, buckets in options if at <= least + WORTH * (whole - least))
 
 
 def finish(buckets: Sequence[Contents], layers: int, ends: Ends, time: Callable[[float], float]) -> float:

@@ -17,6 +17,7 @@ from arachnec.passes import check_gradient as gradient
 from arachnec.passes import check_inputs as inputs
 from arachnec.passes import check_memory as memory
 from arachnec.passes import check_structure as structure
+from arachnec.passes import check_sums as sums
 from arachnec.passes.check import Check, find_problems
 from arachnec.passes.check_values import Values
 from arachnec.passes.lower import lower
@@ -147,13 +148,13 @@ MUTATIONS = [
     (drop_everywhere("backward"), {gradient.WrongRunCount}),
     (repeat_everywhere("forward"), {gradient.WrongRunCount}),
     (repeat_everywhere("backward"), {gradient.WrongRunCount}),
-    (drop_everywhere("reduce"), {gradient.NotReduced}),
-    (repeat_everywhere("reduce"), {gradient.NotReduced}),
-    (drop("step"), {gradient.NotStepped}),
+    (drop_everywhere("reduce"), {sums.NotReduced}),
+    (repeat_everywhere("reduce"), {sums.NotReduced}),
+    (drop("step"), {sums.NotStepped}),
     (remove_a_rank_from_a_group, {gradient.WrongGroup, gradient.WrongRunCount}),
     (shrink_a_group_on_one_rank, {gradient.WrongGroup, structure.BadPeers}),
     (change_a_weight, {gradient.WrongWeight}),
-    (backward_after_the_reduce, {gradient.NotReduced}),
+    (backward_after_the_reduce, {sums.NotReduced}),
     (free_too_early, {inputs.UsedAfterFree}),
     (receive_too_late, {inputs.MissingInput}),
     (start_too_early, {inputs.Overlap}),

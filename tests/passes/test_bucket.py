@@ -1,0 +1,234 @@
+"""Buckets hold every gradient once, and are cut where the last of them is through earliest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from arachnec.backends.simulator import simulate
+from arachnec.backends.timeline import planned
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer, quantity
+from arachnec.ir.verify import verify
+from arachnec.passes.bucket import MOST, Bucket, best_buckets, contents, finish
+from arachnec.passes.check import find_problems
+from arachnec.passes.check_deadlock import Deadlock, GroupIncomplete, StartsApart
+from arachnec.passes.check_sums import NotReduced, NotStepped, WrongParts, WrongStart
+from arachnec.passes.check_values import bucket_of, sums_inside
+from arachnec.passes.cost import gradient_bytes
+from arachnec.passes.lower import lower
+from arachnec.passes.lower_sums import WrongBuckets
+from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
+
+LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))
+STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=100_000_000))
+
+
+def with_layers(module: Module) -> Module:
+    return replace(module, stages=tuple(STAGE if stage.name == "dit" else stage for stage in module.stages))
+
+
+def with_buckets(module: Module, buckets: tuple[int, ...]) -> Module:
+    module = with_layers(module)
+    nodes = tuple(replace(node, attrs=node.attrs.updated(buckets=buckets)) for node in module.reductions)
+    return replace(module, reductions=nodes)
+
+
+def sums(program: Program) -> list[Instruction]:
+    return [instruction for instruction in program.instructions if instruction.op == "reduce"]
+
+
+ALL_CUTS = [
+    tuple(b - a for a, b in pairwise((0, *chosen, 9)))
+    for count in range(MOST)
+    for chosen in combinations(range(1, 10), count)
+]
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, ...]:
+    """Numbers that add up to the layers; only the last may be nothing."""
+    left, found = len(LAYERS), []
+    while left and draw(st.booleans()):
+        found.append(draw(st.integers(1, left)))
+        left -= found[-1]
+    return (*found, left)
+
+
+@given(placed_modules(), cuts())
+def test_a_plan_in_any_buckets_verifies_and_passes_check(module: Module, buckets: tuple[int, ...]) -> None:
+    lowered = lower(with_buckets(module, buckets))
+    assert not verify(lowered)
+    assert not find_problems(lowered)
+
+
+@given(cuts())
+def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tuple[int, ...]) -> None:
+    found = contents(STAGE, buckets)
+    assert sorted(layer for bucket in found for layer in bucket.layers) == list(range(len(LAYERS)))
+    assert [bucket.rest for bucket in found] == [False] * (len(buckets) - 1) + [True]
+    assert sum(bucket.size for bucket in found) == gradient_bytes(STAGE)
+
+
+@given(placed_modules(), st.one_of(st.none(), st.integers(1, 200)))
+def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) -> None:
+    cut_up = Bucket(mib=mib).run(with_layers(module))
+    lowered = lower(cut_up)
+    assert not find_problems(lowered)
+    assert all(len(sums(program)) <= MOST for program in lowered.programs) or mib is not None
+    assert sum(integer(i.attrs["bytes"]) for i in sums(lowered.programs[0])) == gradient_bytes(STAGE)
+
+
+@given(placed_modules())
+def test_a_stage_that_names_no_layers_is_summed_whole(module: Module) -> None:
+    assert Bucket().run(module) == module
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 500)), min_size=1, max_size=5),
+    st.floats(0.01, 20),
+    st.floats(0.1, 100),
+)
+def test_no_cut_of_so_many_buckets_is_through_earlier(
+    ends: list[tuple[float, float]], latency: float, speed: float
+) -> None:
+    """Against all 512 cuts of a stage of nine layers, within a hundredth of what there is to gain."""
+    stage = replace(STAGE, attrs=STAGE.attrs.updated(layers=LAYERS[:9]))
+
+    def time(size: float) -> float:
+        return latency + size / 1e6 / speed
+
+    def through(buckets: tuple[int, ...]) -> float:
+        return finish(contents(stage, buckets), 9, ends, time)
+
+    chosen = best_buckets(stage, ends, time)
+    assert sum(chosen) == 9
+    least, whole = min(map(through, ALL_CUTS)), through((9,))
+    assert through(chosen) <= least + 0.011 * (whole - least) + 1e-6
+
+
+def test_nothing_is_cut_where_nothing_runs_behind_the_sum() -> None:
+    assert best_buckets(STAGE, [(100.0, 0.0)], lambda size: 1.0 + size / 1e9) == (len(LAYERS),)
+
+
+def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
+    clips = [Clip(i, 17, 480, 832, 0, 1000) for i in range(3)]
+    cascades = [
+        timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1)),
+        timed("b", Phase.TRAIN, 1, 1000, (), (30.0, 60.0), (1, 2)),
+        timed("c", Phase.TRAIN, 2, 1000, (), (0.0, 30.0), (3,)),
+    ]
+    lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
+    inside = [{program.instructions[at].target for at in sums_inside(program)} for program in lowered.programs]
+    assert inside == [set(), {"b"}, {"b"}, {"c"}]  # rank 0 ends with `a`, but rank 1 does not
+
+
+def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
+    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    cascades = [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
+    lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
+    first, rest = sums(lowered.programs[0])
+    assert quantity(first.attrs["early"]) == pytest.approx(20 * 5 / 10)  # backward is two thirds of 30 ms
+    assert "early" not in rest.attrs
+
+
+def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None:
+    """One long cascade on rank 0, a short one on rank 1: all but the last bucket fit behind the long backward."""
+    clips = [Clip(0, 17, 480, 832, 0, 9000), Clip(1, 17, 480, 832, 0, 900)]
+    cascades = [
+        timed("a", Phase.TRAIN, 0, 9000, (), (0.0, 300.0), (0,)),
+        timed("b", Phase.TRAIN, 1, 900, (), (0.0, 30.0), (1,)),
+    ]
+    module = module_of(cluster(gpus=2), clips, cascades)
+    whole, parts = lower(with_layers(module)), lower(with_buckets(module, (2, 2, 2, 2, 1, 1)))
+    alone, hidden = simulate(whole), simulate(parts)
+    assert alone.makespan_ms == hidden.makespan_ms == 300.0
+    last = quantity(sums(parts.programs[0])[-1].attrs["time"])
+    step = quantity(parts.programs[0].instructions[-1].attrs["time"])
+    assert hidden.iteration_ms == pytest.approx(300.0 + last + step)
+    assert hidden.iteration_ms < alone.iteration_ms
+    assert planned(parts).end == pytest.approx(hidden.iteration_ms)
+    for lane in hidden.timeline.lanes.values():
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lane))
+
+
+@given(placed_modules(), cuts())
+def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets: tuple[int, ...]) -> None:
+    lowered = lower(with_buckets(module, buckets))
+    last = max(sum(quantity(i.attrs["time"]) for i in sums(program)[-1:]) for program in lowered.programs)
+    result = simulate(lowered)
+    assert result.iteration_ms >= result.makespan_ms + last * (1 - 1e-9)
+    assert min(result.idle_ms) >= -1e-6
+
+
+def test_buckets_that_do_not_add_up_to_the_layers_are_refused() -> None:
+    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    module = module_of(cluster(), clips, [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
+    for buckets in ((3, 3), (11, -1), (11,)):
+        with pytest.raises(UserError) as caught:
+            lower(with_buckets(module, buckets))
+        assert isinstance(caught.value.diagnostics[0], WrongBuckets)
+
+
+def drop_one(items: list[Instruction], at: int) -> None:
+    del items[at]
+
+
+def twice(items: list[Instruction], at: int) -> None:
+    items.insert(at, items[at])
+
+
+def swap(items: list[Instruction], at: int) -> None:
+    other = at + 1 if at + 1 < len(items) and items[at + 1].op == "reduce" else at - 1
+    items[at], items[other] = items[other], items[at]
+
+
+def step_first(items: list[Instruction], at: int) -> None:
+    items.insert(at, items.pop())
+
+
+def late(items: list[Instruction], at: int) -> None:
+    items[at] = replace(items[at], attrs=items[at].attrs.updated(early=None))
+
+
+def unknown_layer(items: list[Instruction], at: int) -> None:
+    layers = (*(bucket_of(items[at]) or ((), False))[0], len(LAYERS))
+    items[at] = replace(items[at], attrs=items[at].attrs.updated(layers=layers))
+
+
+BROKEN: list[tuple[Callable[[list[Instruction], int], None], set[type[Diagnostic]]]] = [
+    (drop_one, {WrongParts, NotReduced}),
+    (twice, {WrongParts}),
+    (swap, {Deadlock, WrongStart}),
+    (step_first, {NotStepped}),
+    (unknown_layer, {WrongParts}),
+    (late, {StartsApart, Deadlock, WrongStart}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BROKEN, ids=[change.__name__ for change, _ in BROKEN])
+@given(module=placed_modules(), data=st.data())
+def test_one_rank_with_other_buckets_is_found(
+    change: Callable[[list[Instruction], int], None],
+    expected: set[type[Diagnostic]],
+    module: Module,
+    data: st.DataObject,
+) -> None:
+    lowered = lower(with_buckets(module, (4, 4, 2)))
+    shared = [p for p in lowered.programs if len(p.instructions) and sums_inside(p)] if change is late else None
+    programs = shared if shared is not None else list(lowered.programs)
+    assume(programs and len(lowered.programs) > 1)
+    program = data.draw(st.sampled_from(programs))
+    places = [at for at, i in enumerate(program.instructions) if i.op == "reduce"]
+    if change is late:  # of the last early sum it is no mistake on a rank that computes alone
+        places = places[:1]
+    items = list(program.instructions)
+    change(items, data.draw(st.sampled_from(places)))
+    broken = tuple(replace(p, instructions=tuple(items)) if p.rank == program.rank else p for p in lowered.programs)
+    found = {type(problem) for problem in find_problems(replace(lowered, programs=broken))}
+    assert found & (expected | ({GroupIncomplete} if change is unknown_layer else set()))
