@@ -12,19 +12,29 @@ import msgspec
 
 from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.data.manifest import read_manifest
+from arachnec.ir.nodes import Cluster
 from arachnec.models.file import load_model_file
 from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.profile_file import LinkProfile, Measurement, Profile, fit_profile, write_profile
+from arachnec.passes.cost import crowding
+from arachnec.passes.profile_file import (
+    LinkProfile,
+    Measurement,
+    Profile,
+    Synchronisation,
+    fit_profile,
+    write_profile,
+)
 
 WORKER = "arachnec.backends.profiler"
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the ranks found: (stage, phase, measurements), and the links."""
+    """What the ranks found: (stage, phase, measurements), plain links where no cascade was shared, and the end."""
 
     device: str
     stages: list[tuple[str, str, list[Measurement]]]
     links: LinkProfile | None
+    synchronisation: list[Synchronisation]
 
 
 def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
@@ -37,7 +47,7 @@ def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> 
     read_manifest(data)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         found = Path(scratch) / "measured.json"
-        arguments = [str(model), str(data), str(machine.attrs["device"]), str(found)]
+        arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(found)]
         try:
             launch(machine.world, arguments, lambda line: None, worker=WORKER)
         except RankCrashed as crash:
@@ -45,7 +55,23 @@ def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> 
             print(crash, file=sys.stderr)
             sys.exit(1)
         measured = msgspec.json.decode(found.read_bytes(), type=Measured)
-    name = f"{platform.machine()}, {os.cpu_count()} cores, {machine.world} ranks at once"
-    profile = fit_profile(measured.stages, machine=name, device=measured.device, links=measured.links)
+    profile = fitted(measured, machine)
     write_profile(profile, output)
     return profile
+
+
+def fitted(measured: Measured, machine: Cluster) -> Profile:
+    """The profile of what the ranks of this machine found."""
+    name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
+    return fit_profile(
+        measured.stages,
+        machine=name,
+        device=measured.device,
+        links=measured.links,
+        synchronisation=measured.synchronisation,
+    )
+
+
+def measuring_at_once(machine: Cluster) -> int:
+    """How many ranks measure at one time: all, or as many as have a core each where the cluster says so."""
+    return max(1, int(machine.world / crowding(machine)))

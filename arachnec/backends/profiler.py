@@ -1,16 +1,18 @@
-"""What a model's stages and this machine's links take, measured on as many ranks at once as training will use.
+"""What a model's stages, sums of gradients and this machine's links take, measured on as many ranks as training uses.
 
-All ranks run the same cascade at the same time, so that what they cost each other, cores and memory bandwidth, is in
-the numbers. One rank: ``python -m arachnec.backends.profiler MODEL DATA DEVICE OUTPUT``, from ``arachnec profile``.
+All measurements take turns, one of each a round, so that a machine whose speed drifts slows all of them alike; a
+measurement is the median over the rounds. Ranks measure at the same time, as many as have a core of their own, so
+that what they take from each other is in the numbers. One rank of ``arachnec profile``:
+``python -m arachnec.backends.profiler MODEL DATA DEVICE AT_ONCE OUTPUT``.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,18 +30,29 @@ from arachnec.backends.cascade_step import (
     trained_parameters,
 )
 from arachnec.backends.local_profile import Measured
+from arachnec.backends.sequence_blocks import SequenceModel, install
 from arachnec.backends.torch_distributed.agreement import gather, share_text
+from arachnec.backends.torch_distributed.gradients import GradientSums
+from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
 from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Instruction, Stage
+from arachnec.ir.values import Formula
+from arachnec.kernels.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.passes.profile_file import LinkProfile, Measurement
+from arachnec.passes.communication import volumes
+from arachnec.passes.profile_file import LinkProfile, Measurement, Synchronisation
 
-SHAPES = 6  # clip shapes measured, from the shortest to the longest
+TRAINED = "dit"
+SHAPES = 6  # clip shapes measured on one rank, from the shortest to the longest
+SHARED_SHAPES = 4  # and on several
 BATCH = 3  # of the shortest shape, once more, to tell the cost of a clip from that of a call
-REPEATS = (3, 12)
-BUDGET_S = 1.0  # for one shape; REPEATS[0] are always done
+ROUNDS = (5, 15)
+BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
 MESSAGES = (4 << 10, 4 << 20)  # bytes
 
 
@@ -51,53 +64,217 @@ class Point:
     tokens: int
 
 
+@dataclass(frozen=True)
+class Job:
+    """One measurement: ``run`` gives the ms of each phase. Only ``ranks`` take part, in groups of ``degree``."""
+
+    stage: str
+    phases: tuple[str, ...]
+    ranks: int  # the first so many
+    run: Callable[[], tuple[float, ...]]
+    point: Point | None = None
+    degree: int = 1
+
+
+@dataclass
+class Profiler:
+    """Measures a model on all ranks of the default group; every method is collective.
+
+    ``at_once`` ranks have a core, or a device, each.
+    """
+
+    model_file: ModelFile
+    clips: Sequence[VideoClip]
+    device: torch.device
+    at_once: int
+    jobs: list[Job] = field(init=False, default_factory=list)
+    _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
+
+    def __post_init__(self) -> None:
+        tokens = self._trace()
+        points = choose_points(self.clips, tokens)
+        training = Training(lr=0.0)
+        self._encoders = build_encoders(self.model_file, training, self.device)
+        for name, encoder in self._encoders.items():
+            for point in points:
+                run = partial(_timed_encode, encoder, point, self.device)
+                self.jobs.append(Job(name, ("forward",), self.at_once, run, point))
+        self._model = build_model(self.model_file, training, self.device)
+        self._parameters = trained_parameters(self._model)
+        self._training = training
+        self._groups = ProcessGroups()
+        self.jobs += [
+            Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
+            for point in points
+        ]
+        self.jobs += self._shared_jobs(points)
+        self.jobs += self._last_jobs()
+
+    def measure(self) -> Measured:
+        """As many rounds as the budget allows, the first one not counted."""
+        started = time.perf_counter()
+        self.round()
+        self._times.clear()
+        once = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        longest = max(float(value) for value in gather(once, self.device))
+        for _ in range(min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(longest, 1e-6))))):
+            self.round()
+        return self.measured()
+
+    def round(self) -> None:
+        """Measure everything once."""
+        drop_gradients(self._parameters)
+        rank = dist.get_rank()
+        row = []
+        for job in self.jobs:
+            dist.barrier()
+            row.append(job.run() if rank < job.ranks else (0.0,) * len(job.phases))
+        self._times.append(row)
+
+    def measured(self) -> Measured:
+        """The median over the rounds so far of each job's mean over its ranks."""
+        flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
+        everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
+        takers = [job.ranks for job in self.jobs for _ in job.phases]
+        medians = [everyone[:count, :, place].mean(0).median().item() for place, count in enumerate(takers)]
+        found: dict[tuple[str, str], list[Measurement]] = {}
+        ends: dict[str, float] = {}
+        values = iter(medians)
+        for job in self.jobs:
+            for phase in job.phases:
+                ms = next(values)
+                if job.point is None:
+                    ends[phase] = ms
+                else:
+                    found.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
+        size = sum(value.numel() * value.element_size() for value in self._parameters.values())
+        world = dist.get_world_size()
+        end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        shared = any(job.degree > 1 for job in self.jobs)
+        links = None if shared or world < 2 else measure_links(self.device)
+        return Measured(name, [(*key, rows) for key, rows in found.items()], links, [end])
+
+    def _trace(self) -> list[int]:
+        """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
+        text = None
+        if dist.get_rank() == 0:
+            from arachnec.passes.trace import trace_model
+
+            traced = trace_model(self.model_file, self.clips)
+            self._stages = {stage.name: stage for stage in traced.stages}
+            text = msgspec.json.encode([traced.tokens(clip) for clip in self.clips]).decode()
+        return msgspec.json.decode(share_text(text, self.device), type=list[int])
+
+    def _shared_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
+        """Cascades on 2, 4, ... ranks, side by side; none where the model's blocks cannot be shared."""
+        degrees = [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]
+        sequence = self._sequence() if degrees else None
+        if sequence is None:
+            return
+        for degree in degrees:
+            count = self.at_once // degree * degree
+            groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+            self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
+            rank = dist.get_rank()
+            mine = groups[rank // degree] if rank < count else None
+            for point in spread(points[1:], SHARED_SHAPES):
+                shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
+                run = partial(self._train, point, shard, sequence)
+                yield Job(TRAINED, ("forward", "backward"), count, run, point, degree)
+
+    def _sequence(self) -> SequenceModel | None:
+        from arachnec.passes.trace_blocks import capture_blocks
+        from arachnec.passes.trace_sample import example_calls
+
+        try:
+            calls = example_calls(self._model, self.model_file, self.clips)
+            return install(self._model, capture_blocks(self._model, calls, verify=False))
+        except UserError:
+            return None
+
+    def _last_jobs(self) -> Iterator[Job]:
+        """The sum of the gradients over all ranks, and the step; gradients are there from the jobs before."""
+        world = dist.get_world_size()
+        if world > 1:
+            self._groups.ensure([tuple(range(world))])
+            yield Job(TRAINED, ("reduce",), world, partial(self._reduce, tuple(range(world))))
+        optimizer = Optimizer(self._parameters, self._training)
+        yield Job(TRAINED, ("step",), self.at_once, partial(self._step, optimizer))
+
+    def _train(
+        self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None
+    ) -> tuple[float, ...]:
+        encoded = self._encoded(point)
+        with sequence.use(shard) if sequence else nullcontext():
+            started = _now(self.device)
+            loss = cascade_loss(self._model, self.model_file, point.clips, encoded, self._training, 0, self.device)
+            middle = _now(self.device)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
+
+    def _encoded(self, point: Point) -> dict[str, Tensor]:
+        first = point.clips[:1]
+        single = {name: encode(encoder, first, self.device) for name, encoder in self._encoders.items()}
+        return {name: torch.cat([value] * len(point.clips)) for name, value in single.items()}
+
+    def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
+        started = _now(self.device)
+        sums = GradientSums(self._parameters, {}, self._groups)
+        sums.start(Instruction("reduce", TRAINED, everyone))
+        sums.wait()
+        return ((_now(self.device) - started) * 1e3,)
+
+    def _step(self, optimizer: Optimizer) -> tuple[float, ...]:
+        started = _now(self.device)
+        optimizer.step()
+        return ((_now(self.device) - started) * 1e3,)
+
+    def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:
+        assert job.point is not None
+        batch, tokens, text = len(job.point.clips), job.point.tokens, job.point.clips[0].text_tokens
+        if job.degree == 1 or not self._stages:
+            return Measurement(batch, tokens, text, job.degree, ms)
+        attrs = self._stages[job.stage].attrs
+        heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
+        sent = volumes(
+            ulysses=job.degree,
+            ring=1,
+            heads=heads if isinstance(heads, int) else job.degree,
+            attentions=attentions if isinstance(attentions, int) else 0,
+            traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
+            forward=float(phase == "forward"),
+            backward=float(phase == "backward"),
+        )
+        return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
+
+
 def choose_points(clips: Sequence[VideoClip], tokens: Sequence[int]) -> list[Point]:
-    """Clips of up to ``SHAPES`` shapes spread over the range of tokens, and a batch of the shortest."""
+    """Clips of up to ``SHAPES`` shapes spread over the range of tokens, and first a batch of the shortest."""
     of_shape = {clip.shape: Point((clip,), count) for clip, count in zip(clips, tokens, strict=True)}
     ordered = sorted(of_shape.values(), key=lambda point: (point.tokens, point.clips[0].text_tokens))
-    last = len(ordered) - 1
-    chosen = sorted({round(i * last / max(1, SHAPES - 1)) for i in range(SHAPES)})
-    points = [ordered[i] for i in chosen]
-    short = points[0]
-    return [Point(short.clips * BATCH, short.tokens), *points]
+    points = spread(ordered, SHAPES)
+    return [Point(points[0].clips * BATCH, points[0].tokens), *points]
 
 
-def measure(model_file: ModelFile, clips: Sequence[VideoClip], tokens: Sequence[int], device: torch.device) -> Measured:
-    """Time every stage at degree 1 and the links, on all ranks of the default group at once."""
-    training = Training()
-    points = choose_points(clips, tokens)
-    found: list[tuple[str, str, list[Measurement]]] = []
-    encoders = build_encoders(model_file, training, device)
-    for name, encoder in encoders.items():
-        times = [_slowest(partial(_timed_encode, encoder, point, device), device) for point in points]
-        found.append((name, "forward", [_measurement(p, t[0]) for p, t in zip(points, times, strict=True)]))
-    model = build_model(model_file, training, device)
-    parameters = trained_parameters(model)
-    forward, backward = [], []
-    for point in points:
-        first = point.clips[0]
-        encoded = {name: encode(e, [first], device) for name, e in encoders.items()}
-        values = {name: torch.cat([value] * len(point.clips)) for name, value in encoded.items()}
-        run = partial(_timed_training, model, model_file, point, values, training, device)
-        ahead, back = _slowest(run, device)
-        drop_gradients(parameters)
-        forward.append(_measurement(point, ahead))
-        backward.append(_measurement(point, back))
-    found += [(TRAINED, "forward", forward), (TRAINED, "backward", backward)]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Measured(name, found, measure_links(device))
+def spread(points: Sequence[Point], count: int) -> list[Point]:
+    """Up to ``count`` of the points, evenly from the first to the last."""
+    last = len(points) - 1
+    return [points[i] for i in sorted({round(i * last / max(1, count - 1)) for i in range(count)})]
 
 
-def measure_links(device: torch.device) -> LinkProfile | None:
+def measure_links(device: torch.device) -> LinkProfile:
     """Latency and bandwidth of a message while every rank sends one to the next: time = latency + bytes / bandwidth."""
-    if dist.get_world_size() < 2:
-        return None
     times = []
     for size in MESSAGES:
         outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
         incoming = torch.empty_like(outgoing)
-        run = partial(_timed_exchange, outgoing, incoming, device)
-        times.append(_slowest(run, device)[0])
+        rows = []
+        for _ in range(ROUNDS[0] + 1):
+            dist.barrier()
+            rows.append(_timed_exchange(outgoing, incoming, device))
+        times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
     return fit_links(MESSAGES, times)
 
 
@@ -108,17 +285,14 @@ def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:
     return LinkProfile(latency=latency * 1e3, intra=(sizes[-1] - sizes[0]) / beyond / 1e6)
 
 
-TRAINED = "dit"
-
-
 def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
     started = _now(device)
     encode(encoder, point.clips, device)
     return ((_now(device) - started) * 1e3,)
 
 
-def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> tuple[float, ...]:
-    """Send to the next rank of the circle and receive from the one before."""
+def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> float:
+    """ms to send to the next rank of the circle and receive from the one before."""
     world, rank = dist.get_world_size(), dist.get_rank()
     started = _now(device)
     operations = [
@@ -127,45 +301,7 @@ def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) ->
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return ((_now(device) - started) * 1e3,)
-
-
-def _timed_training(
-    model: nn.Module,
-    model_file: ModelFile,
-    point: Point,
-    encoded: dict[str, Tensor],
-    training: Training,
-    device: torch.device,
-) -> tuple[float, ...]:
-    started = _now(device)
-    loss = cascade_loss(model, model_file, point.clips, encoded, training, 0, device)
-    middle = _now(device)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return ((middle - started) * 1e3, (_now(device) - middle) * 1e3)
-
-
-def _slowest(run: Callable[[], tuple[float, ...]], device: torch.device) -> tuple[float, ...]:
-    """The median over repeated runs of each of its times, averaged over the ranks, which all run at once.
-
-    The first run, which warms up, decides how many follow, on all ranks the same number.
-    """
-    dist.barrier()
-    started = time.perf_counter()
-    run()
-    once = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-    longest = max(float(value) for value in gather(once, device))
-    repeats = min(REPEATS[1], max(REPEATS[0], int(BUDGET_S / max(longest, 1e-6))))
-    rows = []
-    for _ in range(repeats):
-        dist.barrier()
-        rows.append(run())
-    medians = torch.tensor([statistics.median(column) for column in zip(*rows, strict=True)], dtype=torch.float64)
-    return tuple(torch.stack(gather(medians, device)).mean(0).tolist())
-
-
-def _measurement(point: Point, ms: float) -> Measurement:
-    return Measurement(len(point.clips), point.tokens, point.clips[0].text_tokens, 1, ms)
+    return (_now(device) - started) * 1e3
 
 
 def _now(device: torch.device) -> float:
@@ -174,22 +310,10 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _tokens(model_file: ModelFile, clips: Sequence[VideoClip], device: torch.device) -> list[int]:
-    """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
-    text = None
-    if dist.get_rank() == 0:
-        from arachnec.passes.trace import trace_model
-
-        traced = trace_model(model_file, clips)
-        text = msgspec.json.encode([traced.tokens(clip) for clip in clips]).decode()
-    return msgspec.json.decode(share_text(text, device), type=list[int])
-
-
-def main(model: str, data: str, planned_device: str, output: str) -> None:
+def main(model: str, data: str, planned_device: str, at_once: str, output: str) -> None:
     def work(device: torch.device) -> None:
-        model_file = load_model_file(model)
-        clips = read_manifest(data).clips
-        measured = measure(model_file, clips, _tokens(model_file, clips, device), device)
+        profiler = Profiler(load_model_file(model), read_manifest(data).clips, device, int(at_once))
+        measured = profiler.measure()
         if dist.get_rank() == 0:
             Path(output).write_bytes(msgspec.json.encode(measured))
 

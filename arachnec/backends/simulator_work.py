@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from arachnec.backends.simulator_network import LinkName, Load, Route, Work, route
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
-from arachnec.passes.cost import Attention, CostModel
+from arachnec.passes.cost import Attention, CostModel, crowding
 from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
 
 Needed = dict[LinkName, float]  # ms for which each link is needed
@@ -48,10 +48,7 @@ class Works:
     @property
     def cores(self) -> float | None:
         """Of a node, where its ranks are CPU processes that outnumber them."""
-        cores = self.cluster.attrs.get("cores")
-        if cores is None or self.cluster.attrs["device"] != "cpu" or integer(cores) >= self.cluster.gpus:
-            return None
-        return float(integer(cores))
+        return float(integer(self.cluster.attrs["cores"])) if crowding(self.cluster) > 1 else None
 
     def route(self, source: int, target: int) -> Route:
         found = self._routes.get((source, target))
@@ -80,11 +77,11 @@ class Works:
 
     def _computing(self, group: tuple[int, ...], planned: float) -> Work:
         """A plan's times are for a node whose ranks all compute."""
-        cores = self.cores
-        if cores is None:
+        crowd = crowding(self.cluster)
+        if crowd == 1:
             return Work(fixed=planned)
         nodes = Counter(node_of(self.cluster, rank) for rank in group)
-        return Work(compute=planned * cores / self.cluster.gpus, computing=tuple(nodes.items()))
+        return Work(compute=planned / crowd, computing=tuple(nodes.items()))
 
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
         duration = cascade.end - cascade.start

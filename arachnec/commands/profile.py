@@ -20,11 +20,11 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
 
     profile = profile_here(model, data, cluster, output)
     table = plain_table("measured on all ranks at once")
-    for name in ("stage", "phase", "B", "S", "T", "measured ms", "fitted ms"):
+    for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
     for stage in profile.stages:
         for run, residual in zip(stage.measurements, stage.fit.residuals, strict=True):
-            sizes = (str(run.batch), str(run.tokens), str(run.text))
+            sizes = (str(run.batch), str(run.tokens), str(run.text), str(run.degree))
             table.add_row(stage.stage, stage.phase, *sizes, f"{run.ms:.1f}", f"{run.ms * (1 + residual):.1f}")
     console = terminal()
     console.print(table)

@@ -47,6 +47,8 @@ CLUSTER = table("""
     inter_latency | us      | traced | required | of a message between machines
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each
     cores         | int     | traced | optional | processor cores of a machine
+    sums          | GB/s    | traced | optional | gradients that ranks of a machine sum up, measured; else `intra`
+    host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
@@ -80,6 +82,7 @@ STAGE = table("""
     output          | GiB formula    | traced | optional | what an encoder hands off
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
+    update          | ms             | costed | optional | the optimizer's step, measured
     costs           | str            | costed | required | where they come from: "profile", "data sheet" or "table"
 """)
 

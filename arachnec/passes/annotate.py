@@ -14,8 +14,16 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.passes.base import Pass
+from arachnec.passes.cost import crowding
 from arachnec.passes.data_sheets import find_data_sheet
-from arachnec.passes.profile_file import Profile, StageNotProfiled, find_fit, formula_of, read_profile
+from arachnec.passes.profile_file import (
+    Profile,
+    StageNotProfiled,
+    find_fit,
+    find_synchronisation,
+    formula_of,
+    read_profile,
+)
 
 BACKWARD = 2.0  # backward over forward
 BLOCK_OVERHEAD = 0.15  # ms, where the device has no data sheet
@@ -62,7 +70,7 @@ class Annotate(Pass):
         stages = []
         for stage in module.stages:
             if profile is not None and find_fit(profile, stage.name, "forward") is not None:
-                stages.append(from_profile(stage, profile))
+                stages.append(from_profile(stage, profile, module.cluster))
             else:
                 stages.append(from_data_sheet(stage, flops, overhead))
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
@@ -79,17 +87,22 @@ def from_data_sheet(stage: Stage, flops: float, overhead: float) -> Stage:
     return _with(stage, forward=forward, backward=backward, costs="data sheet")
 
 
-def from_profile(stage: Stage, profile: Profile) -> Stage:
-    """Raises UserError where a trained stage's backward was not measured."""
+def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
+    """A plan's times are for nodes whose ranks all compute. Raises UserError where a trained stage's backward was not
+    measured."""
     forward = find_fit(profile, stage.name, "forward")
     backward = find_fit(profile, stage.name, "backward")
     if forward is None or (stage.trained and backward is None):
         known = ", ".join(f"`{entry.stage}` {entry.phase}" for entry in profile.stages)
         raise UserError(StageNotProfiled(stage.span, stage.name, known))
+    crowd = crowding(cluster)
+    end = find_synchronisation(profile, stage.name) if stage.trained else None
+    if end is not None:
+        stage = replace(stage, attrs=stage.attrs.updated(update=Quantity(end.step_ms * crowd, "ms")))
     return _with(
         stage,
-        forward=formula_of(forward.coefficients),
-        backward=formula_of(backward.coefficients) if stage.trained and backward is not None else None,
+        forward=_scaled(formula_of(forward.coefficients), crowd, 0.0),
+        backward=_scaled(formula_of(backward.coefficients), crowd, 0.0) if stage.trained and backward else None,
         costs="profile",
     )
 
@@ -102,6 +115,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
         "intra": Quantity(links.intra, "GB/s"),
         "latency": Quantity(links.latency, "us"),
     }
+    if links.sums is not None:
+        measured["sums"] = Quantity(links.sums, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")
     if links.inter_latency is not None:

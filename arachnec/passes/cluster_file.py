@@ -16,6 +16,8 @@ data sheet; ``2x8:h100-80g+2x8:a100-80g`` is the short form.
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -119,6 +121,7 @@ _UNITS = {
     "latency": "us",
     "inter_latency": "us",
     "uplink": "GB/s",
+    "host": "GB/s",
 }
 _REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where there is no data sheet
 _EXAMPLES = {
@@ -136,6 +139,7 @@ _EXAMPLES = {
     "cores": "cores = 64",
     "rack": "rack = 4",
     "uplink": 'uplink = "100 GB/s"',
+    "host": 'host = "25 GB/s"',
     "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
 }
 _OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
@@ -172,11 +176,18 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
 def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
     lines = Lines(None, "")
     if len(parts) == 1:
-        return _cluster(parts[0], name, lines)
+        return _cluster(parts[0] | _own_cores(parts[0]), name, lines)
     if len({part["gpus"] for part in parts}) > 1:
         raise UserError(UnequalNodes(None))
     groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
     return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
+
+
+def _own_cores(values: dict[str, object]) -> dict[str, object]:
+    """CPU ranks of a short form are processes of this machine; where they outnumber its cores, they share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    device, gpus = values["device"], values["gpus"]
+    return {"cores": cores} if device == "cpu" and isinstance(gpus, int) and gpus > cores else {}
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,7 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     rows = values["group"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
-    for key in _OF_A_GROUP:
+    for key in (*_OF_A_GROUP, "host"):
         if key in values:
             raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
     counts, found, sheets = [], [], []
@@ -265,6 +276,7 @@ def _made(
         **quantities,
         "nics": _nics(values, gpus, sheet, lines),
         "cores": cores or None,
+        "host": _host(values, sheet, lines) if mixed is None else None,
         "rack": rack if "rack" in values else None,
         "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
         "mixed": mixed,
@@ -300,6 +312,12 @@ def _device(values: dict[str, object], needed: tuple[str, ...], lines: Lines) ->
         listed = ", ".join(sorted(names, key=lambda name: name != first))
         raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
     return sheet, sheet.name if sheet else device
+
+
+def _host(values: dict[str, object], sheet: DataSheet | None, lines: Lines) -> Quantity | None:
+    if "host" not in values and (sheet is None or math.isinf(sheet.host)):
+        return None
+    return _quantity(values, "host", sheet, lines)
 
 
 def _nics(values: dict[str, object], gpus: int, sheet: DataSheet | None, lines: Lines) -> str | None:

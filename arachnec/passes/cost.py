@@ -417,7 +417,10 @@ class CostModel:
         size = gradient_bytes(stage) if size is None else size
         if len(ranks) < 2 or not size:
             return 0.0
-        return 2 * _collective(group_link(self.cluster, ranks), size, len(ranks), 1, penalty(self.cluster, ranks))
+        link, measured = group_link(self.cluster, ranks), self.cluster.attrs.get("sums")
+        if measured is not None:
+            link = replace(link, intra=quantity(measured))
+        return 2 * _collective(link, size, len(ranks), 1, penalty(self.cluster, ranks))
 
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
@@ -425,6 +428,8 @@ class CostModel:
         sheets = [find_data_sheet(name) for name in names]
         bandwidth = min(sheet.bandwidth if sheet else ASSUMED_BANDWIDTH for sheet in sheets)
         update = 2 * _gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
+        if "update" in stage.attrs:  # measured with the whole state on every rank
+            update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1))
         if "sharded" not in stage.attrs:
             return update
         everyone = tuple(range(self.cluster.world))
@@ -488,6 +493,14 @@ def considered(legal: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
+def crowding(cluster: Cluster) -> float:
+    """How many ranks of a node share a core while all of them compute; 1 for GPUs, or where each has its own."""
+    cores = cluster.attrs.get("cores")
+    if cores is None or cluster.attrs["device"] != "cpu":
+        return 1.0
+    return max(1.0, cluster.gpus / integer(cores))
+
+
 def uneven(things: int, parts: int) -> float:
     """The largest share of any part when whole things are dealt out: 1/parts where they divide, more where not."""
     return math.ceil(things / parts) / things if things else 1.0
@@ -519,7 +532,7 @@ def _gib(value: Value | None) -> float:
 
 def _collective(link: Link, size: float, ranks: int, calls: float, contention: float) -> float:
     """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
-    inside = size * link.inside / (link.intra * 1e9)
+    inside = size * max(link.inside / link.intra, link.hosted / link.host) / 1e9
     outside = size * max(link.outside / link.inter * contention, link.shared / link.uplink) / 1e9
     steps = math.ceil(math.log2(ranks)) * calls
     return (inside + outside) * 1e3 + steps * link.latency * 1e-3
@@ -528,4 +541,7 @@ def _collective(link: Link, size: float, ranks: int, calls: float, contention: f
 def _hop(link: Link, size: float, calls: float, contention: float) -> float:
     """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
     speed = link.inter / contention if link.outside else link.intra
-    return size * max(1 / speed, link.shared / link.uplink) / 1e9 * 1e3 + calls * link.latency * 1e-3
+    return (
+        size * max(1 / speed, link.hosted / link.host, link.shared / link.uplink) / 1e9 * 1e3
+        + calls * link.latency * 1e-3
+    )

@@ -1,8 +1,9 @@
 """Profiles: what was measured on a machine, and the formulas fitted to it, as a JSON file.
 
 Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B T + f`` with no negative coefficient,
-by least squares on the relative error. The file keeps the measurements, the residuals and the error on points that were
-held out, so that anybody can see how far to trust it.
+by least squares on the relative error of what was measured on one rank. What cascades on several ranks took beyond that
+is fitted, over all stages and phases, by ``alpha messages + bytes / beta``. The file keeps the measurements, the
+residuals and the error on points that were held out, so that anybody can see how far to trust it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
 LARGEST_FILE = 16 * 2**20  # bytes
+LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One timed run: ``batch`` clips of ``tokens`` and ``text`` tokens on ``degree`` ranks took ``ms``."""
+    """One timed run: ``batch`` clips of ``tokens`` and ``text`` tokens on ``degree`` ranks took ``ms``.
+
+    Each of several ranks waited for ``messages`` that followed one another, and sent ``moved`` bytes.
+    """
 
     batch: int
     tokens: int
     text: int
     degree: int
     ms: float
+    messages: float = 0.0
+    moved: float = 0.0
 
 
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,12 +61,23 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alpha-beta of the links: us and GB/s."""
+    """Alpha-beta of the links: us and GB/s. ``sums``: GB/s of gradients that are summed over the ranks of a node."""
 
     latency: float
     intra: float
     inter_latency: float | None = None
     inter: float | None = None
+    sums: float | None = None
+
+
+class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of an iteration: ``bytes`` of a stage's gradients summed over ``ranks``, and the optimizer's step."""
+
+    stage: str
+    ranks: int
+    bytes: int
+    reduce_ms: float
+    step_ms: float
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +85,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     stages: list[StageProfile]
     links: LinkProfile | None = None
+    synchronisation: list[Synchronisation] = []
     version: int = 1
 
 
@@ -129,30 +148,79 @@ def fit_profile(
     machine: str,
     device: str,
     links: LinkProfile | None = None,
+    synchronisation: Sequence[Synchronisation] = (),
 ) -> Profile:
     """A profile of (stage, phase, measurements) triples, each fitted.
 
-    Raises ValueError for a triple without measurements or with a time that is not positive.
+    ``links`` are those of plain messages, which stand where no cascade was measured on several ranks. Raises ValueError
+    for a triple without measurements or with a time that is not positive.
     """
-    return Profile(
-        machine,
-        device,
-        [StageProfile(stage, phase, list(runs), fit(runs)) for stage, phase, runs in measurements],
-        links,
-    )
+    found = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
+    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found]) or links
+    if links is not None:
+        links = msgspec.structs.replace(links, sums=fit_sums(links, synchronisation))
+    stages = [
+        StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in found
+    ]
+    return Profile(machine, device, stages, links, list(synchronisation))
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
     """Non-negative least squares on the relative error (each row divided by its measured time)."""
-    if not measurements or min(run.ms for run in measurements) <= 0:
+    return _fit(measurements, _solved(measurements), None)
+
+
+def fit_links(found: Sequence[tuple[Sequence[Measurement], dict[str, float]]]) -> LinkProfile | None:
+    """Alpha and beta of what runs on several ranks took beyond their computing; None without such runs."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    shared = [(run, run.ms - predict(own, run)) for runs, own in found for run in runs if run.messages]
+    if not shared:
+        return None
+    rows = np.array([[run.messages / run.ms, run.moved / run.ms] for run, _ in shared])
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(rows / scale, np.array([max(0.0, rest) / run.ms for run, rest in shared]))
+    alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
+    return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))
+
+
+def fit_sums(links: LinkProfile, synchronisation: Sequence[Synchronisation]) -> float | None:
+    """GB/s at which gradients are summed, given the links' latency: a ring passes 2 (n-1)/n of the bytes."""
+    found = []
+    for each in synchronisation:
+        waiting = 2 * math.ceil(math.log2(each.ranks)) * links.latency * 1e-3
+        moving = each.reduce_ms - min(waiting, each.reduce_ms / 2)
+        found.append(2 * (each.ranks - 1) / each.ranks * each.bytes / moving / 1e6)
+    return min(found, default=None)
+
+
+def _solved(runs: Sequence[Measurement]) -> dict[str, float]:
+    if not runs or min(run.ms for run in runs) <= 0:
         raise ValueError("a fit needs measurements with positive times")
-    coefficients = _solve(measurements)
-    residuals = [(predict(coefficients, run) - run.ms) / run.ms for run in measurements]
-    return Fit(coefficients, residuals, _held_out(measurements), _exponent(coefficients, measurements))
+    return _solve(_alone(runs))
+
+
+def _alone(runs: Sequence[Measurement]) -> Sequence[Measurement]:
+    """Those on one rank; where there are none, all."""
+    return [run for run in runs if run.degree == 1] or runs
+
+
+def _fit(runs: Sequence[Measurement], coefficients: dict[str, float], links: LinkProfile | None) -> Fit:
+    residuals = [(predict(coefficients, run) + sent(run, links) - run.ms) / run.ms for run in runs]
+    return Fit(coefficients, residuals, _held_out(_alone(runs)), _exponent(coefficients, runs))
+
+
+def sent(run: Measurement, links: LinkProfile | None) -> float:
+    """ms that the run's ranks sent to each other."""
+    if links is None or not run.messages:
+        return 0.0
+    return run.messages * links.latency * 1e-3 + run.moved / links.intra * 1e-6
 
 
 def predict(coefficients: dict[str, float], run: Measurement) -> float:
-    """ms of one run by a fit's coefficients."""
+    """ms of one run's computing, by a fit's coefficients."""
     return math.fsum(value * _basis(name, run) for name, value in coefficients.items())
 
 
@@ -204,6 +272,10 @@ def formula_of(coefficients: dict[str, float]) -> Formula:
 
 def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
     return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
+
+
+def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None:
+    return next((entry for entry in profile.synchronisation if entry.stage == stage), None)
 
 
 def exponent_of(profile: Profile, stage: str) -> float:

@@ -33,6 +33,7 @@ BUILTIN = {
     "bucket": "arachnec.passes.bucket:Bucket",
     "fuse": "arachnec.passes.fuse:Fuse",
     "lower": "arachnec.passes.lower:Lower",
+    "recost": "arachnec.passes.recost:Recost",
     "check": "arachnec.passes.check:Check",
 }
 ENTRY_POINTS = "arachnec.passes"
