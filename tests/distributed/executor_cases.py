@@ -234,7 +234,7 @@ def executable(
     )
 
 
-def run(folder: Path, *arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
     """``arachnec run`` in a process of its own."""
     command = [sys.executable, "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -39,7 +39,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """``function(*args)`` on every rank at once; the results by rank.
 
         ``function`` stands at the top of a module; ``dist.get_rank()`` tells it where it is. The first failure of any
@@ -120,7 +120,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     while True:
         try:
@@ -140,7 +140,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
 _POOLS: dict[int, RankPool] = {}
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """``RankPool.run`` on a pool of ``ranks`` processes that all tests of this process share."""
     if ranks not in _POOLS:
         _POOLS[ranks] = RankPool(ranks)

@@ -41,6 +41,28 @@ ENCODED = [
     Work((3,), (1,), 3.0, "dit", ("c2",)),
 ]
 
+SHARED_OUT = [
+    Work((0, 1), (2, 0), 0.0, "vae"),
+    Work((2,), (1,), 0.0, "vae"),
+    Work((3,), (1,), 1.0, "vae"),
+    Work((4,), (0, 2), 1.0, "vae"),
+    Work((0, 1), (0, 1, 2), 2.0, "dit", ("c0",)),
+    Work((2,), (1,), 3.0, "dit", ("c1",)),
+    Work((3,), (0,), 3.0, "dit", ("c2",)),
+    Work((4,), (2,), 3.0, "dit", ("c3",)),
+]
+NOTES_LOADS = """
+
+class Vae(Vae):
+    def load(self, clip, device):
+        import pathlib
+        import torch.distributed as dist
+
+        if device.type != "meta":
+            pathlib.Path(__file__).with_name(f"loaded-{clip.id}-{dist.get_rank()}").touch()
+        return super().load(clip, device)
+"""
+
 
 @pytest.mark.parametrize(
     ("ranks", "works", "encoder"),
@@ -49,6 +71,7 @@ ENCODED = [
         pytest.param(4, MIXED, False, id="three-beside-one-then-four"),
         pytest.param(4, PAIRS, False, id="pairs"),
         pytest.param(2, ENCODED, True, id="encoded-elsewhere"),
+        pytest.param(3, SHARED_OUT, True, id="encoded-together"),
     ],
 )
 def test_every_plan_has_the_loss_and_gradients_of_a_plain_loop(
@@ -59,6 +82,13 @@ def test_every_plan_has_the_loss_and_gradients_of_a_plain_loop(
     loss, gradients = plain_loop(folder, CLIPS)
     assert abs(report["steps"][0]["loss"] - loss) <= 1e-6 * abs(loss)
     assert_same_gradients(tmp_path / "g.safetensors", gradients)
+
+
+def test_an_encoders_ranks_share_out_its_clips(tmp_path: Path) -> None:
+    folder = executable(tmp_path, [CLIPS], SHARED_OUT, 3, encoder=True, more=NOTES_LOADS)
+    train_on(3, folder)
+    loaded = {path.name.removeprefix("loaded-") for path in folder.glob("loaded-*")}
+    assert loaded == {"a-2", "b-0", "c-1", "d-1", "e-0", "e-2"}  # clip e is alone in its cascade
 
 
 @pytest.mark.parametrize("encoder", [False, True])

@@ -1,6 +1,7 @@
 """Time, memory and the choice of attention, by the rules that the cost model states."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -108,10 +109,11 @@ def test_the_all_to_all_stays_within_a_node_where_links_between_nodes_are_slow()
     assert split == Attention(8, 4)
 
 
-def test_any_degree_is_legal_for_a_transformer_and_one_for_an_encoder() -> None:
+def test_any_degree_is_legal_for_a_transformer_and_one_rank_per_clip_for_an_encoder() -> None:
     cost = model()
     assert cost.legal_degrees(cascade()) == tuple(range(1, 17))
     assert cost.legal_degrees(cascade(phase=Phase.ENCODE)) == (1,)
+    assert cost.legal_degrees(replace(cascade(phase=Phase.ENCODE), batch=3)) == (1, 2, 3)
     assert cost.legal_degrees(cascade(tokens=3)) == (1, 2, 3)
     assert model(degrees=(1, 2, 32)).legal_degrees(cascade()) == (1, 2)
 

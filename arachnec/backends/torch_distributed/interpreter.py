@@ -168,7 +168,7 @@ class _Walk:
             self.run.values[cascade.name] = encode(encoder, clips, device)
             return
         rows = self.equipment.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
-        own = encode(encoder, clips[rows.start : rows.start + rows.local], device)
+        own = encode(encoder, clips[rows.offset : rows.offset + rows.local], device)
         self.run.values[cascade.name] = gather_tokens(own, 0, rows)
 
     def _forward(self, instruction: Instruction) -> None:
