@@ -7,6 +7,7 @@ this by measurements.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -25,6 +26,7 @@ class DataSheet:
     latency: float  # us, within a node
     inter_latency: float  # us, between nodes
     block_overhead: float  # ms that one forward of one transformer block takes however small it is
+    host: float = math.inf  # GB/s that the devices of a node share, where they have no links of their own
     nics: str | None = None  # NIC of each device of a node of eight
 
     @property
@@ -38,15 +40,18 @@ _XDIT = "derived from xDiT's HunyuanVideo times on one device"
 _LIKE_H100 = "assumed as on an H100"
 _ASSUMED = "assumption"
 _NICS = "AABBCCDD"
+# GB/s of PCIe 4.0 x16: 16 lanes of 16 GT/s with 128b/130b coding, less about a fifth for headers and flow control.
+# Without NVLink and peer-to-peer, what devices send each other goes up one switch's port into the host and down again.
+_PCIE4 = 25
 
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
-        DataSheet("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, _NICS),
-        DataSheet("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, _NICS),
-        DataSheet("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, _NICS),
-        DataSheet("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, _NICS),
-        DataSheet("l20-48g", 119.5, 0.84, _XDIT, 44, 864, 32, 25, 15, 25, 0.15),
+        DataSheet("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DataSheet("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DataSheet("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS),
+        DataSheet("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DataSheet("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4),
         DataSheet("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
     )
 }

@@ -19,6 +19,7 @@ import networkx as nx
 
 from arachnec.ir.nodes import Cluster, integer, quantity
 from arachnec.ir.values import Value
+from arachnec.passes.data_sheets import find_data_sheet
 
 Vertex: TypeAlias = tuple[str | int, ...]
 
@@ -33,8 +34,10 @@ class Link:
 
     inside: float  # to other ranks of its node
     outside: float  # to ranks of other nodes
-    shared: float  # what all ranks of the busiest rack together send to other racks, in the same unit
+    hosted: float  # what all ranks of the busiest node together send to each other, in the same unit
+    shared: float  # what all ranks of the busiest rack together send to other racks
     intra: float  # GB/s
+    host: float  # GB/s of a node; infinite where devices have links of their own
     inter: float  # GB/s
     uplink: float  # GB/s of a rack; infinite without racks
     latency: float  # us of the slowest link used
@@ -131,17 +134,23 @@ def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
     Such collectives run as rings through the ranks in order, so that every byte leaves a rack once.
     """
     racks = {rack_of(cluster, rank) for rank in ranks}
-    return _link(cluster, [ranks], (len(ranks) - 1) / len(ranks) if len(racks) > 1 else 0.0)
+    passed = (len(ranks) - 1) / len(ranks)
+    busiest = max(Counter(node_of(cluster, rank) for rank in ranks).values())
+    hosted = passed * (busiest if busiest == len(ranks) else busiest - 1)
+    return _link(cluster, [ranks], hosted, passed if len(racks) > 1 else 0.0)
 
 
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
     groups = [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)]
     shared: Counter[int] = Counter()
+    hosted: Counter[int] = Counter()
     for group in groups:
         for rack, here in Counter(rack_of(cluster, rank) for rank in group).items():
             shared[rack] += here * (len(group) - here)
-    return _link(cluster, groups, max(shared.values()) / ulysses)
+        for node, here in Counter(node_of(cluster, rank) for rank in group).items():
+            hosted[node] += here * (here - 1)
+    return _link(cluster, groups, max(hosted.values()) / ulysses, max(shared.values()) / ulysses)
 
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
@@ -150,12 +159,12 @@ def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     hops = [hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)]
     crossing = any(node_of(cluster, a) != node_of(cluster, b) for a, b in hops)
     shared = Counter(rack_of(cluster, a) for a, b in hops if rack_of(cluster, a) != rack_of(cluster, b))
-    busiest = float(max(shared.values(), default=0))
-    intra = _intra(cluster, [ranks])
-    return _with_fractions(cluster, 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, busiest, intra)
+    hosted = Counter(node_of(cluster, a) for a, b in hops if node_of(cluster, a) == node_of(cluster, b))
+    busiest = (float(max(count.values(), default=0)) for count in (hosted, shared))
+    return _with_fractions(cluster, [ranks], 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, *busiest)
 
 
-def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], shared: float) -> Link:
+def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], hosted: float, shared: float) -> Link:
     gpus = cluster.gpus
     worst = (0.0, 0.0)
     for group in groups:
@@ -163,13 +172,7 @@ def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], shared: float) ->
         least = min(counts.values())
         worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
     outside, inside = worst
-    return _with_fractions(cluster, inside, outside, shared, _intra(cluster, groups))
-
-
-def _intra(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> float:
-    """GB/s inside the slowest of the nodes."""
-    nodes = {node_of(cluster, rank): rank for group in groups for rank in group}
-    return min(intra_of(cluster, rank) for rank in nodes.values())
+    return _with_fractions(cluster, groups, inside, outside, hosted, shared)
 
 
 def intra_of(cluster: Cluster, rank: int) -> float:
@@ -179,10 +182,37 @@ def intra_of(cluster: Cluster, rank: int) -> float:
     return machines(cluster)[node_of(cluster, rank)].intra
 
 
-def _with_fractions(cluster: Cluster, inside: float, outside: float, shared: float, intra: float) -> Link:
+def host_of(cluster: Cluster, rank: int) -> float:
+    """GB/s that the devices of a rank's node share, where they have no links of their own; else infinite."""
+    if "mixed" in cluster.attrs:
+        sheet = find_data_sheet(machines(cluster)[node_of(cluster, rank)].device)
+        return sheet.host if sheet else math.inf
+    host = cluster.attrs.get("host")
+    return math.inf if host is None else quantity(host)
+
+
+def _with_fractions(
+    cluster: Cluster,
+    groups: Sequence[tuple[int, ...]],
+    inside: float,
+    outside: float,
+    hosted: float,
+    shared: float,
+) -> Link:
+    """With the speeds of the slowest node."""
     attrs = cluster.attrs
-    latency = quantity(attrs["inter_latency"]) if outside else quantity(attrs["latency"])
-    return Link(inside, outside, shared, intra, quantity(attrs["inter"]), uplink_of(cluster), latency)
+    nodes = {node_of(cluster, rank): rank for group in groups for rank in group}.values()
+    return Link(
+        inside,
+        outside,
+        hosted,
+        shared,
+        intra=min(intra_of(cluster, rank) for rank in nodes),
+        host=min(host_of(cluster, rank) for rank in nodes),
+        inter=quantity(attrs["inter"]),
+        uplink=uplink_of(cluster),
+        latency=quantity(attrs["inter_latency"]) if outside else quantity(attrs["latency"]),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -248,7 +278,7 @@ def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> flo
     if source == target:
         return 0.0
     same = node_of(cluster, source) == node_of(cluster, target)
-    speed = intra_of(cluster, source) if same else quantity(cluster.attrs["inter"])
+    speed = min(intra_of(cluster, source), host_of(cluster, source)) if same else quantity(cluster.attrs["inter"])
     if rack_of(cluster, source) != rack_of(cluster, target):
         speed = min(speed, uplink_of(cluster))
     return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same else "inter_latency"]) * 1e-3
