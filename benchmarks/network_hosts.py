@@ -27,7 +27,7 @@ from types import FrameType
 PREFIX = "arachnec"
 DEVICE = "eth0"
 PORT = 29500  # every fabric has its own network
-BURST = "32kb"
+BURST_MS = 1.0  # what may pass unshaped after a pause; less, and a busy machine's late timers cost bandwidth
 QUEUE = "50ms"
 NAMESPACES = Path("/run/netns")
 
@@ -93,10 +93,8 @@ class Hosts:
             return [log.read_text() for log in logs[::2]]
 
     def uplink_bytes(self) -> list[int]:
-        """Bytes that have left each rack, by its uplink's own counter; frames, so headers and acknowledgements too."""
-        shown = json.loads(_output("ip", "-n", self.name, "-j", "-s", "link", "show"))
-        sent = {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in shown}
-        return [sent[f"up{rack}"] for rack in range(self.fabric.racks)]
+        """``sent_by_racks`` of this fabric."""
+        return sent_by_racks(self.name)
 
     def _host(self, rank: int) -> str:
         return f"{self.name}-{rank}"
@@ -128,6 +126,16 @@ class Hosts:
 
 def address(rank: int) -> str:
     return f"10.77.{rank // 250}.{rank % 250 + 1}"
+
+
+def sent_by_racks(fabric: str) -> list[int]:
+    """Bytes that have left each rack, by its uplink's own counter: frames, so headers and acknowledgements too.
+
+    Any process may ask that can see the machine's namespaces, the ranks on the hosts among them.
+    """
+    shown = json.loads(_output("ip", "-n", fabric, "-j", "-s", "link", "show"))
+    sent = {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in shown}
+    return [sent[name] for name in sorted(sent) if name.startswith("up")]
 
 
 def unavailable() -> str | None:
@@ -195,7 +203,8 @@ def _namespace(name: str) -> None:
 
 
 def _shape(namespace: str, device: str, mbit: float) -> None:
-    tail = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", BURST, "latency", QUEUE)
+    burst = max(4000, round(mbit * 1e3 / 8 * BURST_MS))
+    tail = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", str(burst), "latency", QUEUE)
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *tail)
 
 

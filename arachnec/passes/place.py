@@ -28,14 +28,20 @@ WAIT = 0.01  # of its own duration that a cascade may start later for better ran
 
 @dataclass(frozen=True)
 class Place(Pass):
-    """Which ranks, and when exactly."""
+    """Which ranks, and when exactly.
+
+    Without ``topology`` all ranks are alike: a cascade takes those that have been free longest, as list scheduling on
+    identical machines does. It is there to be compared with.
+    """
 
     needs: ClassVar[Level] = Level.SCHEDULED
     gives: ClassVar[Level] = Level.PLACED
 
+    topology: bool = True
+
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
-        named = {cascade.name: cascade for cascade in placements(module.cascades, cost)}
+        named = {cascade.name: cascade for cascade in placements(module.cascades, cost, topology=self.topology)}
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
         everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
@@ -59,7 +65,7 @@ def in_order(cascades: Sequence[Cascade]) -> list[Cascade]:
     return sorted(cascades, key=lambda cascade: (cascade.start, depth[cascade.name]))
 
 
-def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool = True) -> list[Cascade]:
     """Every cascade with its ranks, as early as its inputs, their handoffs and the earlier cascades on its ranks allow.
 
     By the times they were scheduled at, enough ranks are free for each; by the times that the placement gives, some of
@@ -70,14 +76,15 @@ def placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     planned = [0.0 for _ in world]  # when a rank is free by the schedule
     actual = [0.0 for _ in world]  # and when it is, as placed
     done: dict[str, Cascade] = {}
+    place = _placed if topology else _placed_blindly
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.kinds:
-            tried = [_placed(cascade, pool, inputs, actual, cost) for pool in pools(cascade, cost)]
+            tried = [place(cascade, pool, inputs, actual, cost) for pool in pools(cascade, cost)]
             placed = min(tried, key=lambda each: each.end)
         else:
             begin = cascade.start + TOLERANCE
-            placed = _placed(cascade, [rank for rank in world if planned[rank] <= begin], inputs, actual, cost)
+            placed = place(cascade, [rank for rank in world if planned[rank] <= begin], inputs, actual, cost)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
         for rank in placed.ranks:
@@ -104,6 +111,21 @@ def _placed(
     slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick_ranks(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
+    return _at(cascade, ranks, inputs, actual, cost)
+
+
+def _placed_blindly(
+    cascade: Cascade, pool: Sequence[int], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> Cascade:
+    """The cascade on the ranks of the pool that have been free longest; of those free as long, on the first."""
+    longest = sorted(pool, key=lambda rank: (actual[rank], rank))[: cascade.degree]
+    return _at(cascade, tuple(sorted(longest)), inputs, actual, cost)
+
+
+def _at(
+    cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> Cascade:
+    """The cascade on these ranks, as early as its inputs, their handoffs and ``actual`` allow."""
     placed = with_ranks(cascade, ranks, cost)
     arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
     start = max(arrived, *(actual[rank] for rank in ranks))

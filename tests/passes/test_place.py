@@ -1,6 +1,7 @@
 """Ranks for schedules: valid, whole, and near."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.ir.verify import verify
 from arachnec.passes.base import Pass
 from arachnec.passes.cluster_file import parse_cluster
+from arachnec.passes.cost import CostModel
 from arachnec.passes.partition import cascades
-from arachnec.passes.place import Place, pick_ranks
+from arachnec.passes.place import Place, pick_ranks, placements
 from arachnec.passes.schedule_check import validate_schedule
 from arachnec.passes.schedule_module import with_times
 from arachnec.passes.schedule_static import ScheduleStatic
@@ -154,8 +156,6 @@ def test_the_checker_sees_ranks_in_two_cascades_and_inputs_that_are_late() -> No
 
 
 def _with(module: Module, cascade: Cascade) -> Module:
-    from dataclasses import replace
-
     return replace(module, cascades=tuple(cascade if c.name == cascade.name else c for c in module.cascades))
 
 
@@ -181,3 +181,17 @@ def test_imbalance_is_the_mean_share_of_the_longest_that_ranks_wait() -> None:
     assert imbalance([4.0, 4.0]) == 0
     assert imbalance([4.0, 0.0]) == 0.5
     assert imbalance([]) == 0
+
+
+def test_without_topology_a_cascade_takes_the_ranks_that_have_been_free_longest(tmp_path: Path) -> None:
+    """The first, on one rank, leaves three: the pair that comes next stays in a rack, or does not know of racks."""
+    file = tmp_path / "racks.toml"
+    file.write_text('nodes = 4\ngpus = 1\ndevice = "l20"\nrack = 2\nuplink = "1 GB/s"\n')
+    asked = replace(module("4:l20", [4000] * 3, encoders=0), cluster=parse_cluster(file))
+    scheduled = [
+        cascade.with_attrs(degree=degree, start=Quantity(0.0, "ms"), end=Quantity(10.0, "ms"))
+        for cascade, degree in zip(asked.cascades, (1, 2, 1), strict=True)
+    ]
+    cost = CostModel(asked)
+    assert [cascade.ranks for cascade in placements(scheduled, cost, topology=False)] == [(0,), (1, 2), (3,)]
+    assert [cascade.ranks for cascade in placements(scheduled, cost)] == [(0,), (2, 3), (1,)]

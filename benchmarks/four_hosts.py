@@ -1,0 +1,229 @@
+"""Placement that knows the topology against placement that does not, measured on four hosts in two racks.
+
+    python benchmarks/four_hosts.py [--rounds 7] [--json FILE]          as root, with iproute2
+
+The hosts are network namespaces with shaped links; each rack shares an uplink. The links are measured first, and with
+what was found the cluster is described as any other; the model's stages are profiled on one rank. Then every
+pipeline is compiled twice, with ``place`` and with ``place{topology=false}``, and the real executor runs one rank a
+host: all plans take their n-th step before any takes its next, so that whatever else the machine does meets them alike.
+
+Printed are the median step of every plan, what the simulator says of it with the same cluster file, and the bytes that
+crossed the uplinks, by their counters and by the program. Losses must agree: a plan may change the speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+from network_hosts import Fabric, Hosts, NoHosts, hosts
+
+import arachnec.driver
+from arachnec.backends.local_profile import profile_here
+from arachnec.backends.simulator import simulate
+from arachnec.ir.nodes import Cluster, Instruction, Module, integer
+from arachnec.passes.cost import Attention, CostModel
+from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.topology import rack_of
+
+HERE = Path(__file__).parent
+MODEL, WORKER = HERE / "four_hosts_model.py", HERE / "four_hosts_worker.py"
+FABRIC = Fabric(racks=2, hosts=2, link_mbit=50, uplink_mbit=25)
+MEMORY = 0.0052  # GiB: the longer clips fit on two hosts only
+CLIPS = ((12, 1), (12, 1), (8, 1), (8, 1), (4, 5), (2, 5))  # frames of 64 x 64 pixels, and how many such clips
+SCHEDULES = {
+    "z3": "partition{policy=single},annotate{profile=PROFILE},schedule-z3",
+    "z3, batches": "partition,annotate{profile=PROFILE},schedule-z3",
+    "one degree": "partition{policy=single},annotate{profile=PROFILE},schedule-static{degree=2}",
+    "knapformer": "partition{policy=single},annotate{profile=PROFILE},schedule-knapformer",
+    "genetic": "partition{policy=single},annotate{profile=PROFILE},schedule-genetic",
+}
+PLACES = {"aware": "place", "blind": "place{topology=false}"}
+
+
+def write_clips(path: Path) -> None:
+    rows = [
+        {"frames": frames, "height": 64, "width": 64, "text_tokens": 0} for frames, count in CLIPS for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps({"id": number, **row}) + "\n" for number, row in enumerate(rows)))
+
+
+def write_cluster(path: Path, fabric: Fabric, measured: dict[str, list[tuple[int, float]]]) -> None:
+    """The hosts as a cluster file: alpha and beta of the links from the messages that were timed."""
+    latency, speed = alpha_beta(measured["in both racks"])
+    _, crossing = alpha_beta(measured["twice between racks"])
+    path.write_text(
+        f"nodes = {fabric.world}\n"
+        "gpus = 1\n"
+        'device = "cpu"\n'
+        f'memory = "{MEMORY} GiB"\n'
+        f'inter = "{speed:.6f} GB/s"\n'
+        f'inter_latency = "{latency:.1f} us"\n'
+        f"rack = {fabric.hosts}\n"
+        f'uplink = "{2 * crossing:.6f} GB/s"  # two pairs shared it\n'
+    )
+
+
+def alpha_beta(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """us and GB/s of time = alpha + bytes / beta: alpha from the shortest message, beta from all others."""
+    (short, alpha), *long = messages
+    return alpha * 1e3, sum(size - short for size, _ in long) / sum(ms - alpha for _, ms in long) / 1e6
+
+
+def measure_links(made: Hosts, scratch: Path) -> dict[str, list[tuple[int, float]]]:
+    found = scratch / "links.json"
+    made.run([sys.executable, str(WORKER), "links", str(found)])
+    measured: dict[str, list[tuple[int, float]]] = json.loads(found.read_text())
+    return measured
+
+
+def compile_plans(
+    scratch: Path, clips: Path, cluster: Path, schedules: dict[str, str], profile: Path
+) -> dict[tuple[str, str], tuple[Path, Module]]:
+    """The executable and the program of every schedule with every placement, traced once."""
+    made: dict[tuple[str, str], tuple[Path, Module]] = {}
+    compiled = None
+    for schedule, before in schedules.items():
+        for name, place in PLACES.items():
+            text = f"{before},{place},lower,check".replace("PROFILE", str(profile))
+            if compiled is None:
+                compiled = arachnec.driver.compile(MODEL, clips, cluster, passes=text)
+            pipeline = Pipeline.parse(text)
+            module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
+            plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
+            made[schedule, name] = plan.write(scratch / f"plan{len(made)}"), module
+    return made
+
+
+def run_plans(made: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """What every step of every plan came to, by folder; the first step of each, which warms up, is left out."""
+    output = scratch / "steps.json"
+    command = [sys.executable, str(WORKER), "steps", str(output), str(rounds + 1), made.name, *map(str, folders)]
+    made.run(command, timeout=1800.0)
+    found: dict[str, list[dict[str, float]]] = json.loads(output.read_text())
+    return {name: rows[1:] for name, rows in found.items()}
+
+
+def crossing_bytes(module: Module) -> list[int]:
+    """Bytes that each rack sends to the other in one step of a lowered program, by its instructions alone."""
+    cluster = module.cluster
+    assert cluster is not None
+    cost, sent = CostModel(module), Counter[int]()
+    for cascade in module.cascades:
+        group, forward = cascade.ranks, integer(cascade.attrs.get("ulysses", cascade.degree))
+        moved = cost.volumes(cascade, Attention(forward, cascade.degree // forward), cascade.recompute)
+        for first in range(0, len(group), moved.ulysses):
+            _all_to_all(sent, cluster, group[first : first + moved.ulysses], moved.traded / moved.ulysses)
+        _all_to_all(sent, cluster, group, moved.gathered / moved.degree)
+        for first in range(moved.ulysses):
+            _ring(sent, cluster, group[first :: moved.ulysses], moved.passed)
+    seen: set[Instruction] = set()
+    for program in module.programs:
+        for step in program.instructions:
+            size = step.attrs.get("bytes", 0)
+            assert isinstance(size, int)
+            if step.op == "send":
+                _send(sent, cluster, program.rank, step.peers[0], size)
+            elif step.op == "reduce" and step not in seen:
+                seen.add(step)
+                _ring(sent, cluster, step.peers, 2 * (len(step.peers) - 1) / len(step.peers) * size)
+    racks = {rack_of(cluster, rank) for rank in range(cluster.world)}
+    return [round(sent[rack]) for rack in sorted(racks)]
+
+
+def _all_to_all(sent: Counter[int], cluster: Cluster, members: Sequence[int], size: float) -> None:
+    for source in members:
+        for target in members:
+            _send(sent, cluster, source, target, size)
+
+
+def _ring(sent: Counter[int], cluster: Cluster, members: Sequence[int], size: float) -> None:
+    for source, target in zip(members, (*members[1:], members[0]), strict=True):
+        _send(sent, cluster, source, target, size)
+
+
+def _send(sent: Counter[int], cluster: Cluster, source: int, target: int, size: float) -> None:
+    if rack_of(cluster, source) != rack_of(cluster, target):
+        sent[rack_of(cluster, source)] += size  # type: ignore[assignment]
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Of all pairs, the part that both put in one order less the part that they do not."""
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2)]
+    return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="keep what was measured here")
+    options = parser.parse_args()
+    try:
+        with hosts(FABRIC) as made, tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+            results = measure(made, Path(scratch), options.rounds)
+    except NoHosts as error:
+        sys.exit(f"error: {error}")
+    report(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
+    clips, cluster, stages = scratch / "clips.jsonl", scratch / "cluster.toml", scratch / "profile.json"
+    write_clips(clips)
+    links = measure_links(made, scratch)
+    write_cluster(cluster, made.fabric, links)
+    profile_here(MODEL, clips, "1:cpu", stages)
+    plans = compile_plans(scratch, clips, cluster, SCHEDULES, stages)
+    steps = run_plans(made, scratch, [folder for folder, _ in plans.values()], rounds)
+    rows = [
+        {
+            "schedule": schedule,
+            "place": place,
+            "predicted_ms": simulate(module).iteration_ms,
+            "measured_ms": [step["ms"] for step in steps[folder.name]],
+            "losses": [step["loss"] for step in steps[folder.name]],
+            "program_bytes": sum(crossing_bytes(module)),
+            "uplink_bytes": statistics.median(step["rack 0"] + step["rack 1"] for step in steps[folder.name]),
+        }
+        for (schedule, place), (folder, module) in plans.items()
+    ]
+    return {"cluster": cluster.read_text(), "links": links, "plans": rows}
+
+
+def report(results: dict) -> None:  # type: ignore[type-arg]
+    print(results["cluster"])
+    print("schedule      place   measured ms (min .. max)      predicted  error   uplinks MB by program")
+    rows = results["plans"]
+    medians = [statistics.median(row["measured_ms"]) for row in rows]
+    errors = [row["predicted_ms"] / median - 1 for row, median in zip(rows, medians, strict=True)]
+    for row, median, error in zip(rows, medians, errors, strict=True):
+        low, high = min(row["measured_ms"]), max(row["measured_ms"])
+        print(
+            f"{row['schedule']:12s}  {row['place']:5s}  {median:8.1f} ({low:7.1f} .. {high:7.1f})  "
+            f"{row['predicted_ms']:8.1f}  {100 * error:+5.1f} %  {row['uplink_bytes'] / 1e6:6.2f}  "
+            f"{row['program_bytes'] / 1e6:6.2f}"
+        )
+    for aware, blind in zip(rows[::2], rows[1::2], strict=True):
+        ratios = [a / b for a, b in zip(aware["measured_ms"], blind["measured_ms"], strict=True)]
+        print(
+            f"{aware['schedule']:12s}  aware / blind: measured {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} .. {max(ratios):.3f}), predicted {aware['predicted_ms'] / blind['predicted_ms']:.3f}"
+        )
+    tau = kendall_tau([row["predicted_ms"] for row in rows], medians)
+    mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
+    print(f"error of the prediction: mean {100 * mean:.1f} %, worst {100 * worst:.1f} %; Kendall tau {tau:.2f}")
+    every = list(zip(*(row["losses"] for row in rows), strict=True))
+    print(f"largest relative difference of the losses: {max(max(at) / min(at) - 1 for at in every):.1e}")
+
+
+if __name__ == "__main__":
+    main()

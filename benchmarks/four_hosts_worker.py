@@ -1,0 +1,104 @@
+"""One rank of ``four_hosts.py``: measures the links, or runs steps of several executables in turn.
+
+python four_hosts_worker.py links OUT.json
+python four_hosts_worker.py steps OUT.json ROUNDS FABRIC FOLDER...
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from network_hosts import sent_by_racks
+
+from arachnec.backends.executable import read_executable
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
+from arachnec.backends.torch_distributed.training_run import Trainer
+
+SIZES = (256, 65536, 262144, 1048576)  # bytes
+REPEATS = 7
+PAIRS = {
+    "in a rack": ((0, 1),),
+    "in both racks": ((0, 1), (2, 3)),
+    "between racks": ((0, 2),),
+    "twice between racks": ((0, 2), (1, 3)),
+}
+
+
+def links() -> dict[str, list[tuple[int, float]]]:
+    """Bytes and ms of messages that pairs of hosts send to each other, both ways and all pairs at once."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name, pairs in PAIRS.items():
+        rank = dist.get_rank()
+        peer = next((sum(pair) - rank for pair in pairs if rank in pair), None)
+        found[name] = [(size, _exchange(size, peer)) for size in SIZES]
+    return found
+
+
+def _exchange(size: int, peer: int | None) -> float:
+    """The median over repeats of the time until the last pair is done, ms."""
+    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        started = time.perf_counter()
+        if peer is not None:
+            works = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
+            for work in works:
+                assert work is not None
+                work.wait()
+        slowest = torch.tensor((time.perf_counter() - started) * 1e3)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(float(slowest))
+    return statistics.median(times[1:])
+
+
+def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.device) -> dict[str, list[dict[str, float]]]:
+    """Step ``n`` of every executable, one executable after the other, before step ``n + 1`` of any.
+
+    Per executable and step: the time, the loss, and the bytes that left each rack meanwhile.
+    """
+    trainers = {folder: Trainer(read_executable(folder), RunOptions(), device) for folder in folders}
+    found: dict[str, list[dict[str, float]]] = {folder.name: [] for folder in folders}
+    for number in range(rounds):
+        for folder, trainer in trainers.items():
+            before = _sent(fabric)
+            report = trainer.step(number)
+            after = _sent(fabric)
+            sent = {f"rack {rack}": b - a for rack, (a, b) in enumerate(zip(before, after, strict=True))}
+            found[folder.name].append({"ms": report.step_ms, "loss": report.loss, **sent})
+    for trainer in trainers.values():
+        trainer.close()
+    return found
+
+
+def _sent(fabric: str) -> list[int]:
+    """The uplinks' counters while nobody sends, on rank 0."""
+    dist.barrier()
+    sent = sent_by_racks(fabric) if dist.get_rank() == 0 else []
+    dist.barrier()
+    return sent
+
+
+def main(what: str, output: str, *arguments: str) -> None:
+    def work(device: torch.device) -> None:
+        if what == "links":
+            found: object = links()
+        else:
+            rounds, fabric, *folders = arguments
+            found = steps(int(rounds), fabric, [Path(folder) for folder in folders], device)
+        if dist.get_rank() == 0:
+            Path(output).write_text(json.dumps(found))
+
+    as_rank(work, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))
