@@ -163,8 +163,8 @@ def _joined(links: Iterable[Link]) -> Iterator[Link]:
     """A cascade's forward and backward, one after the other, as one link."""
     last: Link | None = None
     for link in links:
-        if last is not None and link.target == last.target and link.ranks == last.ranks and link.gap < TOLERANCE_MS:
-            last = replace(last, ops=(*last.ops, *link.ops), end=link.end)
+        if last is not None and (link.target, link.ranks) == (last.target, last.ranks):
+            last = replace(last, ops=tuple(dict.fromkeys((*last.ops, *link.ops))), end=link.end)
             continue
         if last is not None:
             yield last

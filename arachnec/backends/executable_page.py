@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arachnec.backends.executable import versions
+from arachnec.backends.explain import summary
 from arachnec.backends.timeline import Timeline, planned
 from arachnec.backends.timeline_page import page
 from arachnec.data.clip import VideoClip
@@ -38,4 +39,6 @@ def executable_page(
         "pipeline": pipeline or "",
     } | dict(libraries if libraries is not None else versions())
     about = {word: text for word, text in about.items() if text}
-    return page(module, planned(module), *measured, clips=clips, about=about)
+    plan = planned(module)
+    sentences = [(section.title, section.sentences) for section in summary(module, plan)]
+    return page(module, plan, *measured, clips=clips, about=about, sentences=sentences)

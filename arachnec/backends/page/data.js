@@ -88,7 +88,7 @@ function facts(what, box) {
     ["stage", `@${plan.stages[row.stage].name}`],
     ["phase", row.phase + (box && box.op !== row.phase ? ` (here ${box.op})` : "")],
     ["clips", clipText(row.clips)],
-    ["tokens", `${row.batch} x ${row.tokens}` + (row.text ? `, caption ${row.text}` : "")],
+    ["tokens", `${row.batch} x ${row.tokens}` + (row.text ? `, caption of ${row.text}` : "")],
     ["degree", row.degree + (attention(row) ? ` (${attention(row)})` : "")],
     ["ranks", ranges(row.ranks)],
   ];

@@ -16,19 +16,28 @@ function makeHeader() {
 }
 
 function makeChain() {
-  const { title, chain } = timelines[timelines.length - 1];
-  byId("chain-of").textContent = timelines.length > 1 ? ` (${title})` : "";
-  for (const link of chain) {
+  timelines.forEach((timeline, number) => {
+    const option = element("option", timeline.title);
+    option.value = number;
+    byId("chain-of").append(option);
+  });
+  byId("chains").hidden = timelines.length < 2;
+  byId("chain-of").addEventListener("change", (event) => listChain(timelines[event.target.value]));
+  listChain(timelines[0]);
+}
+
+function listChain({ chain }) {
+  byId("chain").replaceChildren(...chain.map((link) => {
     const item = element("li"), button = element("button");
     button.type = "button";
-    button.append(element("b", nameOf(link.what)), ` ${link.ops.replace("+", " and ")}, ${size(link)}${span(link)}: ${reason(link)}`);
+    button.append(element("b", nameOf(link.what)), ` ${link.ops.replaceAll("+", " and ")}, ${size(link)}${span(link)}: ${reason(link)}`);
     button.addEventListener("click", () => {
       if (link.what >= 0) change({ picked: link.what, rank: cascades[link.what].ranks[0] });
       show(link.start, link.end, link.rows);
     });
     item.append(button);
-    byId("chain").append(item);
-  }
+    return item;
+  }));
 }
 
 function size(link) {
@@ -38,7 +47,7 @@ function size(link) {
 }
 
 function reason(link) {
-  const gap = link.gap > 1e-3 ? `, ${time(link.gap)} later` : "";
+  const gap = link.gap > planEnd / 1000 ? `, ${time(link.gap)} later` : "";
   if (link.because === "start" || link.waited === null) return "the first there is to do";
   if (link.because === "input") return `reads what ${nameOf(link.waited)} made${gap}`;
   const link0 = link.rows.length === 2 && link.rows[0] === link.rows[1] ? "its rank was" : "its last rank was";

@@ -99,7 +99,7 @@ function drawChart({ canvas, timeline, last }) {
 function drawRows(context, from, to, right) {
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const every = Math.max(1, Math.ceil(14 / view.row));
+  const every = labelled();
   // rows of a node alternate in shade; where a row is too thin to see, whole nodes do
   const block = view.row >= 6 ? 1 : plan.gpus;
   for (let row = from; row < to; row++) {
@@ -108,9 +108,16 @@ function drawRows(context, from, to, right) {
     context.fillRect(LEFT, y, right - LEFT, view.row);
     if (row % every === 0) {
       context.fillStyle = style("--quiet");
-      context.fillText(`rank ${plan.ranks[row]}`, LEFT - 8, Math.max(7, y + Math.min(view.row, 14) / 2));
+      context.fillText(`rank ${plan.ranks[row]}`, LEFT - 8, y + (every > 1 ? 7 : view.row / 2));
     }
   }
+}
+
+// Every how many ranks one is named: where there is no room for each, 2, 4, or whole nodes.
+function labelled() {
+  const wanted = 14 / view.row;
+  const whole = plan.gpus * 2 ** Math.max(0, Math.ceil(Math.log2(wanted / plan.gpus)));
+  return [1, 2, 4].find((each) => each >= wanted && each < plan.gpus) || (wanted <= 1 ? 1 : whole);
 }
 
 function drawLabel(context, box, cascade, x, y, wide, right) {

@@ -1,0 +1,66 @@
+"""``arachnec explain``: why a plan is as it is, and what would make it faster."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from arachnec.backends.what_if import Answer
+    from arachnec.ir.nodes import Module
+
+WITHOUT_FOLDER = "schedule-z3,place,bucket,lower,check"  # where no folder says what the plan was made by
+
+
+@click.command("explain")
+@click.argument("program", type=click.Path(path_type=Path))
+@click.option("--budget", default="500ms", show_default=True, help="For each plan that answers what would change it.")
+@click.option("--what-if/--no-what-if", default=True, help="Whether to plan what would change it.")
+def command(program: Path, budget: str, what_if: bool) -> None:
+    """Say in sentences why the plan of PROGRAM, an executable folder or a lowered .cascade file, is as it is.
+
+    What bounds it, the critical chain by name, why long cascades have their degrees, what recomputes, where ranks
+    idle; and what one more node, other degrees, more memory or encoders out of the way would make of it, each planned
+    anew.
+    """
+    from arachnec.backends.explain import Section, explain
+    from arachnec.backends.what_if import sentences
+    from arachnec.commands.program_file import read_program
+    from arachnec.commands.tables import terminal
+    from arachnec.passes.base import Duration
+    from arachnec.passes.options import BadOption, read
+
+    try:
+        milliseconds = float(read(Duration, budget))
+    except BadOption as error:
+        raise click.BadParameter(str(error), param_hint="--budget") from None
+    module = read_program(program)
+    found = explain(module)
+    if what_if:
+        found += (Section("What would change it", tuple(sentences(answers(program, module, milliseconds)))),)
+    console = terminal()
+    for section in found:
+        console.print(f"\n[bold]{section.title}[/]")
+        for sentence in section.sentences:
+            console.print(f"  {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def answers(program: Path, module: Module, budget_ms: float) -> tuple[Answer, ...]:
+    """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
+    from arachnec.backends.executable import HEADER, iteration_of, read_executable
+    from arachnec.backends.what_if import begin_of, what_if
+    from arachnec.passes.pipeline import Pipeline
+    from arachnec.passes.registry import installed, load_file
+
+    if not (program / HEADER).is_file():
+        return what_if(begin_of(module), Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)
+    executable = read_executable(program)
+    registry = installed()
+    for name in executable.header.load:
+        registry = load_file(program / name, registry)
+    with contextlib.chdir(program):  # where the pipeline finds its profile
+        pipeline = Pipeline.parse(executable.header.pipeline, registry)
+        return what_if(iteration_of(executable.traced, 0), pipeline, module, budget_ms)

@@ -1,0 +1,122 @@
+"""What the lower bound consists of, and what it would be without one of the things that raise it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from arachnec.ir.nodes import Cascade, Module
+from arachnec.ir.values import Quantity, Value
+from arachnec.passes.bound import longest_chain, lower_bound
+from arachnec.passes.cost import CostModel, considered, shape_of, times_of
+from arachnec.passes.schedule_module import problem_of
+from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem
+
+PLENTY = 1e12  # GB/s
+Cause = Literal["work", "chain", "wide"]
+
+
+@dataclass(frozen=True)
+class BoundParts:
+    """The area bound of a module's cascades in ms, and its causes.
+
+    ``cause`` is what no schedule that were any shorter could keep: all the ``work`` within the GPUs, the longest
+    ``chain`` of cascades at their fastest, or that cascades which need more than half of the GPUs are one after
+    another, ``wide``.
+    """
+
+    bound: float
+    cause: Cause
+    work: float  # each cascade at its least area, over all GPUs
+    longest: float  # the longest chain, each at its fastest
+    chain: tuple[str, ...]  # the cascades of that chain
+    without_memory: float  # the bound, if memory limited nothing
+    without_precedence: float  # if no cascade waited for another
+    without_communication: float  # if links cost no time
+
+
+def bound_parts(module: Module) -> BoundParts:
+    """Of a module at level costed or later. Raises UserError where a cascade fits the memory at no degree."""
+    cost = CostModel(module)
+    problem = problem_of(module, cost)
+    bound = lower_bound(problem)
+    alone = Problem(tuple(replace(job, before=()) for job in problem.jobs), problem.gpus)
+    return BoundParts(
+        bound=bound / TICKS,
+        cause=_cause(problem, bound - 1),
+        work=sum(min(choice.area for choice in job.choices) for job in problem.jobs) / problem.gpus / TICKS,
+        longest=longest_chain(problem) / TICKS,
+        chain=tuple(module.cascades[index].name for index in _chain(problem)),
+        without_memory=lower_bound(_roomy(module, cost, problem)) / TICKS,
+        without_precedence=lower_bound(alone) / TICKS,
+        without_communication=_with_free_links(module) / TICKS,
+    )
+
+
+def _roomy(module: Module, cost: CostModel, problem: Problem) -> Problem:
+    """The same problem where every degree fits, and nothing recomputes."""
+    found: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+    jobs = []
+    for cascade, job in zip(module.cascades, problem.jobs, strict=True):
+        key = shape_of(cascade)
+        if key not in found:
+            found[key] = tuple(_roomy_choices(cascade, cost))
+        jobs.append(Job(found[key], job.before))
+    return Problem(tuple(jobs), problem.gpus)
+
+
+def _roomy_choices(cascade: Cascade, cost: CostModel) -> Iterator[Choice]:
+    legal, least = cost.legal_degrees(cascade), math.inf
+    for degree in legal if times_of(cascade) else considered(legal):
+        ticks = max(1, math.ceil(cost.time(cascade, degree) * TICKS - 1e-6))
+        if ticks < least:
+            least = ticks
+            yield Choice(degree, ticks)
+
+
+def _with_free_links(module: Module) -> int:
+    """The bound in ticks on a cluster whose links, within nodes and between them, cost nothing."""
+    assert module.cluster is not None
+    attrs = module.cluster.attrs
+    rates: dict[str, Value] = {name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink") if name in attrs}
+    delays = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
+    mixed = attrs.get("mixed")
+    if isinstance(mixed, tuple):
+        rates["mixed"] = tuple(_free(row) for row in mixed)
+    other = replace(module, cluster=replace(module.cluster, attrs=attrs.updated(**rates, **delays)))
+    return lower_bound(problem_of(other, CostModel(other)))
+
+
+def _free(row: Value) -> Value:
+    """A kind of nodes, with links of no cost."""
+    assert isinstance(row, tuple), "the table of the cluster's attributes says so"
+    return tuple(
+        Quantity(PLENTY, "GB/s") if isinstance(item, Quantity) and item.unit == "GB/s" else item for item in row
+    )
+
+
+def _cause(problem: Problem, horizon: int) -> Cause:
+    """What cannot be true of a schedule that ends at ``horizon``, which is below the bound."""
+    area = wide = 0
+    for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True):
+        allowed = [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
+        if not allowed:
+            return "chain"
+        area += min(choice.area for choice in allowed)
+        wide += job.choices[-1].ticks if 2 * allowed[0].degree > problem.gpus else 0
+    return "work" if area > problem.gpus * horizon else "wide"
+
+
+def _chain(problem: Problem) -> list[int]:
+    """The jobs of the longest chain, first to last; the first such chain of several."""
+    if not problem.jobs:
+        return []
+    fastest = [job.choices[-1].ticks for job in problem.jobs]
+    at = max(range(len(fastest)), key=lambda index: problem.heads[index] + fastest[index])
+    found = [at]
+    while problem.jobs[at].before:
+        at = max(problem.jobs[at].before, key=lambda index: problem.heads[index] + fastest[index])
+        found.append(at)
+    return found[::-1]
