@@ -48,6 +48,7 @@ from arachnec.passes.communication import volumes
 from arachnec.passes.profile_file import LinkProfile, Measurement, Synchronisation
 
 TRAINED = "dit"
+TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
 SHAPES = 6  # clip shapes measured on one rank, from the shortest to the longest
 SHARED_SHAPES = 4  # and on several
 BATCH = 3  # of the shortest shape, once more, to tell the cost of a clip from that of a call
@@ -87,35 +88,36 @@ class Profiler:
     clips: Sequence[VideoClip]
     device: torch.device
     at_once: int
+    encoders: dict[str, nn.Module] = field(init=False)
+    model: nn.Module = field(init=False)
+    parameters: dict[str, Tensor] = field(init=False)
+    sequence: SequenceModel | None = field(init=False)  # the same model with blocks that can be shared
+    optimizer: Optimizer = field(init=False)
     jobs: list[Job] = field(init=False, default_factory=list)
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
 
     def __post_init__(self) -> None:
-        tokens = self._trace()
-        points = choose_points(self.clips, tokens)
-        training = Training(lr=0.0)
-        self._encoders = build_encoders(self.model_file, training, self.device)
-        for name, encoder in self._encoders.items():
-            for point in points:
-                run = partial(_timed_encode, encoder, point, self.device)
-                self.jobs.append(Job(name, ("forward",), self.at_once, run, point))
-        self._model = build_model(self.model_file, training, self.device)
-        self._parameters = trained_parameters(self._model)
-        self._training = training
-        self._groups = ProcessGroups()
+        points = choose_points(self.clips, self._trace())
+        self.encoders = build_encoders(self.model_file, TRAINING, self.device)
+        self.model = build_model(self.model_file, TRAINING, self.device)
+        self.parameters = trained_parameters(self.model)
+        self.sequence = self._sequence() if self.at_once > 1 else None
+        self.jobs += self._encoder_jobs(points)
         self.jobs += [
             Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
             for point in points
         ]
-        self.jobs += self._shared_jobs(points)
+        if self.sequence is not None:
+            self.jobs += self._shared_jobs(points, self.sequence)
         self.jobs += self._last_jobs()
 
     def measure(self) -> Measured:
         """As many rounds as the budget allows, the first one not counted."""
         started = time.perf_counter()
         self.round()
-        self._times.clear()
+        self.forget()
         once = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         longest = max(float(value) for value in gather(once, self.device))
         for _ in range(min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(longest, 1e-6))))):
@@ -124,7 +126,7 @@ class Profiler:
 
     def round(self) -> None:
         """Measure everything once."""
-        drop_gradients(self._parameters)
+        drop_gradients(self.parameters)
         rank = dist.get_rank()
         row = []
         for job in self.jobs:
@@ -132,12 +134,16 @@ class Profiler:
             row.append(job.run() if rank < job.ranks else (0.0,) * len(job.phases))
         self._times.append(row)
 
+    def forget(self) -> None:
+        """Leave out the rounds so far, which warmed up."""
+        self._times.clear()
+
     def measured(self) -> Measured:
         """The median over the rounds so far of each job's mean over its ranks."""
         flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
         everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
         takers = [job.ranks for job in self.jobs for _ in job.phases]
-        medians = [everyone[:count, :, place].mean(0).median().item() for place, count in enumerate(takers)]
+        medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
         found: dict[tuple[str, str], list[Measurement]] = {}
         ends: dict[str, float] = {}
         values = iter(medians)
@@ -148,7 +154,7 @@ class Profiler:
                     ends[phase] = ms
                 else:
                     found.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
-        size = sum(value.numel() * value.element_size() for value in self._parameters.values())
+        size = sum(value.numel() * value.element_size() for value in self.parameters.values())
         world = dist.get_world_size()
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -167,12 +173,15 @@ class Profiler:
             text = msgspec.json.encode([traced.tokens(clip) for clip in self.clips]).decode()
         return msgspec.json.decode(share_text(text, self.device), type=list[int])
 
-    def _shared_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
-        """Cascades on 2, 4, ... ranks, side by side; none where the model's blocks cannot be shared."""
+    def _encoder_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
+        for name, encoder in self.encoders.items():
+            for point in points:
+                run = partial(_timed_encode, encoder, point, self.device)
+                yield Job(name, ("forward",), self.at_once, run, point)
+
+    def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
+        """Cascades on 2, 4, ... ranks, side by side."""
         degrees = [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]
-        sequence = self._sequence() if degrees else None
-        if sequence is None:
-            return
         for degree in degrees:
             count = self.at_once // degree * degree
             groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
@@ -185,12 +194,13 @@ class Profiler:
                 yield Job(TRAINED, ("forward", "backward"), count, run, point, degree)
 
     def _sequence(self) -> SequenceModel | None:
+        """None where the model's blocks cannot be shared."""
         from arachnec.passes.trace_blocks import capture_blocks
         from arachnec.passes.trace_sample import example_calls
 
         try:
-            calls = example_calls(self._model, self.model_file, self.clips)
-            return install(self._model, capture_blocks(self._model, calls, verify=False))
+            calls = example_calls(self.model, self.model_file, self.clips)
+            return install(self.model, capture_blocks(self.model, calls, verify=False))
         except UserError:
             return None
 
@@ -200,8 +210,8 @@ class Profiler:
         if world > 1:
             self._groups.ensure([tuple(range(world))])
             yield Job(TRAINED, ("reduce",), world, partial(self._reduce, tuple(range(world))))
-        optimizer = Optimizer(self._parameters, self._training)
-        yield Job(TRAINED, ("step",), self.at_once, partial(self._step, optimizer))
+        self.optimizer = Optimizer(self.parameters, TRAINING)
+        yield Job(TRAINED, ("step",), self.at_once, self._step)
 
     def _train(
         self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None
@@ -209,26 +219,26 @@ class Profiler:
         encoded = self._encoded(point)
         with sequence.use(shard) if sequence else nullcontext():
             started = _now(self.device)
-            loss = cascade_loss(self._model, self.model_file, point.clips, encoded, self._training, 0, self.device)
+            loss = cascade_loss(self.model, self.model_file, point.clips, encoded, TRAINING, 0, self.device)
             middle = _now(self.device)
             loss.backward()  # type: ignore[no-untyped-call]
             return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
 
     def _encoded(self, point: Point) -> dict[str, Tensor]:
         first = point.clips[:1]
-        single = {name: encode(encoder, first, self.device) for name, encoder in self._encoders.items()}
+        single = {name: encode(encoder, first, self.device) for name, encoder in self.encoders.items()}
         return {name: torch.cat([value] * len(point.clips)) for name, value in single.items()}
 
     def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
         started = _now(self.device)
-        sums = GradientSums(self._parameters, {}, self._groups)
+        sums = GradientSums(self.parameters, {}, self._groups)
         sums.start(Instruction("reduce", TRAINED, everyone))
         sums.wait()
         return ((_now(self.device) - started) * 1e3,)
 
-    def _step(self, optimizer: Optimizer) -> tuple[float, ...]:
+    def _step(self) -> tuple[float, ...]:
         started = _now(self.device)
-        optimizer.step()
+        self.optimizer.step()
         return ((_now(self.device) - started) * 1e3,)
 
     def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:

@@ -1,0 +1,106 @@
+"""One rank of `prediction_accuracy.py`: measures the model and runs every plan, in turns."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from arachnec.backends.profiler import TRAINING, Profiler
+from arachnec.backends.torch_distributed.agreement import gather
+from arachnec.backends.torch_distributed.channels import wanted_groups, wanted_sums
+from arachnec.backends.torch_distributed.clock import Clock
+from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, run_iteration
+from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
+from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.data.clip import VideoClip
+from arachnec.data.manifest import read_manifest
+from arachnec.ir.nodes import Module
+from arachnec.ir.parser import parse_module
+from arachnec.kernels.process_groups import ProcessGroups
+from arachnec.models.file import load_model_file
+
+MODEL = Path(__file__).with_name("prediction_model.py")
+
+
+class Plans:
+    """Every plan of the folder, ready to run on this rank with the profiler's model."""
+
+    def __init__(self, folder: Path, profiler: Profiler, clips: list[VideoClip], device: torch.device) -> None:
+        self.modules: list[Module] = []
+        for path in sorted(folder.glob("*.cascade")):
+            self.modules.append(parse_module(path.read_text(), str(path)))
+        rank = dist.get_rank()
+        self.equipment = Equipment(
+            rank=rank,
+            device=device,
+            model_file=profiler.model_file,
+            model=profiler.model,
+            parameters=profiler.parameters,
+            encoders=profiler.encoders,
+            sequence=profiler.sequence,
+            optimizer=profiler.optimizer,
+            groups=ProcessGroups(),
+            sum_groups=ProcessGroups(),
+            channels={},
+            training=TRAINING,
+        )
+        specs = Specs(profiler.model_file, profiler.encoders, device)
+        known = dict(enumerate(clips))
+        self.iterations: list[Iteration] = []
+        for module in self.modules:
+            self.equipment.groups.ensure(wanted_groups(module))
+            self.equipment.sum_groups.ensure(wanted_sums(module), device=device)
+            program = next(program for program in module.programs if program.rank == rank)
+            received = specs.received(module, program, known)
+            self.iterations.append(Iteration.of(module, rank, known, received, 0))
+
+    def run(self, number: int) -> tuple[float, list[dict[str, object]]]:
+        """ms of one iteration of a plan on this rank, and its instructions."""
+        dist.barrier()
+        clock = Clock(self.equipment.rank, self.equipment.device)
+        started = time.perf_counter()
+        run_iteration(self.equipment, self.iterations[number], clock)
+        elapsed = (time.perf_counter() - started) * 1e3
+        return elapsed, [msgspec.to_builtins(interval) for interval in clock.intervals()]
+
+
+def main(folder: str, at_once: str, rounds: str) -> None:
+    def work(device: torch.device) -> None:
+        place = Path(folder)
+        clips = [clip for iteration in read_manifest(place / "clips.jsonl").iterations for clip in iteration]
+        profiler = Profiler(load_model_file(MODEL), clips, device, int(at_once))
+        plans = Plans(place, profiler, clips, device)
+        count = len(plans.iterations)
+        profiler.round()
+        for number in range(count):
+            plans.run(number)
+        profiler.forget()
+        times: list[list[float]] = []
+        order, dice = list(range(count)), random.Random(0)
+        for _ in range(int(rounds)):
+            dice.shuffle(order)
+            row = [0.0] * count
+            half = count // 2
+            for part in (order[:half], order[half:]):
+                profiler.round()
+                for number in part:
+                    row[number], lanes = plans.run(number)
+            times.append(row)
+        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64), device)).amax(0)
+        measured = profiler.measured()
+        if dist.get_rank() == 0:
+            (place / "measured.json").write_bytes(msgspec.json.encode(measured))
+            (place / "times.json").write_text(json.dumps(every.T.tolist()))
+
+    as_rank(work, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))
