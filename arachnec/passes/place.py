@@ -11,7 +11,7 @@ scheduled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
@@ -30,8 +30,8 @@ WAIT = 0.01  # of its own duration that a cascade may start later for better ran
 class Place(Pass):
     """Which ranks, and when exactly.
 
-    Without ``topology`` all ranks are alike: a cascade takes those that have been free longest, as list scheduling on
-    identical machines does. It is there to be compared with.
+    Without ``topology`` a cascade is spread over the ranks on which it can start first, as over a mesh whose innermost
+    dimension is data parallel. It is there to be compared with.
     """
 
     needs: ClassVar[Level] = Level.SCHEDULED
@@ -76,15 +76,16 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
     planned = [0.0 for _ in world]  # when a rank is free by the schedule
     actual = [0.0 for _ in world]  # and when it is, as placed
     done: dict[str, Cascade] = {}
-    place = _placed if topology else _placed_blindly
+    pick = pick_ranks if topology else spread_ranks
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.kinds:
-            tried = [place(cascade, pool, inputs, actual, cost) for pool in pools(cascade, cost)]
+            tried = [_placed(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
             placed = min(tried, key=lambda each: each.end)
         else:
             begin = cascade.start + TOLERANCE
-            placed = place(cascade, [rank for rank in world if planned[rank] <= begin], inputs, actual, cost)
+            free = [rank for rank in world if planned[rank] <= begin]
+            placed = _placed(cascade, free, inputs, actual, cost, pick)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
         for rank in placed.ranks:
@@ -103,29 +104,19 @@ def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
 
 
 def _placed(
-    cascade: Cascade, pool: Sequence[int], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+    cascade: Cascade,
+    pool: Sequence[int],
+    inputs: Sequence[Cascade],
+    actual: Sequence[float],
+    cost: CostModel,
+    pick: Callable[[Cluster, Sequence[int], int, set[int]], tuple[int, ...]],
 ) -> Cascade:
     """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
     ready = max((producer.end for producer in inputs), default=0.0)
     first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.degree])
     slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
-    ranks = pick_ranks(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
-    return _at(cascade, ranks, inputs, actual, cost)
-
-
-def _placed_blindly(
-    cascade: Cascade, pool: Sequence[int], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
-) -> Cascade:
-    """The cascade on the ranks of the pool that have been free longest; of those free as long, on the first."""
-    longest = sorted(pool, key=lambda rank: (actual[rank], rank))[: cascade.degree]
-    return _at(cascade, tuple(sorted(longest)), inputs, actual, cost)
-
-
-def _at(
-    cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
-) -> Cascade:
-    """The cascade on these ranks, as early as its inputs, their handoffs and ``actual`` allow."""
+    ranks = pick(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
     placed = with_ranks(cascade, ranks, cost)
     arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
     start = max(arrived, *(actual[rank] for rank in ranks))
@@ -172,6 +163,11 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
         if len(picked) == degree:
             break
     return tuple(sorted(picked))
+
+
+def spread_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
+    """``degree`` of the free ranks at equal distances, whatever their nodes and wherever the inputs are."""
+    return tuple(sorted(free)[index * len(free) // degree] for index in range(degree))
 
 
 def _racks(cluster: Cluster, nodes: dict[int, list[int]], degree: int, near: set[int]) -> list[int]:

@@ -183,15 +183,15 @@ def test_imbalance_is_the_mean_share_of_the_longest_that_ranks_wait() -> None:
     assert imbalance([]) == 0
 
 
-def test_without_topology_a_cascade_takes_the_ranks_that_have_been_free_longest(tmp_path: Path) -> None:
-    """The first, on one rank, leaves three: the pair that comes next stays in a rack, or does not know of racks."""
+def test_without_topology_a_cascade_is_spread_over_the_ranks_that_are_free(tmp_path: Path) -> None:
+    """Two pairs: with the racks known each has one, without both cross the uplink."""
     file = tmp_path / "racks.toml"
     file.write_text('nodes = 4\ngpus = 1\ndevice = "l20"\nrack = 2\nuplink = "1 GB/s"\n')
     asked = replace(module("4:l20", [4000] * 3, encoders=0), cluster=parse_cluster(file))
     scheduled = [
-        cascade.with_attrs(degree=degree, start=Quantity(0.0, "ms"), end=Quantity(10.0, "ms"))
-        for cascade, degree in zip(asked.cascades, (1, 2, 1), strict=True)
+        cascade.with_attrs(degree=2, start=Quantity(start, "ms"), end=Quantity(start + 10.0, "ms"))
+        for cascade, start in zip(asked.cascades, (0.0, 0.0, 1e5), strict=True)
     ]
     cost = CostModel(asked)
-    assert [cascade.ranks for cascade in placements(scheduled, cost, topology=False)] == [(0,), (1, 2), (3,)]
-    assert [cascade.ranks for cascade in placements(scheduled, cost)] == [(0,), (2, 3), (1,)]
+    assert [cascade.ranks for cascade in placements(scheduled, cost, topology=False)] == [(0, 2), (1, 3), (0, 2)]
+    assert [cascade.ranks for cascade in placements(scheduled, cost)] == [(0, 1), (2, 3), (0, 1)]
