@@ -94,8 +94,9 @@ class Browser:
         return base64.b64decode(self._request("GET", "/screenshot"))
 
     def messages(self) -> list[str]:
-        """What the page's console has said since the last call: errors, and what its own policy forbade."""
-        return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
+        """Errors in the page's console since the last call, and what its own policy forbade."""
+        said = self._post("/se/log", {"type": "browser"})
+        return [entry["message"] for entry in said if entry["level"] == "SEVERE"]
 
     def _place(self, selector: str, x: float, y: float) -> dict[str, object]:
         """A point of the window, after the element was scrolled into it."""
@@ -134,7 +135,7 @@ def request(method: str, url: str, body: object | None = None) -> Any:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser of its own, with a new profile, closed at the end."""
+    """A browser of its own, with a new profile, closed at the end. Raises RuntimeError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="arachnec-browser-", ignore_cleanup_errors=True) as scratch:
         log = Path(scratch) / "driver.log"
         driver = subprocess.Popen(
