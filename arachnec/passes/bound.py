@@ -49,22 +49,25 @@ class _Possible:
             kinds.setdefault((id(job.choices), head + tail), []).append(index)
         rows = [problem.jobs[jobs[0]].choices for jobs in kinds.values()]
         most = max(map(len, rows))
+        largest = sum(len(jobs) * row[0].ticks * row[-1].degree for row, jobs in zip(rows, kinds.values(), strict=True))
+        # numbers of any size where 64 bits are too few
+        number = np.int64 if 4 * max(largest, problem.gpus) < np.iinfo(np.int64).max else object
         # a kind with fewer choices repeats its last
         padded = [(*row, *(row[-1:] * (most - len(row)))) for row in rows]
-        self.degree = np.array([[choice.degree for choice in row] for row in padded], dtype=np.int64)
-        self.ticks = np.array([[choice.ticks for choice in row] for row in padded], dtype=np.int64)
+        self.degree = np.array([[choice.degree for choice in row] for row in padded], dtype=number)
+        self.ticks = np.array([[choice.ticks for choice in row] for row in padded], dtype=number)
         self.area = self.degree * self.ticks
-        self.many = np.array([len(jobs) for jobs in kinds.values()], dtype=np.int64)
-        self.needed = self.ticks + np.array([[around] for _, around in kinds], dtype=np.int64)
+        self.many = np.array([len(jobs) for jobs in kinds.values()], dtype=number)
+        self.needed = self.ticks + np.array([[around] for _, around in kinds], dtype=number)
 
     def __call__(self, horizon: int) -> bool:
         import numpy as np
 
-        allowed = self.needed <= horizon
+        allowed = (self.needed <= horizon).astype(bool)
         if not allowed[:, -1].all():
             return False
-        unlimited = np.iinfo(np.int64).max
+        unlimited = self.area.max()
         area = int((np.where(allowed, self.area, unlimited).min(axis=1) * self.many).sum())
         narrowest = np.take_along_axis(self.degree, allowed.argmax(axis=1)[:, None], axis=1)[:, 0]
-        wide = int((self.ticks[:, -1] * self.many)[2 * narrowest > self.gpus].sum())
+        wide = int((self.ticks[:, -1] * self.many)[(2 * narrowest > self.gpus).astype(bool)].sum())
         return area <= self.gpus * horizon and wide <= horizon

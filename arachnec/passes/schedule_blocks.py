@@ -206,7 +206,8 @@ def _fit_arrays(wished: Sequence[tuple[Option, int]], options: Options, load: li
     """``fit`` with arrays: the same rule for many GPUs."""
     import numpy as np
 
-    loads = np.array(load, dtype=np.int64)
+    most = sum(load) + sum(max(option.width * option.ticks for option in options[j]) for _, j in wished)
+    loads = np.array(load, dtype=np.int64 if most < np.iinfo(np.int64).max else object)
     gpus = len(load)
 
     def block_of(option: Option) -> tuple[int, int]:

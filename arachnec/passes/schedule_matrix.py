@@ -20,14 +20,32 @@ from itertools import combinations
 
 import z3
 
-from arachnec.passes.schedule_problem import Choice, Effort, Problem, Schedule
-from arachnec.passes.schedule_window import Answer
+from arachnec.passes.schedule_problem import Choice, Effort, Problem, Schedule, unit_for
+from arachnec.passes.schedule_window import Answer, find_schedule
 
-MOST_SETS = 200  # for which start times are looked for
+MOST_SETS = 50  # for which start times are looked for
 START_STEPS = 200_000  # of Z3, for the start times of one choice of sets
 
 
-def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effort) -> tuple[Answer, Schedule | None]:
+class Question:
+    """A question that another thread may stop."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._context: z3.Context | None = None
+
+    def begin(self, context: z3.Context) -> None:
+        self._context = context
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self._context is not None:
+            self._context.interrupt()
+
+
+def schedule_by_sets(
+    problem: Problem, horizon: int, *, seed: int, effort: Effort, question: Question | None = None
+) -> tuple[Answer, Schedule | None]:
     """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
 
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all.
@@ -40,11 +58,16 @@ def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effor
     matrix = _Matrix(problem.gpus, horizon, choices, until)
     if not matrix.complete:
         return Answer.UNKNOWN, None
+    question = question or Question()
+    question.begin(matrix.context)
     solver = matrix.solver
     solver.set("random_seed", seed % 2**31)
+    solver.set("phase", "always_false")  # few cells of the matrix are true
     if effort.steps is not None:
         solver.set("rlimit", effort.steps)
     for _ in range(MOST_SETS):
+        if question.stopped:
+            break
         if until is not None:
             left = until - time.perf_counter()
             if left <= 0:
@@ -63,6 +86,9 @@ def schedule_by_sets(problem: Problem, horizon: int, *, seed: int, effort: Effor
                 picks[job] = problem.jobs[job].choices.index(row.choice)
             return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
         matrix.exclude(rows, conflict)
+    else:  # sets without start times, again and again
+        left = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
+        return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, left))
     return Answer.UNKNOWN, None
 
 
@@ -148,10 +174,9 @@ class _Matrix:
             equal = self._columns_in_order(j, cells, equal)
             previous = row, pick, cells
         for ticks in self.held:
-            self.solver.add(z3.PbLe(ticks, horizon))
+            self._at_most(ticks, horizon)
         if spent:
-            free = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
-            self.solver.add(z3.PbLe(spent, free))
+            self._at_most(spent, gpus * horizon - sum(min(choice.area for choice in row) for row in choices))
         self.complete = True
 
     def rows(self, model: z3.ModelRef) -> list[_Row]:
@@ -175,6 +200,11 @@ class _Matrix:
             different += [z3.Not(pick) for pick, choice in self.picks[j] if choice == rows[j].choice]
             different += [z3.Not(self.cells[j][gpu]) for gpu in sorted(rows[j].gpus)]
         self.solver.add(z3.Or(different))
+
+    def _at_most(self, terms: Sequence[tuple[z3.BoolRef, int]], most: int) -> None:
+        """Numbers too large for Z3 are rounded down, which excludes nothing; start times are found without that."""
+        unit = unit_for(max(most, *(number for _, number in terms)))
+        self.solver.add(z3.PbLe([(boolean, number // unit) for boolean, number in terms], most // unit))
 
     def _bool(self, name: str) -> z3.BoolRef:
         return z3.Bool(name, self.context)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import z3
 
 from arachnec.passes.schedule_blocks import Option, Options, Placed
-from arachnec.passes.schedule_problem import Effort
+from arachnec.passes.schedule_problem import Effort, unit_for
 from arachnec.passes.schedule_window import Answer
 
 
@@ -59,15 +59,19 @@ def find_packing(
         if not one:
             return Answer.IMPOSSIBLE, None
         solver.add(z3.PbEq(one, 1))
+    # numbers too large for Z3 are rounded, lengths up: a packing found is one, a refusal is none
+    unit = unit_for(horizon)
     for ticks, blocks in zip(base, held, strict=True):
         if blocks:
-            solver.add(z3.PbLe(blocks, horizon - ticks))
+            solver.add(z3.PbLe([(here, -(-length // unit)) for here, length in blocks], (horizon - ticks) // unit))
     if areas:
-        solver.add(z3.PbLe(areas, _room(base, horizon)))
+        room = _room(base, horizon)
+        coarse = unit_for(room)
+        solver.add(z3.PbLe([(here, area // coarse) for here, area in areas], room // coarse))
     if effort.wall_ms is not None:  # making the question counts too
         solver.set("timeout", max(1, effort.wall_ms - int((time.perf_counter() - started) * 1e3)))
     answer = solver.check()
-    if answer == z3.unsat:
+    if answer == z3.unsat and unit == 1:
         return Answer.IMPOSSIBLE, None
     if answer != z3.sat:
         return Answer.UNKNOWN, None

@@ -121,3 +121,11 @@ class Effort:
 
     steps: int | None = None
     wall_ms: int | None = None
+
+
+LARGEST_NUMBER = 2**31 - 1  # that Z3's pseudo-Boolean constraints take
+
+
+def unit_for(largest: int) -> int:
+    """What numbers up to ``largest`` must be divided by so that Z3 takes them; 1 where it does as they are."""
+    return -(-largest // LARGEST_NUMBER) if largest > LARGEST_NUMBER else 1

@@ -16,7 +16,7 @@ from functools import reduce
 
 import z3
 
-from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, Schedule
+from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, Schedule, unit_for
 
 
 class Answer(Enum):
@@ -98,7 +98,10 @@ class _Model:
     def _areas(self) -> None:
         areas = [(pick, choice.area) for j in range(len(self.pick)) for pick, choice in self._choices(j)]
         unit = reduce(math.gcd, (area for _, area in areas), 0) or 1
-        room = self.problem.gpus * self.horizon // unit
+        room = self.problem.gpus * self.horizon
+        # as sums of rounded areas are no more than rounded sums, rounding down excludes nothing
+        unit *= unit_for(max(room, *(area for _, area in areas)) // unit)
+        room //= unit
         self.solver.add(z3.PbLe([(pick, area // unit) for pick, area in areas], room))
 
     def _capacity(self) -> None:

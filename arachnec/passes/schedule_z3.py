@@ -34,11 +34,11 @@ from arachnec.passes.schedule_tail import tail_of, with_tail
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once
+FEW = 8  # jobs up to which start times are quick
 WHOLE_PACKED = 40  # where none waits for another
 GOOD = 1.02  # times the bound
 CHAINED_SHARE = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
 PACKING_SHARE = 0.1  # of what is left, for one question about the whole as a packing
-LEAST_LEAP = 64  # part of the gap by which the horizon sinks after an answer
 QUESTION_MS = 700  # of Z3 on two blocks
 TRIES = 4000  # of one local search, or of repacking what Z3 is given whole, where time allows
 TURN_SHARE = 0.25  # of what is left, for the local search of one turn
@@ -118,11 +118,8 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     schedule = first_schedule(problem, packed, bound)
     if options is not None and packed is not None:
         schedule = repack(problem, options, packed, schedule, bound, clock, seed)
-    if options is not None and not _chained(problem) and len(problem.jobs) <= WHOLE_PACKED:
-        found = prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed)
-        if found.proved or not _any_left(clock) or len(problem.jobs) > WHOLE:
-            return found
-        schedule = found.schedule
+    if options is not None and not _chained(problem) and FEW < len(problem.jobs) <= WHOLE_PACKED:
+        return prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed)
     if len(problem.jobs) > WHOLE:
         schedule = improve_by_turns(problem, schedule, bound, clock, seed)
         return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
@@ -226,18 +223,18 @@ def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, cl
 def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock: Clock, seed: int) -> Solution:
     """The best packing in aligned blocks by bisection, then the proof that no other schedule is shorter.
 
-    The first question is whether anything beats the incumbent. Sets of GPUs that are no aligned blocks can make a
-    schedule shorter still, so that is asked next, and its refusal is the proof (``schedule_matrix``).
+    Sets of GPUs that are no aligned blocks can make a schedule shorter still, so those are asked for next
+    (``schedule_squeeze``), and at once where that is quick.
     """
-    from arachnec.passes.schedule_matrix import schedule_by_sets
     from arachnec.passes.schedule_packing import find_packing
+    from arachnec.passes.schedule_squeeze import squeeze, squeeze_in_steps
     from arachnec.passes.schedule_window import Answer
 
     schedule, bound = incumbent.schedule, incumbent.bound
     high = schedule.makespan(problem)
     low, horizon = bound, high - 1
     everything, nothing = range(len(problem.jobs)), [0] * problem.gpus
-    while low < high and _any_left(clock):
+    while low < high and _any_left(clock) and len(problem.jobs) > WHOLE:
         effort = _effort(clock, min(clock.left() * PACKING_SHARE, QUESTION_MS))
         answer, placed = find_packing(
             everything, options, problem.heads, nothing, horizon, problem.gpus, seed=seed, effort=effort
@@ -250,18 +247,12 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
         else:
             break
         horizon = (low + high - 1) // 2
-    low, leap = bound, 0
-    while low < high and _any_left(clock):
-        horizon = max((low + high - 1) // 2, high - 1 - leap)
-        answer, found = schedule_by_sets(problem, horizon, seed=seed, effort=_effort(clock, clock.left()))
-        if answer is Answer.IMPOSSIBLE:
-            low, leap = horizon + 1, leap // 4
-        elif found is not None and not violations(problem, found):
-            reached = found.makespan(problem)
-            schedule, high, leap = found, reached, 2 * max(leap, high - reached, (high - low) // LEAST_LEAP)
-        else:
-            break
-    return Solution(schedule, incumbent.area_bound, low, low >= high)
+    found = Solution(schedule, incumbent.area_bound, bound, bound >= high)
+    if found.proved or not _any_left(clock):
+        return found
+    if clock.steps is not None:
+        return squeeze_in_steps(problem, found, steps=clock.steps * Z3_STEPS_PER_STEP, seed=seed)
+    return squeeze(problem, found, milliseconds=clock.left(), seed=seed)
 
 
 def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Solution:

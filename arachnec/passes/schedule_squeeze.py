@@ -1,0 +1,112 @@
+"""Bound and makespan of a small problem moved towards each other by questions to Z3, until they meet.
+
+"Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
+degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
+the bound upwards, in leaps of a part of what is left, and a question that takes long is put off: the next ones lie
+below it, and it comes up again, with twice the time, when those are answered. Two questions run at once (Z3 works
+outside of Python's lock); an answer stops the other question where it has become pointless.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from arachnec.passes.schedule_matrix import Question, schedule_by_sets
+from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
+from arachnec.passes.schedule_window import Answer
+
+CORES = 2
+LEAPS = (0.5, 0.25)  # of what lies between bound and makespan: where the first and the second question is asked
+FIRST_MS = 300.0  # of a question before it is put off
+CLOSE = 0.0015  # of the makespan: where the two are that near, whether there is anything shorter is asked at once
+NEAR = 0.1  # of what lies between them: a question put off is asked again where the bound has come that near to it
+
+
+def squeeze(problem: Problem, incumbent: Solution, *, milliseconds: float, seed: int) -> Solution:
+    """The best schedule and bound after so much wall time, sooner where they meet."""
+    state = _Squeeze(problem, incumbent, time.perf_counter() + milliseconds / 1e3, seed)
+    with ThreadPoolExecutor(CORES) as pool:
+        for done in [pool.submit(state.work) for _ in range(CORES)]:
+            done.result()
+    return state.solution()
+
+
+def squeeze_in_steps(problem: Problem, incumbent: Solution, *, steps: int, seed: int) -> Solution:
+    """The same without a clock: one question after the other, each with as many of Z3's steps, none asked again."""
+    state = _Squeeze(problem, incumbent, None, seed)
+    while (horizon := state.next_horizon()) is not None and state.limit <= FIRST_MS:
+        answer, found = schedule_by_sets(problem, horizon, seed=seed, effort=Effort(steps, None), question=Question())
+        state.learn(horizon, answer, found)
+    return state.solution()
+
+
+class _Squeeze:
+    """What is known; shared by the threads, and changed under ``lock`` alone."""
+
+    def __init__(self, problem: Problem, incumbent: Solution, until: float | None, seed: int) -> None:
+        self.problem, self.incumbent, self.until, self.seed = problem, incumbent, until, seed
+        self.low, self.schedule = incumbent.bound, incumbent.schedule
+        self.high = self.schedule.makespan(problem)
+        self.put_off = self.high  # the least horizon at which a question took too long
+        self.limit = FIRST_MS
+        self.lock = threading.Lock()
+        self.asked: dict[Question, int] = {}
+
+    def solution(self) -> Solution:
+        return Solution(self.schedule, self.incumbent.area_bound, self.low, self.low >= self.high)
+
+    def work(self) -> None:
+        """Asks until the bound is met or the time is over."""
+        assert self.until is not None
+        number = 0
+        while True:
+            with self.lock:
+                horizon = self.next_horizon()
+                left = (self.until - time.perf_counter()) * 1e3
+                if horizon is None or left < 1:
+                    return
+                question = Question()
+                self.asked[question] = horizon
+                effort = Effort(None, int(min(left, self.limit)))
+                number += 1
+            try:
+                answer, found = schedule_by_sets(
+                    self.problem, horizon, seed=self.seed + number, effort=effort, question=question
+                )
+            finally:
+                with self.lock:
+                    del self.asked[question]
+            with self.lock:
+                if not question.stopped or answer is not Answer.UNKNOWN:
+                    self.learn(horizon, answer, found)
+                for other, at in self.asked.items():
+                    if not self.low <= at < self.high:
+                        other.stop()
+
+    def next_horizon(self) -> int | None:
+        """Where to ask next; None where bound and makespan have met."""
+        if self.low >= self.high:
+            return None
+        if self.put_off < self.high and self.put_off - self.low <= NEAR * (self.high - self.low):
+            self.put_off, self.limit = self.high, 2 * self.limit
+        last = self.high - 1
+        if self.high - self.low <= CLOSE * self.high and last not in self.asked.values():
+            return last
+        room = self.put_off - self.low
+        wished = [self.low + int(room * leap) for leap in LEAPS]
+        return next((horizon for horizon in wished if horizon not in self.asked.values()), wished[0])
+
+    def learn(self, horizon: int, answer: Answer, found: Schedule | None) -> None:
+        if answer is Answer.IMPOSSIBLE:
+            self.low = max(self.low, horizon + 1)
+        elif found is not None and not violations(self.problem, found):
+            reached = found.makespan(self.problem)
+            if reached < self.high:
+                self.schedule, self.high = found, reached
+                self.put_off = min(self.put_off, reached)
+        else:
+            self.put_off = min(self.put_off, horizon)
+            if self.put_off <= self.low:
+                self.put_off, self.limit = self.high, 2 * self.limit
