@@ -60,6 +60,8 @@ def share_text(text: str | None, device: torch.device) -> str:
     dist.broadcast(size, 0)
     if not 0 <= int(size) <= LIMIT_BYTES:
         raise ValueError(f"a plan of {int(size)} bytes")
+    if not int(size):
+        return ""
     body = torch.empty(int(size), dtype=torch.uint8, device=device)
     if dist.get_rank() == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

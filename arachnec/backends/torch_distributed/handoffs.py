@@ -6,7 +6,7 @@ ranks are matched first in, first out; ``check`` has proved that both sides list
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,15 +70,15 @@ class Handoffs:
             self.arrived(name)
 
 
-def posting_order(program: Program, limit: float) -> tuple[tuple[Instruction, ...], ...]:
+def posting_order(program: Program, limit: float, given: Collection[str] = ()) -> tuple[tuple[Instruction, ...], ...]:
     """For each instruction, the receives to post before it: each as early as order and memory allow.
 
     ``limit`` is the device's memory in GiB. A receive moves over what stands before it while the rank's planned memory,
     its buffer included, stays under the limit at every instruction in between; receives never pass one another, so
-    the order per pair of ranks stays as it was proved.
+    the order per pair of ranks stays as it was proved. ``given`` are values that are there from the start.
     """
     steps = program.instructions
-    held = list(planned_memory(program))
+    held = list(planned_memory(program, given))
     posts: list[list[Instruction]] = [[] for _ in steps]
     earliest = 0
     for index, step in enumerate(steps):
@@ -94,14 +94,23 @@ def posting_order(program: Program, limit: float) -> tuple[tuple[Instruction, ..
     return tuple(tuple(post) for post in posts)
 
 
-def planned_memory(program: Program) -> tuple[float, ...]:
-    """GiB on this rank while each instruction runs, by the program's own numbers."""
+def planned_memory(program: Program, given: Collection[str] = ()) -> tuple[float, ...]:
+    """GiB on this rank while each instruction runs, by the program's own numbers.
+
+    ``given`` are cascades that were encoded before the program starts.
+    """
     current = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
     owned: dict[str, float] = {}
     activations: dict[str, float] = {}
     profile: list[float] = []
     for step in program.instructions:
-        if step.op in ("encode", "receive", "denoise"):
+        if step.op == "encode" and step.target in given:
+            owned[step.target] = _gib(step, "memory")
+    current += sum(owned.values())
+    for step in program.instructions:
+        if step.op == "encode" and step.target in given:
+            pass
+        elif step.op in ("encode", "receive", "denoise"):
             owned[step.target] = owned.get(step.target, 0.0) + _gib(step, "memory")
             current += _gib(step, "memory")
         elif step.op == "forward":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
 from arachnec.backends.reference import encoded_inputs
+from arachnec.backends.torch_distributed.ahead import Ahead
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.gradients import GradientSums, layers_in
 from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec, posting_order
@@ -80,10 +81,17 @@ class Iteration:
     specs: Mapping[str, TensorSpec]  # of every value received, by cascade
     step: int
     posts: tuple[tuple[Instruction, ...], ...]
+    given: Mapping[str, Tensor]  # what was encoded in an earlier step, by cascade
 
     @classmethod
     def of(
-        cls, module: Module, rank: int, clips: Mapping[int, VideoClip], specs: Mapping[str, TensorSpec], step: int
+        cls,
+        module: Module,
+        rank: int,
+        clips: Mapping[int, VideoClip],
+        specs: Mapping[str, TensorSpec],
+        step: int,
+        given: Mapping[str, Tensor] | None = None,
     ) -> Iteration:
         """Raises ``UserError`` for an instruction that this back end does not know."""
         program = program_of(module, rank)
@@ -93,7 +101,8 @@ class Iteration:
                     NotExecutable(instruction.span, instruction.op, instruction.target, rank, ", ".join(EXECUTABLE))
                 )
         limit = module.cluster.memory if module.cluster else 0.0
-        return cls(module, program, clips, specs, step, posting_order(program, limit))
+        given = given or {}
+        return cls(module, program, clips, specs, step, posting_order(program, limit, given), given)
 
 
 @dataclass
@@ -115,14 +124,19 @@ def run_iteration(
     iteration: Iteration,
     clock: Clock,
     before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ahead: Ahead | None = None,
 ) -> Run:
-    """Execute one rank's program. ``before_step`` sees the parameters with their whole gradients, before clipping."""
+    """Execute one rank's program.
+
+    ``before_step`` sees the parameters with their whole gradients, before clipping; ``ahead`` is what to do of the next
+    program while the sums of gradients are on their way.
+    """
     drop_gradients(equipment.parameters)
     run = Run()
     handoffs = Handoffs(equipment.rank, equipment.device, equipment.channels)
     sums = GradientSums(equipment.parameters, layers_in(iteration.module, equipment.model), equipment.sum_groups)
     cascades = {cascade.name: cascade for cascade in iteration.module.cascades}
-    walk = _Walk(equipment, iteration, handoffs, sums, run, cascades, before_step)
+    walk = _Walk(equipment, iteration, handoffs, sums, run, cascades, before_step, ahead)
     for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
         for post in posts:
             handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
@@ -143,6 +157,7 @@ class _Walk:
     run: Run
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
+    ahead: Ahead | None
     shares: list[Tensor] = field(default_factory=list)
 
     def execute(self, instruction: Instruction) -> None:
@@ -151,6 +166,8 @@ class _Walk:
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op == "step":
+            if self.ahead is not None:
+                self.ahead.run(partial(self._encoded_ahead, clock), self._sums_are_coming)
             with clock.measure("reduce", instruction.target):
                 self.sums.wait()
             return
@@ -162,6 +179,9 @@ class _Walk:
 
     def _encode(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
+        if cascade.name in self.iteration.given:
+            self.run.values[cascade.name] = self.iteration.given[cascade.name]
+            return
         encoder, clips, device = self.equipment.encoders[cascade.stage], self._clips(cascade), self.equipment.device
         ranks = instruction.peers
         if not 1 < len(ranks) <= len(clips):
@@ -170,6 +190,15 @@ class _Walk:
         rows = self.equipment.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
         own = encode(encoder, clips[rows.offset : rows.offset + rows.local], device)
         self.run.values[cascade.name] = gather_tokens(own, 0, rows)
+
+    def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> Tensor:
+        with clock.measure("encode", cascade.name):
+            return encode(self.equipment.encoders[cascade.stage], self._clips(cascade), self.equipment.device)
+
+    def _sums_are_coming(self) -> bool:
+        if self.equipment.device.type == "cuda":  # the host is ahead of the device, which may not be waiting at all
+            torch.cuda.current_stream(self.equipment.device).synchronize()
+        return not self.sums.done
 
     def _forward(self, instruction: Instruction) -> None:
         equipment = self.equipment

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from arachnec.backends.executable import Executable
@@ -20,7 +18,7 @@ KEPT = 256
 
 
 class Plans:
-    """Hands out checked programs; every rank calls ``get`` with the same numbers in the same order."""
+    """Hands out checked programs; every rank calls its methods with the same numbers in the same order."""
 
     def __init__(self, executable: Executable, rank: int, world: int, device: torch.device) -> None:
         self._executable = executable
@@ -33,23 +31,42 @@ class Plans:
         several = executable.header.iterations > 1
         self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and (several or not fits) else None
 
-    def get(self, number: int, following: int) -> tuple[Module, float]:
-        """The program of iteration ``number``, and the ms that its step had to wait for it.
+    def get(self, number: int) -> Module:
+        """The program of iteration ``number``, waited for if need be.
 
-        Has ``following`` planned meanwhile. Raises ``UserError`` for a plan that cannot be made or that does not check.
+        Raises ``UserError`` for a plan that cannot be made or that does not check.
         """
-        started = time.perf_counter()
         module = self._kept.get(number)
         if module is None:
             text = self._text(number) if self._rank == 0 else None
-            module = checked_program(share_text(text, self._device), f"iteration {number}")
-            if len(self._kept) >= KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[number] = module
-        waited = (time.perf_counter() - started) * 1e3
-        if self._planner is not None and following not in self._kept and not self._is_compiled(following):
-            self._planner.ask(following)
-        return module, waited
+            module = self._keep(number, share_text(text, self._device))
+        return module
+
+    def get_ready(self, number: int) -> Module | None:
+        """The program of a later iteration where it has been made by now; the same answer on every rank."""
+        if number not in self._kept:
+            text = self._ready(number) if self._rank == 0 else None
+            shared = share_text(text, self._device)
+            return self._keep(number, shared) if shared else None
+        return self._kept[number]
+
+    def prepare(self, number: int) -> None:
+        """Have iteration ``number`` planned in the background, after what was asked for before."""
+        if self._planner is not None and number not in self._kept and not self._is_compiled(number):
+            self._planner.ask(number)
+
+    def _keep(self, number: int, text: str) -> Module:
+        module = checked_program(text, f"iteration {number}")
+        if len(self._kept) >= KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[number] = module
+        return module
+
+    def _ready(self, number: int) -> str | None:
+        if self._is_compiled(number):
+            return self._compiled
+        assert self._planner is not None
+        return self._planner.fetch_ready(number)
 
     def close(self) -> None:
         if self._planner is not None:

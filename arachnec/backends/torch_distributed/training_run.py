@@ -21,6 +21,7 @@ from arachnec.backends.timeline import planned, read_measured
 from arachnec.backends.timeline_svg import draw
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
+from arachnec.backends.torch_distributed.ahead import Ahead
 from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups, wanted_sums
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
@@ -62,7 +63,7 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
         for step in range(trainer.done, end):
             last = step == end - 1
             saving = options.save_gradients if last and dist.get_rank() == 0 else None
-            steps.append(trainer.step(step, save_gradients=saving))
+            steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
             if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
                 trainer.save(options.checkpoint, step + 1)
@@ -82,9 +83,11 @@ class Trainer:
         model = build_model(model_file, training, device)
         share_weights(model)
         parameters = trained_parameters(model)
+        self._executable = executable
         self._plans = Plans(executable, rank, world, device)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
-        first, self._waited = self._plans.get(0, following=0)
+        self._waited = 0.0  # ms for plans since the last report
+        first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
         self._equipment = Equipment(
             rank=rank,
@@ -100,12 +103,12 @@ class Trainer:
             channels={},
             training=training,
         )
-        self._executable = executable
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._equipment.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-        self._sequences = Sequences(model_file, model, executable.clips, dtype)
+        self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
         self.done = self._resume(options)
+        self._ahead: Ahead | None = None
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
@@ -113,23 +116,48 @@ class Trainer:
     def device(self) -> torch.device:
         return self._equipment.device
 
-    def step(self, number: int, *, save_gradients: Path | None = None) -> report.StepReport:
-        """Plan and carry out optimizer step ``number``; put together what all ranks measured."""
+    def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
+        """Plan and carry out optimizer step ``number``; put together what all ranks measured.
+
+        A rank that has to wait at its end encodes for the step after it, unless it is the ``last``.
+        """
         iterations = self._executable.header.iterations
         iteration = number % iterations
-        self.module, exposed = self._plans.get(iteration, following=(number + 1) % iterations)
-        exposed, self._waited = exposed + self._waited, 0.0
+        self.module = self._plan(number)
         self._equip(self.module)
         equipment = self._equipment
         received = self._specs.received(self.module, program_of(self.module, equipment.rank), self._clips)
-        own = Iteration.of(self.module, equipment.rank, self._clips, received, number)
-        dist.barrier()
+        given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
+        own = Iteration.of(self.module, equipment.rank, self._clips, received, number, given)
+        self._ahead = None if last else self._look_ahead(number + 1)
+        exposed, self._waited = self._waited, 0.0
         clock = Clock(equipment.rank, equipment.device)
         started = time.perf_counter()
-        run = run_iteration(equipment, own, clock, _saver(save_gradients))
+        run = run_iteration(equipment, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _plan(self, number: int) -> Module:
+        """The program of step ``number``; the next one's is made meanwhile."""
+        started = time.perf_counter()
+        iterations = self._executable.header.iterations
+        module = self._plans.get(number % iterations)
+        self._plans.prepare((number + 1) % iterations)
+        self._waited += (time.perf_counter() - started) * 1e3
+        return module
+
+    def _look_ahead(self, number: int) -> Ahead | None:
+        """What this rank may encode for a later step, where that step's plan is there by now."""
+        started = time.perf_counter()
+        iterations = self._executable.header.iterations
+        module = self._plans.get_ready(number % iterations)
+        self._plans.prepare((number + 1) % iterations)
+        self._waited += (time.perf_counter() - started) * 1e3
+        if module is None:
+            return None
+        limit = module.cluster.memory if module.cluster else 0.0
+        return Ahead.of(module, program_of(module, self._equipment.rank), limit)
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
