@@ -22,6 +22,7 @@ from arachnec.ir.nodes import Clip, Cluster, Level, Module
 from arachnec.ir.values import Attributes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.cluster_file import parse_cluster
+from arachnec.passes.fuse import Fuse
 from arachnec.passes.instrument import Instrument
 from arachnec.passes.pipeline import Pipeline
 from arachnec.passes.pipelines import ORIGINAL_CLIPS
@@ -29,6 +30,14 @@ from arachnec.report import clips_trained, plan_report, simulation_report
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
+
+
+def _fused(traced: Module, pipeline: Pipeline) -> Module:
+    """The block graphs with their regions, where the pipeline fuses: plans of iterations carry no graphs."""
+    for step in pipeline.passes:
+        if isinstance(step, Fuse):
+            traced = step.run(traced)
+    return traced
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ def compile(
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
     trace = trace_file(model_file, manifest)
-    traced = front_end(trace, manifest, machine)
+    traced = _fused(front_end(trace, manifest, machine), pipeline)
     tracing_ms = (time.perf_counter() - started) * 1e3
     module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
     return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms, trace.warnings)

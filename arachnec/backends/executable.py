@@ -3,7 +3,7 @@
 =================== ========================================================================================
 program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
 traced.cascade      cluster, stages and every clip of the manifest with its iteration: what later steps are planned from
-graphs.cascade      the block graphs, to be read
+graphs.cascade      the block graphs; where they have fused regions, every run executes those
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
@@ -32,9 +32,10 @@ import msgspec
 from arachnec.backends.training import Training, verified
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Level, Module
+from arachnec.ir.nodes import Graph, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.verify import verify
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.version import __version__
 
@@ -103,6 +104,16 @@ class Executable:
     @property
     def training(self) -> Training:
         return self.header.training
+
+    def fused_graphs(self) -> tuple[Graph, ...]:
+        """The block graphs, where the pipeline fused them; none else. Raises ``UserError`` for malformed text."""
+        if not (self.folder / GRAPHS).is_file():
+            return ()
+        module = parse_module(_text(self.folder, GRAPHS, _read(self.folder, GRAPHS)), str(self.folder / GRAPHS))
+        problems = verify(module)
+        if problems:
+            raise UserError(*problems)
+        return module.graphs if any(graph.fused for graph in module.graphs) else ()
 
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -109,21 +109,35 @@ def _rescaled(shard: SequenceShard, length: int) -> SequenceShard:
     return replace(shard, tokens=tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
+@dataclass(frozen=True)
+class FusedForms:
+    """A block's graphs with fused regions: of the ``whole`` block, and of one rank's ``share`` of it."""
+
+    whole: fx.GraphModule
+    share: fx.GraphModule
+
+
 class SequenceModel:
     """A model whose blocks can run on a part of their tokens. Made by ``install``, undone by ``restore``."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[ShardedBlock], captured: CapturedModel) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[ShardedBlock],
+        captured: CapturedModel,
+        fused: Sequence[FusedForms | None] | None = None,
+    ) -> None:
         self.model, self.blocks, self.captured = model, tuple(blocks), captured
         self._running = _Running()
         self._replaced: list[tuple[nn.Module, Any]] = []
-        for block in self.blocks:
+        for block, forms in zip(self.blocks, fused or [None] * len(self.blocks), strict=True):
             for path in block.captured.instances:
-                self._replace(path, block)
+                self._replace(path, block, forms)
 
-    def _replace(self, path: str, block: ShardedBlock) -> None:
+    def _replace(self, path: str, block: ShardedBlock, forms: FusedForms | None) -> None:
         module = self.model.get_submodule(path)
         self._replaced.append((module, module.__dict__.get("forward")))
-        module.forward = _BlockForward(path, module, block, self._running)
+        module.forward = _BlockForward(path, module, block, self._running, forms)
 
     @contextmanager
     def use(self, shard: SequenceShard | None, recompute: bool = False) -> Iterator[nn.Module]:
@@ -155,19 +169,27 @@ class SequenceModel:
         return gather_warnings(self.captured, self.blocks)
 
 
-def install(model: nn.Module, captured: CapturedModel) -> SequenceModel:
-    """Put wrappers in the place of the captured blocks of ``model``.
+def install(
+    model: nn.Module, captured: CapturedModel, fuse: Callable[[ShardedBlock], FusedForms] | None = None
+) -> SequenceModel:
+    """Put wrappers in the place of the captured blocks of ``model``; ``fuse`` gives the graphs that they run.
 
-    Raises ``UserError`` for a block that cannot run on a part of its tokens.
+    Without it a block runs its own forward where it has all tokens. Raises ``UserError`` for a block that cannot run
+    on a part of its tokens.
     """
-    return SequenceModel(model, [shard_block(block) for block in captured.blocks], captured)
+    blocks = [shard_block(block) for block in captured.blocks]
+    return SequenceModel(model, blocks, captured, None if fuse is None else [fuse(block) for block in blocks])
 
 
 class _BlockForward:
     """Stands for ``forward`` on one block instance."""
 
-    def __init__(self, path: str, module: nn.Module, block: ShardedBlock, running: _Running) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, block: ShardedBlock, running: _Running, forms: FusedForms | None
+    ) -> None:
         self.path, self.block, self.running = path, block, running
+        self._whole = None if forms is None else forms.whole
+        self._share = block.module if forms is None else forms.share
         self.original: Callable[..., Any] = module.forward
         self.__signature__ = inspect.signature(self.original)
         self._arguments = _Arguments(path, self.__signature__, block.captured)
@@ -176,6 +198,9 @@ class _BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.running
+        if running.shard is None and self._whole is not None:
+            inputs = self._arguments.tensors(args, kwargs)
+            return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
         if running.shard is None:
             if running.recompute and torch.is_grad_enabled():
                 return checkpoint(self.original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -187,16 +212,19 @@ class _BlockForward:
         lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
         shard = self.running.shard_of(next(lengths))
         inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
-        values = self._values(inputs)
-        if self.running.recompute and torch.is_grad_enabled():
-            results = checkpoint(self.block.module, shard, *values, use_reentrant=False, preserve_rng_state=False)
-        else:
-            results = self.block.module(shard, *values)
+        results = self._run(self._share, [shard, *self._values(inputs)])
         outputs = [
             result if dim is None else ShardedTokens(result, dim, shard)
             for result, dim in zip(results, self.block.outputs, strict=True)
         ]
         return self.block.captured.unflatten(outputs)
+
+    def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
+        if self.running.recompute and torch.is_grad_enabled():
+            kept: Sequence[Tensor] = checkpoint(module, *values, use_reentrant=False, preserve_rng_state=False)
+            return kept
+        made: Sequence[Tensor] = module(*values)
+        return made
 
     def _values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         values: list[Tensor] = []

@@ -97,9 +97,9 @@ def drawing(model: Path, found: Sequence[Compared]) -> str:
 
 
 def names(pipelines: str | None) -> list[str]:
-    from arachnec.passes.pipelines import PIPELINES
+    from arachnec.passes.pipelines import NOT_COMPARED, PIPELINES
 
     if pipelines is None:
-        return list(PIPELINES)
+        return [name for name in PIPELINES if name not in NOT_COMPARED]
     separator = ";" if ";" in pipelines or "{" in pipelines else ","
     return [part.strip() for part in pipelines.split(separator) if part.strip()]

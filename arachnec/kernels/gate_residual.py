@@ -1,4 +1,4 @@
-"""residual + gate * branch as an operator: the end of an adaptive block, whose backward also sums the gate's gradient."""
+"""residual + gate * branch as an operator: the end of an adaptive block. Its backward also sums the gate's gradient."""
 
 from __future__ import annotations
 

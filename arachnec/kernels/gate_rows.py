@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: E501
 # (Triton's decorators have no types, and its language neither unpacks tuples nor joins conditions of two times.)
 """residual + gate * branch, and its backward with the gate's column sums: the Triton kernels.
 

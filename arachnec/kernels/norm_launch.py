@@ -103,7 +103,7 @@ def backward(
             **launch.options,
         )  # fmt: skip
     found = Gradients(dx, *(t if t is not None else h.new_empty(0) for t in (dbranch, dgate, dscale)), *empties(h, 3))
-    if not kinds or not rows:
+    if not kinds:
         return found
     product_dtype = scale.dtype if grouped and scale is not None and weight is None and bias is None else torch.float32
     grad_dtype = shift.dtype if grouped and shift is not None and bias is None else torch.float32

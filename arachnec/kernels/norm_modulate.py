@@ -289,10 +289,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    shift = ctx.saved_tensors[6]
+    saved = ctx.saved_tensors  # once: a checkpointed forward gives them once
+    shift = saved[6]
     wanted = ctx.needs_input_grad[1:5]
     dx, dscale, dshift, dweight, dbias = torch.ops.arachnec.norm_modulate_backward(
-        dy, *ctx.saved_tensors, ctx.per_row, ctx.layer, any(wanted)
+        dy, *saved, ctx.per_row, ctx.layer, any(wanted)
     )
     if ctx.per_row and shift is not None:
         dshift = _rows(dy).to(shift.dtype)
@@ -308,14 +309,15 @@ def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 
 
 def _gated_gradients(ctx: Any, dh: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    h, gate, shift = ctx.saved_tensors[0], ctx.saved_tensors[4], ctx.saved_tensors[8]
+    saved = ctx.saved_tensors  # once: a checkpointed forward gives them once
+    h, gate, shift = saved[0], saved[4], saved[8]
     wanted = ctx.needs_input_grad[2:7]
     dy = torch.zeros_like(h) if dy is None else dy
     dresidual, dbranch, dgate, dscale, dshift, dweight, dbias = torch.ops.arachnec.gate_residual_norm_modulate_backward(
-        dh, dy, *ctx.saved_tensors, ctx.per_row, ctx.layer, any(wanted)
+        dh, dy, *saved, ctx.per_row, ctx.layer, any(wanted)
     )
     if gate is None:
-        dbranch = dresidual.to(ctx.saved_tensors[3].dtype)
+        dbranch = dresidual.to(saved[3].dtype)
     if ctx.per_row and shift is not None:
         dshift = _rows(dy).to(shift.dtype)
     found = (dgate, dweight, dbias, dscale, dshift)

@@ -30,7 +30,8 @@ def norm_rope(
 
     ``cos`` and ``sin`` [S, D / 2], or [B * S, D / 2] where samples or packed segments have their own, turn the pairs of
     neighbours (``interleaved``) or of halves of a head; a token with cos 1 and sin 0 keeps its place. With D columns
-    each place of a pair has its own: x * cos + (-hi, lo) * sin. They have no gradients. The result has x's dtype and order of strides, so heads-first tensors are passed as their transpose.
+    each place of a pair has its own: x * cos + (-hi, lo) * sin. They have no gradients.
+    The result has x's dtype and order of strides, so heads-first tensors are passed as their transpose.
     Norms without weight and bias are over D. Raises ValueError for other shapes.
     """
     if norm not in NORMS:

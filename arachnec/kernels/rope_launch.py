@@ -98,8 +98,8 @@ def backward(
             *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3],
             batch * sequence, sequence, 1 if cos is None else cos.shape[0], run,
             N_HEADS=heads, D=size, HEADS=count, PAIRS=pairs, LAYER=rope.layer, ACROSS=rope.across,
-            INTERLEAVED=rope.interleaved, WIDE=wide(cos, size), STAGES=launch.stages, SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad,
-            **launch.options,
+            INTERLEAVED=rope.interleaved, WIDE=wide(cos, size), STAGES=launch.stages,
+            SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad, **launch.options,
         )  # fmt: skip
     sums = list(sum_partials(partials, groups, run, (torch.float32,) * kinds))
     product = sums.pop(0)[0] if sum_product else x.new_empty(0, dtype=torch.float32)

@@ -29,7 +29,8 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def _angles(table: Tensor, x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Of both places of a pair: the same where the table has D / 2 columns, each its own where it has D."""
-    rows = table.to(x.dtype).reshape(-1, x.shape[1], 1, table.shape[1])
+    samples = max(table.shape[0] // max(x.shape[1], 1), 1)
+    rows = table.to(x.dtype).reshape(samples, x.shape[1], 1, table.shape[1])
     return _split(rows, interleaved) if table.shape[1] == x.shape[3] else (rows, rows)
 
 

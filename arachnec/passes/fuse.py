@@ -46,13 +46,15 @@ def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidt
     """``graph`` with its fused regions. ``likely`` are the sizes the cost model sees, ``bandwidth`` is in bytes/s."""
     from arachnec.passes.fuse_cost import Machine, RegionCost
     from arachnec.passes.fuse_explain import reasons
-    from arachnec.passes.fuse_graph import FusionGraph
+    from arachnec.passes.fuse_graph import FusionGraph, bits
+    from arachnec.passes.fuse_match import biased_gelus
     from arachnec.passes.fuse_search import find_regions
     from arachnec.passes.shape_constraints import LIKELY, constraints_of
 
     known = FusionGraph(graph, constraints_of(graph, LIKELY if likely is None else likely))
     cost = RegionCost(known, Machine() if bandwidth is None else Machine(bandwidth))
     regions = find_regions(known, cost)
+    regions = sorted([*regions, *biased_gelus(known, regions)], key=lambda region: next(bits(region)))
     counts: Counter[str] = Counter()
     names = []
     for region in regions:

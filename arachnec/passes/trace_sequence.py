@@ -74,6 +74,7 @@ class ShardedBlock:
     ``inputs`` and ``outputs`` have an entry per tensor input and output: the dimension along which it holds this rank's
     tokens only, or None for what is the same on every rank. ``tokens`` is the length of that dimension over all ranks,
     S unless the shell joined text to it; ``local`` counts the ops that run on a rank's tokens as they are.
+    ``counterparts`` are the captured nodes' in ``module``: the tensors that stand for them.
     """
 
     captured: CapturedBlock
@@ -84,6 +85,7 @@ class ShardedBlock:
     local: int
     attentions: tuple[Note, ...]
     gathers: tuple[Note, ...]
+    counterparts: Mapping[fx.Node, fx.Node]
 
 
 def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> ShardedBlock:
@@ -114,7 +116,19 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
         )
         for kind in ("attention", "gathered")
     }
-    return ShardedBlock(captured, module, inputs, outputs, tokens, local, notes["attention"], notes["gathered"])
+    counterparts = {node: value.node for node, value in context.environment.items() if isinstance(value, Value)}
+    parts = {node: _source(value) for node, value in context.environment.items() if isinstance(value, list)}
+    counterparts |= {node: source for node, source in parts.items() if source is not None}
+    return ShardedBlock(
+        captured, module, inputs, outputs, tokens, local, notes["attention"], notes["gathered"], counterparts
+    )
+
+
+def _source(parts: Sequence[Any]) -> fx.Node | None:
+    """The call whose result the parts are."""
+    calls = {part.node.args[0] for part in parts if isinstance(part, Value) and part.node.target is operator.getitem}
+    call = calls.pop() if len(calls) == 1 else None
+    return call if isinstance(call, fx.Node) else None
 
 
 def gather_warnings(captured: CapturedModel, blocks: Sequence[ShardedBlock]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.sequence_blocks import SequenceModel, install
+from arachnec.backends.torch_distributed.sequence import fuse_as_planned
 from arachnec.kernels.process_groups import ProcessGroups, subgroups
 from arachnec.passes.trace_blocks import capture_blocks
 from tests.distributed.harness import PRELOAD, ROOT
@@ -49,11 +51,11 @@ class Difference:
     parameter: str
 
 
-def compare(name: str, steps: tuple[Step, ...], timeout: float = 120.0) -> list[Difference]:
-    """Every step's difference as each of its ranks sees it."""
+def compare(name: str, steps: tuple[Step, ...], timeout: float = 120.0, fused: bool = False) -> list[Difference]:
+    """Every step's difference as each of its ranks sees it; with ``fused`` blocks that call the kernels."""
     if not _SERVER:
         _SERVER.append(_Server())
-    return _SERVER[0].compare(name, steps, timeout)
+    return _SERVER[0].compare(name, steps, timeout, fused)
 
 
 class _Server:
@@ -68,8 +70,8 @@ class _Server:
             self._process.start()
         theirs.close()
 
-    def compare(self, name: str, steps: tuple[Step, ...], timeout: float) -> list[Difference]:
-        self._pipe.send((name, steps, timeout))
+    def compare(self, name: str, steps: tuple[Step, ...], timeout: float, fused: bool) -> list[Difference]:
+        self._pipe.send((name, steps, timeout, fused))
         if not self._pipe.poll(timeout + 60):
             raise TimeoutError(f"no answer about {name}")
         answers = self._pipe.recv()
@@ -106,33 +108,39 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            name, steps, timeout = pipe.recv()
+            name, steps, timeout, fused = pipe.recv()
         except EOFError:
             return
         try:
-            sequence = _captured(name)
+            sequence, whole = _captured(name, fused)
         except BaseException:
             pipe.send([traceback.format_exc()])
             continue
-        pipe.send(_forked(name, steps, sequence, timeout))
+        pipe.send(_forked(name, steps, (sequence, whole), timeout))
 
 
-def _captured(name: str) -> SequenceModel:
+def _captured(name: str, fused: bool) -> tuple[SequenceModel, nn.Module]:
+    """The model that runs on shards, and the model as it was."""
     torch.manual_seed(0)
     model = MODELS[name].build()
     for parameter in model.parameters():  # gates that start at zero would hide what is wrong behind them
         nn.init.normal_(parameter, std=0.3)
-    return install(model, capture_blocks(model, MODELS[name].examples(), verify=False))
+    whole = copy.deepcopy(model)
+    captured = capture_blocks(model, MODELS[name].examples(), verify=False)
+    if not fused:
+        return install(model, captured), whole
+    how = fuse_as_planned((), kernels=True, compiler=lambda region: region)
+    return install(model, captured, how), whole
 
 
-def _forked(name: str, steps: tuple[Step, ...], sequence: SequenceModel, timeout: float) -> list[Any]:
+def _forked(name: str, steps: tuple[Step, ...], models: tuple[SequenceModel, nn.Module], timeout: float) -> list[Any]:
     context = multiprocessing.get_context("fork")
     world = 1 + max(rank for step in steps for rank in step.ranks)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, folder, name, steps, sequence, theirs))
+            process = context.Process(target=_rank, args=(rank, world, folder, name, steps, models, theirs))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -152,7 +160,13 @@ def _answer(rank: int, pipe: Connection, timeout: float) -> Any:
 
 
 def _rank(
-    rank: int, world: int, folder: str, name: str, steps: tuple[Step, ...], sequence: SequenceModel, pipe: Connection
+    rank: int,
+    world: int,
+    folder: str,
+    name: str,
+    steps: tuple[Step, ...],
+    models: tuple[SequenceModel, nn.Module],
+    pipe: Connection,
 ) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -160,27 +174,26 @@ def _rank(
     try:
         groups = ProcessGroups()
         groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
-        pipe.send([_compare(name, sequence, groups, step) for step in steps if rank in step.ranks])
+        pipe.send([_compare(name, *models, groups, step) for step in steps if rank in step.ranks])
     except BaseException:
         pipe.send(f"rank {rank}: {traceback.format_exc()}")
     finally:
         os._exit(0)
 
 
-def _compare(name: str, sequence: SequenceModel, groups: ProcessGroups, step: Step) -> Difference:
+def _compare(name: str, sequence: SequenceModel, whole: nn.Module, groups: ProcessGroups, step: Step) -> Difference:
     case, degree = MODELS[name], len(step.ranks)
     tokens = step.tokens or uneven(case.tokens(step.size), degree)
     arguments = case.arguments(step.size)
     shard = groups.shard(step.ranks, tokens, step.ulysses, step.ring)
-    with sequence.use(None):
-        true_loss, truth = _step(sequence.model, arguments, 1.0)
+    true_loss, truth = _step(whole, arguments, 1.0)
     with sequence.use(shard, recompute=step.recompute):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
     assert partial.keys() == truth.keys()
-    for gradient in partial.values():
+    for gradient in partial.values() if degree > 1 else ():
         dist.all_reduce(gradient, group=groups.get(step.ranks))
-    whole = torch.stack([g.norm() for g in truth.values()]).norm()
-    worst = max((((partial[n] - g).norm() / torch.maximum(g.norm(), 1e-3 * whole)).item(), n) for n, g in truth.items())
+    size = torch.stack([g.norm() for g in truth.values()]).norm()
+    worst = max((((partial[n] - g).norm() / torch.maximum(g.norm(), 1e-3 * size)).item(), n) for n, g in truth.items())
     return Difference(step, abs(loss * degree - true_loss) / abs(true_loss), *worst)
 
 

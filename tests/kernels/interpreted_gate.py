@@ -1,4 +1,4 @@
-"""Runs the gated residual's kernels in Triton's interpreter, in a process of its own: {case: {tensor: error}} as JSON."""
+"""Runs the gated residual's kernels in Triton's interpreter, in a process of its own: prints JSON."""
 
 import json
 import os

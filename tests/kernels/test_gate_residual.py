@@ -1,5 +1,7 @@
 """The gated residual on CPUs: against its operations, by finite differences, as an operator."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_a_gate_per_segment_is_that_of_each_clip_alone(lengths: list[int]) -> No
     branch, residual = torch.randn(2, 9, 6, dtype=torch.float64)
     gate = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     mine = gate_residual(branch, residual, gate, cu_seqlens=torch.tensor(lengths))
-    parts = zip(lengths[:-1], lengths[1:], strict=True)
+    parts = itertools.pairwise(lengths)
     theirs = torch.cat([residual[a:b] + gate[i] * branch[a:b] for i, (a, b) in enumerate(parts)])
     torch.testing.assert_close(mine, theirs)
     out = torch.randn_like(mine)

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.interpreter import SequenceParallel, needs_sequence
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Graph, Module
 from arachnec.models.file import ModelFile
+
+if TYPE_CHECKING:
+    from arachnec.backends.sequence_blocks import FusedForms
+    from arachnec.passes.trace_sequence import ShardedBlock
 
 
 @dataclass
 class Sequences:
-    """Traces at the first program that cannot do without: a model that runs whole on each rank never is."""
+    """Traces at the first program that cannot do without: a model that runs whole on each rank never is.
+
+    With ``planned`` graphs, those of the executable after ``fuse``, always: then every block runs its fused graph.
+    """
 
     model_file: ModelFile
     model: nn.Module
     clips: Sequence[VideoClip]
     dtype: torch.dtype | None  # what floating-point arguments are cast to
+    planned: Sequence[Graph] = ()
     _installed: list[SequenceParallel] = field(default_factory=list)
 
     def for_program(self, module: Module) -> SequenceParallel | None:
         """The model in its sequence-parallel form if it has one by now; made if ``module`` needs it."""
-        if not self._installed and needs_sequence(module):
+        if not self._installed and (self.planned or needs_sequence(module)):
             self._installed.append(self._install())
         return self._installed[0] if self._installed else None
 
@@ -37,7 +46,27 @@ class Sequences:
 
         calls = example_calls(self.model, _Cast(self.model_file, self.dtype), self.clips)
         # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
-        return install(self.model, capture_blocks(self.model, calls, verify=False))
+        captured = capture_blocks(self.model, calls, verify=False)
+        return install(self.model, captured, fuse_as_planned(self.planned) if self.planned else None)
+
+
+def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBlock], FusedForms]:
+    """Fused forms of each block with the regions of its graph in ``planned``; ``how`` as in ``fuse_module``.
+
+    In another precision than the one that was planned for there are other casts: then the regions are found again.
+    """
+    from arachnec.backends.fused_block import fuse_block, fuse_sharded
+    from arachnec.backends.sequence_blocks import FusedForms
+    from arachnec.passes.fuse import fuse_graph
+    from arachnec.passes.trace_graph import block_graph
+
+    def fused(block: ShardedBlock) -> FusedForms:
+        graph = block_graph(block.captured)
+        same = (plan for plan in planned if (plan.name, plan.inputs, plan.ops) == (graph.name, graph.inputs, graph.ops))
+        graph = next(same, None) or fuse_graph(graph)
+        return FusedForms(fuse_block(block.captured, graph, **how), fuse_sharded(block, graph, **how))
+
+    return fused
 
 
 @dataclass(frozen=True)

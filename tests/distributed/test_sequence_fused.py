@@ -1,0 +1,26 @@
+"""Blocks with fused regions on several ranks, recomputed or not, have the loss and gradients of the model on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from arachnec.kernels.sequence_shard import even_split
+from tests.distributed.sequence_cases import Step, compare
+from tests.models.sequence_models import MODELS, Size
+
+CLIP = Size(3, 4, 6)
+FUSED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video", "plain", "convolved", "joined")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_loss_and_every_gradient_equal_those_of_one_process_without_fusion(name: str) -> None:
+    total = MODELS[name].tokens(CLIP)
+    steps = (
+        Step((0,), 1, 1, CLIP, (total,)),  # whole, and fused
+        Step((0, 1), 2, 1, CLIP, even_split(total, 2)),
+        Step((1, 2), 1, 2, CLIP, recompute=True),
+        Step((0, 1, 2), 3, 1, CLIP, (total - 1, 1, 0)),
+    )
+    found = compare(name, steps, fused=True)
+    assert len(found) == 8
+    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
