@@ -32,7 +32,7 @@ from arachnec.backends.simulator import simulate  # noqa: E402
 from arachnec.backends.torch_distributed.launch import launch  # noqa: E402
 from arachnec.driver import trace  # noqa: E402
 from arachnec.ir.diagnostic import UserError  # noqa: E402
-from arachnec.ir.nodes import Cluster, Module, quantity  # noqa: E402
+from arachnec.ir.nodes import Cluster, Module  # noqa: E402
 from arachnec.ir.printer import print_module  # noqa: E402
 from arachnec.passes.check import checked  # noqa: E402
 from arachnec.passes.cluster_file import parse_cluster  # noqa: E402

@@ -45,13 +45,14 @@ from arachnec.kernels.process_groups import ProcessGroups, subgroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.communication import volumes
+from arachnec.passes.cost import token_bytes
 from arachnec.passes.profile_file import LinkProfile, Measurement, Synchronisation
 
 TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
-SHAPES = 6  # clip shapes measured on one rank, from the shortest to the longest
+SHAPES = 7  # clip shapes measured on one rank, from the shortest to the longest
 SHARED_SHAPES = 4  # and on several
-BATCH = 3  # of the shortest shape, once more, to tell the cost of a clip from that of a call
+BATCHES = (4, 2)  # of the shortest and of a middle shape, once more, to tell the cost of a clip from that of a call
 ROUNDS = (5, 15)
 BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
 MESSAGES = (4 << 10, 4 << 20)  # bytes
@@ -188,7 +189,7 @@ class Profiler:
             self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
             rank = dist.get_rank()
             mine = groups[rank // degree] if rank < count else None
-            for point in spread(points[1:], SHARED_SHAPES):
+            for point in spread([point for point in points if len(point.clips) == 1], SHARED_SHAPES):
                 shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
                 run = partial(self._train, point, shard, sequence)
                 yield Job(TRAINED, ("forward", "backward"), count, run, point, degree)
@@ -256,16 +257,17 @@ class Profiler:
             traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
             forward=float(phase == "forward"),
             backward=float(phase == "backward"),
+            output=token_bytes(self._stages[job.stage], batch * tokens),
         )
         return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
 
 
 def choose_points(clips: Sequence[VideoClip], tokens: Sequence[int]) -> list[Point]:
-    """Clips of up to ``SHAPES`` shapes spread over the range of tokens, and first a batch of the shortest."""
+    """Clips of up to ``SHAPES`` shapes spread over the range of tokens; last, batches of a short and a middle one."""
     of_shape = {clip.shape: Point((clip,), count) for clip, count in zip(clips, tokens, strict=True)}
-    ordered = sorted(of_shape.values(), key=lambda point: (point.tokens, point.clips[0].text_tokens))
-    points = spread(ordered, SHAPES)
-    return [Point(points[0].clips * BATCH, points[0].tokens), *points]
+    points = spread(sorted(of_shape.values(), key=lambda point: (point.tokens, point.clips[0].text_tokens)), SHAPES)
+    batched = dict(zip((points[0], points[len(points) // 2]), BATCHES, strict=True))
+    return [*points, *(Point(point.clips * count, point.tokens) for point, count in batched.items())]
 
 
 def spread(points: Sequence[Point], count: int) -> list[Point]:

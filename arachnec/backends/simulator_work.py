@@ -84,6 +84,8 @@ class Works:
         return Work(compute=planned / crowd, computing=tuple(nodes.items()))
 
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
+        if self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1:
+            return self._computing(group, planned)  # what moves messages between processes are the same cores
         duration = cascade.end - cascade.start
         sent = self._sent.get(cascade.name)
         if sent is None:

@@ -19,7 +19,7 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     from arachnec.commands.tables import plain_table, terminal
 
     profile = profile_here(model, data, cluster, output)
-    table = plain_table("measured on all ranks at once")
+    table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
     for stage in profile.stages:
@@ -31,8 +31,12 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     for stage in profile.stages:
         if stage.fit.held_out is not None:
             error = f"{100 * stage.fit.held_out:.0f} %"
-            console.print(f"{stage.stage} {stage.phase}: mean error {error} on points held out", highlight=False)
+            grows = "" if stage.fit.exponent is None else f", grows as S^{stage.fit.exponent:.2f}"
+            console.print(f"{stage.stage} {stage.phase}: mean error {error} on points held out{grows}", highlight=False)
     if profile.links is not None:
         links = f"{profile.links.latency:.0f} us, {profile.links.intra:.2f} GB/s"
-        console.print(f"links, all ranks sending: {links}", highlight=False)
+        console.print(f"links inside a machine: {links}", highlight=False)
+    for end in profile.synchronisation:
+        times = f"{end.reduce_ms:.1f} ms over {end.ranks} ranks, optimizer step {end.step_ms:.1f} ms"
+        console.print(f"{end.stage}: sum of gradients {times}", highlight=False)
     console.print(f"wrote {output}", highlight=False, soft_wrap=True)

@@ -108,12 +108,13 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
 
 
 def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
-    links = profile.links
+    """Ranks that share cores share what moves their messages, too."""
+    links, crowd = profile.links, crowding(cluster)
     if links is None:
         return cluster
     measured: dict[str, Value | None] = {
-        "intra": Quantity(links.intra, "GB/s"),
-        "latency": Quantity(links.latency, "us"),
+        "intra": Quantity(links.intra / crowd, "GB/s"),
+        "latency": Quantity(links.latency * crowd, "us"),
     }
     if links.sums is not None:
         measured["sums"] = Quantity(links.sums, "GB/s")

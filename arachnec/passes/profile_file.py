@@ -1,9 +1,9 @@
 """Profiles: what was measured on a machine, and the formulas fitted to it, as a JSON file.
 
-Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B T + f`` with no negative coefficient,
-by least squares on the relative error of what was measured on one rank. What cascades on several ranks took beyond that
-is fitted, over all stages and phases, by ``alpha messages + bytes / beta``. The file keeps the measurements, the
-residuals and the error on points that were held out, so that anybody can see how far to trust it.
+Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B T + f B + g`` with no negative
+coefficient, by least squares on the relative error of what was measured on one rank. What cascades on several ranks
+took beyond that is fitted, over all stages and phases, by ``alpha messages + bytes / beta``. The file keeps the
+measurements, the residuals and the error on points that were held out, so that anybody can see how far to trust it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The formula of one stage and phase, and how well it fits.
 
-    ``coefficients``: ms per unit of ``B*S^2``, ``B*S*T``, ``B*S``, ``B*T`` and ``1``. ``residuals``: (predicted -
-    measured) / measured of each measurement. ``held_out``: mean absolute relative error of predicting each measurement
-    from the others. ``exponent``: p of time ~ S^p over the measured range, the constant taken off.
+    ``coefficients``: ms per unit of ``B*S^2``, ``B*S*T``, ``B*S``, ``B*T``, ``B`` and ``1``. ``residuals``: (predicted
+    - measured) / measured of each measurement. ``held_out``: mean absolute relative error of predicting each one that
+    ran on one rank from the others. ``exponent``: p of time ~ S^p over the measured range, what S has no part in taken
+    off.
     """
 
     coefficients: dict[str, float]
@@ -138,6 +139,7 @@ _POWERS: dict[str, tuple[tuple[str, int], ...]] = {
     "B*S*T": (("B", 1), ("S", 1), ("T", 1)),
     "B*S": (("B", 1), ("S", 1)),
     "B*T": (("B", 1), ("T", 1)),
+    "B": (("B", 1),),
     "1": (),
 }
 
@@ -256,7 +258,7 @@ def _held_out(measurements: Sequence[Measurement]) -> float | None:
 def _exponent(coefficients: dict[str, float], measurements: Sequence[Measurement]) -> float | None:
     lengths = sorted({(run.tokens, run.text) for run in measurements})
     (short, short_text), (long, long_text) = lengths[0], lengths[-1]
-    varying = {name: value for name, value in coefficients.items() if name != "1"}
+    varying = {name: value for name, value in coefficients.items() if name not in ("B", "1")}
     low = predict(varying, Measurement(1, short, short_text, 1, 0.0))
     high = predict(varying, Measurement(1, long, long_text, 1, 0.0))
     if short == long or low <= 0 or high <= 0:
