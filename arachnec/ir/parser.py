@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gc
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
@@ -48,6 +50,7 @@ from arachnec.ir.span import Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 LEVELS = ", ".join(level.word for level in Level)
+LONGEST_INTEGER = 4000  # digits: Python refuses to read more
 Parts: TypeAlias = list[Any]
 Node = TypeVar("Node")
 
@@ -62,11 +65,24 @@ def parse_module(text: str, file: str = "<string>") -> Module:
     """
     token = _WHERE.set((file, text))
     try:
-        return cast(Module, _lark().parse(text))
+        with _no_collection():
+            return cast(Module, _lark().parse(text))
     except UnexpectedInput as error:
         raise UserError(_diagnose(error, text, file)) from None
     finally:
         _WHERE.reset(token)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nodes hold no cycles, and the collector would walk those there are again and again as their number grows."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def parse_file(path: Path) -> Module:
@@ -106,7 +122,7 @@ def _number(token: Token, text: str) -> float:
 
 
 def _integer(token: Token) -> int:
-    if len(token) > 4000:
+    if len(token) > LONGEST_INTEGER:
         raise UserError(syntax_errors.BadNumber(_span(token), written=f"{token[:12]}..."))
     return int(token)
 
@@ -141,6 +157,16 @@ def _tensor_type(token: Token) -> TensorType:
     if last.strip():
         dims.append(last)
     return TensorType(str(dtype), tuple(_dimension(dim.strip()) for dim in dims))
+
+
+# One pair of a block that the grammar calls PLAIN, which has said that nothing else stands there.
+_PAIR = re.compile(
+    r"""([A-Za-z_][A-Za-z0-9_.\-]*)[ \t\r\n]*=[ \t\r\n]*(?P<value>
+        (?P<number>-?[0-9]+(?:(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\ +(?P<unit>[A-Za-z/]+)
+                             |\.[0-9]+(?:[eE][+-]?[0-9]+)?|[eE][+-]?[0-9]+))
+        |(?P<whole>-?[0-9]+)|(?P<word>true|false)|"(?:\\.|[^"\\\n])*"|\[[^\]]*\])""",
+    re.VERBOSE,
+)
 
 
 class _Builder(Transformer[Token, Module]):
@@ -230,6 +256,48 @@ class _Builder(Transformer[Token, Module]):
             pairs.append((name, value))
             spans.append(_span(key))
         return Attributes(tuple(pairs), tuple(spans))
+
+    def plain(self, parts: Parts) -> Attributes:
+        """A whole block that is one token: the same as ``attrs``, without a token for each brace, name and comma."""
+        block = parts[0]
+        file, source = _WHERE.get()
+        line, first, last = block.line, -block.column, 0  # ``first`` is where the row begins, counted in the block
+        pairs, spans, names = [], [], set()
+        for found in _PAIR.finditer(block):
+            at = found.start()
+            breaks = block.count("\n", last, at)
+            if breaks:
+                line, first = line + breaks, block.rindex("\n", last, at)
+            last, column = at, at - first
+            name, number, unit, whole, word = found.group(1, "number", "unit", "whole", "word")
+            span = Span(file, line, column, line, column + len(name), source)
+            value: Value
+            if number is not None and math.isfinite(amount := float(number.partition(" ")[0])):
+                value = amount if unit is None else Quantity(amount, unit)
+            elif whole is not None and len(whole) < LONGEST_INTEGER:
+                value = int(whole)
+            elif word is not None:
+                value = word == "true"
+            else:
+                value = self._plain_value(found, line, first)
+            if name in names:
+                raise UserError(syntax_errors.TwiceGiven(span, what=f"attribute `{name}`"))
+            names.add(name)
+            pairs.append((name, value))
+            spans.append(span)
+        return Attributes(tuple(pairs), tuple(spans))
+
+    def _plain_value(self, found: re.Match[str], line: int, first: int) -> Value:
+        """A string, a list, or a number that is none, by the rule for its token."""
+        start, end = found.span("value")
+        token = Token("", found["value"], line=line, column=start - first, end_line=line, end_column=end - first)
+        if token[0] == '"':
+            return self.text([token])
+        if token[0] == "[":
+            return self.integers([token])
+        if found["whole"] is not None:
+            return self.integer([token])
+        return self.floating([token]) if found["unit"] is None else self.quantity([token])
 
     def values(self, parts: Parts) -> tuple[str, ...]:
         return tuple(_name(part) for part in parts if part is not None)
@@ -376,6 +444,7 @@ _VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
 def _expected(terminals: set[str]) -> list[str]:
     if terminals >= _VALUE_STARTS:
         return ["a value"] + (["`]`"] if "RSQB" in terminals else [])
+    terminals = terminals - {"PLAIN"}  # which is a special case of what LBRACE begins
     if "INTS" in terminals:
         terminals = terminals - {"LSQB"}
     words = [word for name in sorted(terminals, key=_order) for word in _WORDS.get(name) or [f"`{_literal(name)}`"]]
@@ -428,7 +497,7 @@ def _diagnose(error: UnexpectedInput, text: str, file: str) -> Diagnostic:
             return syntax_errors.OpenString(span)
     else:
         token = cast(UnexpectedToken, error).token
-        found, span = str(token), _token_span(token, file, text)
+        found, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
         if not found.startswith('"'):
             found = found.split(maxsplit=1)[0]  # a token may be a number with a word that was not meant as its unit
             span = replace(span, end_line=span.line, end_column=span.column + len(found))

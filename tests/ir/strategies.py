@@ -87,6 +87,7 @@ _SAMPLES: dict[str, st.SearchStrategy[Value]] = {
     "[int]": ranks,
     "[[@graph, int]]": st.just(()),
     "[[int, ms]]": st.just(()),
+    "[[str, int]]": st.just(()),
 }
 _positive_terms = st.builds(Term, st.floats(0, 1), st.just((("S", 1),)) | st.just((("B", 1), ("S", 2))) | st.just(()))
 
