@@ -40,10 +40,21 @@ class Volumes:
 
 
 def volumes(
-    *, ulysses: int, ring: int, heads: int, attentions: int, traffic: float, forward: float, backward: float
+    *,
+    ulysses: int,
+    ring: int,
+    heads: int,
+    attentions: int,
+    traffic: float,
+    forward: float,
+    backward: float,
+    output: float | None = None,
 ) -> Volumes:
-    """Of ``forward`` forwards and ``backward`` backwards; ``traffic`` are the GiB of q, k, v and the output over all
-    ``attentions`` of one forward."""
+    """Of ``forward`` forwards and ``backward`` backwards.
+
+    ``traffic`` are the GiB of q, k, v and the output over all ``attentions`` of one forward, ``output`` the bytes of
+    what the last block gives; where that is not known, those of one attention's output are taken.
+    """
     degree = ulysses * ring
     if degree == 1 or not attentions:
         return Volumes(ulysses, ring)
@@ -59,7 +70,7 @@ def volumes(
         passed=around * share / 2,
         hops=around * attentions,
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
-        gathered=passes * total / (4 * attentions),
+        gathered=passes * (total / (4 * attentions) if output is None else output),
         gathers=passes,
     )
 

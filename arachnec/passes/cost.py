@@ -280,6 +280,7 @@ class CostModel:
             traffic=self._evaluate(cascade, "traffic"),
             forward=forward,
             backward=backward,
+            output=token_bytes(self.stages[cascade.stage], cascade.batch * cascade.tokens),
         )
 
     def volumes(self, cascade: Cascade, split: Attention, recompute: bool = False) -> Volumes:
@@ -520,6 +521,12 @@ def trained_bytes(stage: Stage) -> float:
 def element_bytes(stage: Stage) -> float:
     """Bytes of one parameter."""
     return {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
+
+
+def token_bytes(stage: Stage, tokens: int) -> float | None:
+    """Bytes of so many tokens between two blocks, in the parameters' precision; None where their width is not known."""
+    hidden = stage.attrs.get("hidden")
+    return element_bytes(stage) * hidden * tokens if isinstance(hidden, int) else None
 
 
 def _size(cascade: Cascade, symbol: str) -> float:
