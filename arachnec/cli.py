@@ -17,6 +17,7 @@ COMMANDS = {
     "compare": "Plan the same clips with several pipelines; one table.",
     "opt": "IR in, passes, IR out.",
     "plan": "Schedule cascades whose durations somebody measured.",
+    "cluster": "Describe a machine as a cluster file.",
     "profile": "Measure a model's stages on this machine.",
     "simulate": "Run a lowered program through the simulator.",
     "show": "Print a plan's cascades and timeline; a page, a drawing, a trace.",

@@ -29,6 +29,12 @@ def test_a_short_form_without_nodes_is_one_node() -> None:
     assert parse_cluster("4:cpu").world == 4
 
 
+def test_an_unknown_device_is_answered_with_all_there_are_the_nearest_first() -> None:
+    said = message("2x8:h20x")
+    assert "Known are h20-96g, " in said
+    assert all(name in said for name in DATA_SHEETS)
+
+
 def test_a_device_is_found_by_its_short_name_in_either_case() -> None:
     assert parse_cluster("1x8:H100").attrs["device"] == "h100-80g"
     assert find_data_sheet("A100") is DATA_SHEETS["a100-80g"]

@@ -1,0 +1,160 @@
+"""What NVIDIA's tools print about one machine, as data: the link matrix, and the list of devices.
+
+``nvidia-smi topo -m`` prints a square of GPUs and NICs. A cell is ``X`` (itself), ``NV18`` (eighteen NVLinks), or how
+far apart two are on PCIe: ``PIX`` (one switch), ``PXB`` (several switches), ``PHB`` (a host bridge), ``NODE`` (the host
+bridges of a NUMA node), ``SYS`` (between NUMA nodes); the legend stands below it. ``nvidia-smi
+--query-gpu=index,name,memory.total --format=csv`` prints a line for each device.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")  # from near to far
+QUERY = "index,name,memory.total"
+_CELL = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+_AFFINITIES = ("CPU Affinity", "GPU NUMA ID", "NUMA Affinity")
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_DEVICE = re.compile(r"GPU\d+")
+_MEMORY = re.compile(r"(\d+) MiB")
+
+
+@dataclass(frozen=True)
+class NoMatrix(Diagnostic):
+    title: ClassVar[str] = "this is neither a link matrix nor a list of devices"
+    label: ClassVar[str] = "expected `GPU0 ...`, or `index, name, memory.total [MiB]`"
+    help: ClassVar[str] = (
+        "save what `nvidia-smi topo -m` or "
+        "`nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints, all of it"
+    )
+
+
+@dataclass(frozen=True)
+class BadMatrix(Diagnostic):
+    title: ClassVar[str] = "the link matrix is damaged: {problem}"
+    label: ClassVar[str] = "{problem}"
+    help: ClassVar[str] = "save what `nvidia-smi topo -m` prints again, all of it"
+    problem: str
+
+
+@dataclass(frozen=True)
+class BadDevices(Diagnostic):
+    title: ClassVar[str] = "the list of devices is damaged: {problem}"
+    label: ClassVar[str] = "{problem}"
+    help: ClassVar[str] = "save what `nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints again"
+    problem: str
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str  # as the driver calls it: ``NVIDIA H100 80GB HBM3``
+    memory: int  # MiB
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How every GPU is joined to every GPU and NIC: ``links["GPU0", "NIC3"] == "PXB"``."""
+
+    gpus: tuple[str, ...]
+    nics: tuple[str, ...]
+    links: dict[tuple[str, str], str]
+    numa: dict[str, str]  # of each GPU, where the matrix says it
+    names: dict[str, str]  # of NICs: ``NIC0`` is ``mlx5_0``
+
+    def nearest_nics(self, gpu: str) -> tuple[str, ...]:
+        """The NICs that no other is nearer to this GPU than."""
+        far = {nic: DISTANCES.index(self.links[gpu, nic]) for nic in self.nics}
+        return tuple(nic for nic in self.nics if far[nic] == min(far.values()))
+
+    def nvlinks(self, one: str, other: str) -> int:
+        """How many NVLinks join two GPUs; 0 where they talk over PCIe."""
+        link = self.links[one, other]
+        return int(link[2:]) if link.startswith("NV") else 0
+
+
+def parse_matrix(text: str, file: str) -> Matrix:
+    """Raises UserError with one diagnostic where the text is no ``nvidia-smi topo -m``."""
+    rows = [_ESCAPE.sub("", row) for row in text.splitlines()]
+    top = next((number for number, row in enumerate(rows) if _is_header(row)), None)
+    if top is None:
+        raise UserError(NoMatrix(_span(file, 1, rows[0] if rows else "")))
+    header = rows[top]
+    for words in _AFFINITIES:
+        header = header.replace(words, "")
+    columns = header.split()
+    gpus = tuple(name for name in columns if _DEVICE.fullmatch(name))
+    nics = tuple(name for name in columns if name not in gpus)
+    links: dict[tuple[str, str], str] = {}
+    numa: dict[str, str] = {}
+    for number, row in enumerate(rows[top + 1 :], top + 2):
+        name, *cells = row.split() or [""]
+        if name not in columns:
+            break
+        for other, cell in zip(columns, cells, strict=False):
+            if not _CELL.fullmatch(cell) or (cell == "X") != (name == other):
+                raise UserError(BadMatrix(_span(file, number, row), f"`{cell}` between {name} and {other}"))
+            links[name, other] = cell
+        if len(cells) < len(columns):
+            problem = f"{name} has {len(cells)} of {len(columns)} cells"
+            raise UserError(BadMatrix(_span(file, number, row), problem))
+        rest = cells[len(columns) :]
+        if name in gpus and len(rest) > 1 and rest[1].isdigit():
+            numa[name] = rest[1]
+    missing = [name for name in columns if (name, name) not in links]
+    if missing:
+        raise UserError(BadMatrix(_span(file, top + 1, rows[top]), f"there is no row for {missing[0]}"))
+    uneven = [(a, b) for a, b in links if links[a, b] != links[b, a]]
+    if uneven:
+        one, other = uneven[0]
+        problem = f"{one} to {other} is {links[one, other]}, and {links[other, one]} the other way"
+        raise UserError(BadMatrix(_span(file, top + 1, rows[top]), problem))
+    names = dict(re.findall(r"^\s*(NIC\d+): *(\S+)", text, re.MULTILINE))
+    return Matrix(gpus, nics, links, numa, names)
+
+
+def _is_header(row: str) -> bool:
+    words = row.split()
+    return bool(words) and words[0] == "GPU0" and not (len(words) > 1 and words[1] == "X")
+
+
+def is_device_list(text: str) -> bool:
+    return "memory.total" in text.split("\n", 1)[0]
+
+
+def parse_devices(text: str, file: str) -> tuple[Device, ...]:
+    """Raises UserError with one diagnostic where the text is not what the query prints."""
+    rows = text.splitlines()
+    names = [cell.strip() for cell in rows[0].split(",")]
+    wanted = {word: next((i for i, name in enumerate(names) if name.split(" ")[0] == word), None) for word in _COLUMNS}
+    for word, place in wanted.items():
+        if place is None:
+            raise UserError(BadDevices(_span(file, 1, rows[0]), f"it has no column `{word}`"))
+    name_at, memory_at = (place for place in wanted.values() if place is not None)
+    found = []
+    for number, cells in enumerate(csv.reader(rows[1:], skipinitialspace=True), 2):
+        if not cells:
+            continue
+        if len(cells) != len(names):
+            problem = f"{len(cells)} values for {len(names)} columns"
+            raise UserError(BadDevices(_span(file, number, rows[number - 1]), problem))
+        memory = _MEMORY.fullmatch(cells[memory_at].strip())
+        if memory is None:
+            problem = f"`{cells[memory_at]}` is no memory in MiB"
+            raise UserError(BadDevices(_span(file, number, rows[number - 1]), problem))
+        found.append(Device(cells[name_at].strip(), int(memory[1])))
+    if not found:
+        raise UserError(BadDevices(_span(file, 1, rows[0]), "it lists none"))
+    return tuple(found)
+
+
+_COLUMNS = ("name", "memory.total")
+
+
+def _span(file: str, line: int, row: str) -> Span:
+    return Span(file, line, 1, line, max(2, len(row) + 1))
