@@ -222,13 +222,15 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
         said += f" Where it is placed it takes longer than on as few nodes as hold it: {ms(packed)}."
+    if len(legal) == 1:
+        return f"{said} No other degree is legal."
     if below:
         said += f" {_other_degree(cascade, below[-1], cost, makespan)}"
     elif cascade.degree > 1:
         said += " No lower degree is legal."
     if above:
         said += f" {_other_degree(cascade, above[0], cost, makespan)}"
-    elif len(legal) > 1:
+    else:
         said += " No higher degree is legal."
     return said
 
@@ -261,9 +263,10 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
         ]
     share = sum(_recompute_cost(cascade, cost) for cascade in again)
     work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
+    whose = "recomputes its" if len(again) == 1 else "recompute their"
     said = [
-        f"{_count(len(again), 'cascade')} of {len(module.cascades)} recompute their blocks in backward, for "
-        f"{_percent(share / work)} of all GPU time, because they do not fit otherwise."
+        f"{len(again)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
+        f"{_percent(share / work)} of all GPU time, to fit the memory."
     ]
     largest = sorted(again, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
     for cascade in largest:
