@@ -87,8 +87,8 @@ def schedule_by_sets(
             return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
         matrix.exclude(rows, conflict)
     else:  # sets without start times, again and again
-        left = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
-        return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, left))
+        wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
+        return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
     return Answer.UNKNOWN, None
 
 

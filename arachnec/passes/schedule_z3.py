@@ -26,6 +26,7 @@ from arachnec.passes.cost import CostModel, times_of
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve
+from arachnec.passes.schedule_mixed import best_on_mixed
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_placed import MOST, best_placed
 from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
@@ -73,9 +74,13 @@ class ScheduleZ3(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         # of many cascades none is placed here, and measured ones take as long anywhere
-        placing = len(problem.jobs) * problem.gpus <= MOST and not all(map(times_of, module.cascades))
+        anywhere = not cost.kinds and all(map(times_of, module.cascades))
+        placing = len(problem.jobs) * problem.gpus <= MOST and not anywhere
         share = BEFORE_PLACING if placing else 1.0
         found = solve(problem, Clock(started, self.budget * share, self.steps), self.seed)
+        if cost.kinds and problem.jobs:
+            schedule = best_on_mixed(module, cost, problem, found.schedule)
+            found = replace(found, schedule=schedule, proved=False)
         if not placing:
             return scheduled(module, cost, problem, found)
         # counted anew: whatever the search took, placing gets its share

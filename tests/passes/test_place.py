@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.ir.verify import verify
 from arachnec.passes.base import Pass
@@ -195,3 +195,20 @@ def test_without_topology_a_cascade_is_spread_over_the_ranks_that_are_free(tmp_p
     cost = CostModel(asked)
     assert [cascade.ranks for cascade in placements(scheduled, cost, topology=False)] == [(0, 2), (1, 3), (0, 2)]
     assert [cascade.ranks for cascade in placements(scheduled, cost)] == [(0, 1), (2, 3), (0, 1)]
+
+
+def test_groups_that_come_after_narrow_ones_still_stay_in_a_node() -> None:
+    made = module("2x2:h100-80g", [400, 6000, 400, 6000, 20000, 20000], encoders=0)
+    cost = CostModel(made)
+    names = [cascade.name for cascade in made.cascades]
+    degrees = dict(zip(names, (1, 1, 1, 1, 2, 2), strict=True))
+    takes = [cost.time(cascade, degrees[cascade.name]) for cascade in made.cascades]
+    starts = (0.0, 0.0, 0.0, 0.0, takes[0], takes[1])
+    times = {name: (start, start + ms) for name, start, ms in zip(names, starts, takes, strict=True)}
+    scheduled = with_times(made, degrees, times)
+    torn = placements(scheduled.cascades, CostModel(scheduled))
+    assert [cascade.ranks for cascade in torn[4:]] == [(0, 2), (1, 3)]
+    placed = Place().run(scheduled)
+    assert validate_schedule(placed) == []
+    assert [cascade.ranks[1] - cascade.ranks[0] for cascade in placed.cascades[4:]] == [1, 1]
+    assert quantity(placed.attrs["makespan"]) == pytest.approx(max(end for _, end in times.values()))
