@@ -88,6 +88,14 @@ def test_slower_devices_get_less_of_the_work() -> None:
     assert simulate(module).mfu is not None
 
 
+@pytest.mark.parametrize("count", [3, 8, 20])
+def test_slower_nodes_beside_fast_ones_never_make_a_plan_longer(count: int) -> None:
+    tokens = [2_000 + 1_900 * (i % 7) for i in range(count)]
+    alone = planned(costed("1x4:h100", tokens))
+    beside = planned(costed("1x4:h100+1x4:l20", tokens))
+    assert quantity(beside.attrs["makespan"]) <= 1.001 * quantity(alone.attrs["makespan"])
+
+
 def test_what_only_some_devices_can_hold_is_placed_there() -> None:
     """30,000 tokens keep 60 GiB at degree 1: too much for an L20, not for an H20."""
     module = planned(costed("1x4:l20+1x4:h20", [30_000] * 4 + [4_000] * 8, saved=2e-3, degrees=(1,)))
