@@ -13,9 +13,12 @@ from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Progra
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.base import Pass
+from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower_order import forward_share
 from arachnec.passes.place import in_order
+from arachnec.passes.schedule_module import problem_of
+from arachnec.passes.schedule_problem import TICKS
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,16 @@ class Recost(Pass):
         cascades = retimed(module.cascades, cost)
         programs = tuple(replace(p, instructions=tuple(_instructions(p, cascades, cost))) for p in module.programs)
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
+        problem = problem_of(costed, cost)
+        # the problem rounds each time up by less than a tick
+        bound = min(makespan, max(0, lower_bound(problem) - len(problem.jobs)) / TICKS)
         return replace(
             costed,
             cascades=tuple(cascades[cascade.name] for cascade in module.cascades),
             programs=programs,
-            attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), proved=False),
+            attrs=module.attrs.updated(
+                makespan=Quantity(makespan, "ms"), bound=Quantity(bound, "ms"), area_bound=None, proved=False
+            ),
         )
 
 
