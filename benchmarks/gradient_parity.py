@@ -40,7 +40,7 @@ RANKS = 4
 SEED = 0
 GRADIENT, LOSS = 1e-5, 1e-6
 
-START, END = "partition{policy=equal-token},annotate,", "lower,check"
+START, END = "partition{policy=equal-token},annotate,", "bucket{mib=0},lower,check"  # a bucket for every layer
 PLANS = {
     "default": "default",
     "data-parallel": "data-parallel",

@@ -75,7 +75,7 @@ def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tupl
     assert sum(bucket.size for bucket in found) == gradient_bytes(STAGE)
 
 
-@given(placed_modules(), st.one_of(st.none(), st.integers(1, 200)))
+@given(placed_modules(), st.one_of(st.none(), st.integers(0, 200)))
 def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) -> None:
     cut_up = Bucket(mib=mib).run(with_layers(module))
     lowered = lower(cut_up)

@@ -1,0 +1,267 @@
+"""What it is worth to sum gradients behind the last backwards, and to encode for the next step meanwhile.
+
+    python benchmarks/ablation_overlap.py predicted [--json FILE]
+    python benchmarks/ablation_overlap.py measured [--ranks 3] [--mbit 200] [--rounds 7] [--json FILE]
+
+`predicted`: simulated steps of Wan2.1 on H100 clusters with the video mix, the same plan with one sum at the end and
+with the buckets that the pass `bucket` chooses. `exposed` is from the end of the last cascade to the end of the last
+sum. `ahead` is the step after step when the encoders that a program begins with run before the sum they would wait
+for; where that is "-", the model has no encoder.
+
+`measured`: the executor on gloo, one program in three ways, all taking their n-th step before any takes its next: one
+sum, buckets, buckets and encoders ahead. With `--mbit` every rank is a host of its own behind a link of that speed (as
+root, with iproute2: benchmarks/network_hosts.py). Without, ranks talk through this machine's memory: there a sum takes
+the very cores that compute, and nothing can be hidden. Losses must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from arachnec.backends.simulator import Simulation, simulate
+from arachnec.backends.torch_distributed.ahead import encoders_first
+from arachnec.ir.nodes import Instruction, Module, Program
+from arachnec.ir.values import Quantity
+from arachnec.passes.pipeline import Pipeline
+
+HERE = Path(__file__).parent
+MODEL = HERE / "ablation_overlap_model.py"
+CLUSTERS = ("2x8:h100-80g", "8x8:h100-80g")
+MODELS = {"wan2_1_1_3b_vae": "Wan2.1 1.3B, VAE", "wan2_1_14b": "Wan2.1 14B", "hunyuanvideo": "HunyuanVideo"}
+CLIPS_PER_GPU = (1, 4)
+PLAN = "shard-optimizer,partition{{policy=dual}},annotate,{schedule},place"
+SCHEDULES = {
+    "default": "schedule-z3{budget=2s}",
+    "data-parallel": "schedule-static{policy=data-parallel}",
+    "one degree": "schedule-static",
+}
+FRAMES = (10, 7, 4, 4, 3)  # of 128 x 128 pixels
+WAYS = {"one sum": ("lower,check", False), "buckets": ("bucket,lower,check", False),
+        "buckets, encoders ahead": ("bucket,lower,check", True)}  # fmt: skip
+
+
+def predicted() -> list[dict[str, object]]:
+    from traced_stages import module_of, video_mix
+
+    rows: list[dict[str, object]] = []
+    print(
+        f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'one sum ms':>11} {'buckets ms':>11} {'gain':>7} "
+        f"{'exposed ms':>10} {'':7} {'n':>3} {'ahead ms':>11}"
+    )
+    for model, title in MODELS.items():
+        for cluster in CLUSTERS:
+            for per_gpu in CLIPS_PER_GPU:
+                module = module_of(model, (), cluster)
+                assert module.cluster is not None
+                count = per_gpu * module.cluster.world
+                for schedule, text in SCHEDULES.items():
+                    passes = Pipeline.parse(PLAN.format(schedule=text))
+                    placed = passes.run(replace(module, clips=video_mix(count, 0)))
+                    row = compared(placed) | {"model": title, "cluster": cluster, "clips": count, "schedule": schedule}
+                    rows.append(row)
+                    print(line(row), flush=True)
+    return rows
+
+
+def compared(placed: Module) -> dict[str, object]:
+    """One plan, lowered with one sum and with buckets, simulated."""
+    whole, parts = (Pipeline.parse(WAYS[way][0]).run(placed) for way in ("one sum", "buckets"))
+    before, after = simulate(whole), simulate(parts)
+    later = encoded_ahead(parts)
+    return {
+        "one_sum_ms": before.iteration_ms,
+        "buckets_ms": after.iteration_ms,
+        "exposed_one_sum_ms": exposed(before),
+        "exposed_buckets_ms": exposed(after),
+        "buckets": sum(i.op == "reduce" for i in parts.programs[0].instructions),
+        "ahead_ms": None if later is None else simulate(later).iteration_ms,
+    }
+
+
+def exposed(simulation: Simulation) -> float:
+    sums = [i.end for i in simulation.timeline.intervals if i.op == "reduce"]
+    return max(0.0, max(sums, default=0.0) - simulation.makespan_ms)
+
+
+def encoded_ahead(module: Module) -> Module | None:
+    """A step of many: what programs begin to encode was encoded before, and at the end is for the next."""
+    if not any(encoders_first(program) for program in module.programs):
+        return None
+    return replace(module, programs=tuple(_shifted(program) for program in module.programs))
+
+
+def _shifted(program: Program) -> Program:
+    first = set(encoders_first(program))
+    moved: list[Instruction] = []
+    items: list[Instruction] = []
+    for instruction in program.instructions:
+        if instruction.op == "encode" and instruction.target in first:
+            moved.append(instruction)
+            instruction = replace(instruction, attrs=instruction.attrs.updated(time=Quantity(0.0, "ms")))
+        if instruction.op == "step":
+            items += moved
+            moved = []
+        items.append(instruction)
+    return replace(program, instructions=tuple(items))
+
+
+def line(row: dict[str, object]) -> str:
+    whole, parts, ahead = row["one_sum_ms"], row["buckets_ms"], row["ahead_ms"]
+    assert isinstance(whole, float) and isinstance(parts, float)
+    shown = "-" if ahead is None else f"{ahead:.1f}"
+    return (
+        f"{row['model']:17} {row['cluster']:13} {row['clips']:5} {row['schedule']:14} {whole:11.1f} {parts:11.1f} "
+        f"{1 - parts / whole:7.2%} {row['exposed_one_sum_ms']:10.1f} {row['exposed_buckets_ms']:7.1f} "
+        f"{row['buckets']:3} {shown:>11}"
+    )
+
+
+def measured(ranks: int, mbit: float | None, rounds: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="arachnec-") as name:
+        scratch = Path(name)
+        jobs, predictions = compile_ways(scratch, ranks, mbit)
+        output = scratch / "steps.json"
+        command = [
+            sys.executable,
+            str(HERE / "ablation_overlap.py"),
+            "worker",
+            str(output),
+            str(rounds),
+            json.dumps(jobs),
+        ]
+        if mbit is None:
+            on_this_host(command, ranks)
+        else:
+            from network_hosts import Fabric, hosts
+
+            with hosts(Fabric(racks=1, hosts=ranks, link_mbit=mbit, uplink_mbit=10 * mbit)) as made:
+                made.run(command, timeout=1800.0)
+        steps = json.loads(output.read_text())
+    return {"ranks": ranks, "mbit": mbit, "predicted_ms": predictions, "steps": steps}
+
+
+def compile_ways(scratch: Path, ranks: int, mbit: float | None) -> tuple[list[tuple[str, str, bool]], dict[str, float]]:
+    """Executables of one plan: (name, folder, whether it encodes ahead), and what the simulator says of each."""
+    import arachnec.driver
+    from arachnec.backends.local_profile import profile_here
+
+    clips, cluster, profile = scratch / "clips.jsonl", scratch / "cluster.toml", scratch / "profile.json"
+    rows = [{"id": str(n), "frames": f, "height": 128, "width": 128, "text_tokens": 0} for n, f in enumerate(FRAMES)]
+    clips.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    speed = 1.0 if mbit is None else mbit / 8e3
+    cluster.write_text(
+        f'nodes = {ranks}\ngpus = 1\ndevice = "cpu"\nmemory = "4 GiB"\n'
+        f'inter = "{speed} GB/s"\ninter_latency = "200 us"\n'
+    )
+    profile_here(MODEL, clips, "1:cpu", profile)
+    start = f"partition{{policy=single}},annotate{{profile={profile}}},schedule-z3,place,"
+    compiled = arachnec.driver.compile(MODEL, clips, cluster, passes=f"{start}lower,check")
+    jobs, predictions = [], {}
+    for number, (way, (end, ahead)) in enumerate(WAYS.items()):
+        pipeline = Pipeline.parse(start + end)
+        module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
+        plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
+        jobs.append((way, str(plan.write(scratch / f"way{number}")), ahead))
+        shifted = encoded_ahead(module) if ahead else None
+        predictions[way] = simulate(shifted or module).iteration_ms
+    return jobs, predictions
+
+
+def on_this_host(command: Sequence[str], ranks: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    common = {**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+    ]
+    codes = [process.wait(1800) for process in processes]
+    if any(codes):
+        raise SystemExit(f"ranks ended with exit codes {codes}")
+
+
+def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None:
+    """One rank: step n of every way, one after the other, before step n + 1 of any."""
+    import torch
+    import torch.distributed as dist
+
+    from arachnec.backends.executable import read_executable
+    from arachnec.backends.torch_distributed.options import RunOptions
+    from arachnec.backends.torch_distributed.ranks import as_rank
+    from arachnec.backends.torch_distributed.training_run import Trainer
+
+    def work(device: torch.device) -> None:
+        trainers = {way: Trainer(read_executable(Path(folder)), RunOptions(), device) for way, folder, _ in jobs}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in trainers}
+        for number in range(rounds + 2):  # the first warms up, and has nothing that was encoded before
+            for way, _, ahead in jobs:
+                dist.barrier()
+                started = time.perf_counter()
+                report = trainers[way].step(number, last=not ahead)
+                dist.barrier()
+                found[way].append({"ms": (time.perf_counter() - started) * 1e3, "loss": report.loss})
+        for trainer in trainers.values():
+            trainer.close()
+        if dist.get_rank() == 0:
+            output.write_text(json.dumps({way: rows[2:] for way, rows in found.items()}))
+
+    as_rank(work, torch.device("cpu"))
+
+
+def report(result: dict[str, object]) -> None:
+    steps, predictions = result["steps"], result["predicted_ms"]
+    assert isinstance(steps, dict) and isinstance(predictions, dict)
+    link = "memory of this machine" if result["mbit"] is None else f"links of {result['mbit']:g} Mbit/s"
+    print(f"{result['ranks']} gloo ranks, {link}, {len(steps['one sum'])} rounds")
+    base = [row["ms"] for row in steps["one sum"]]
+    for way, rows in steps.items():
+        times = [row["ms"] for row in rows]
+        ratios = sorted(a / b for a, b in zip(times, base, strict=True))
+        print(
+            f"  {way:24} median {statistics.median(times):8.1f} ms  min {min(times):8.1f}  max {max(times):8.1f}   "
+            f"of one sum: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})   "
+            f"predicted {predictions[way]:8.1f} ms, {predictions[way] / predictions['one sum']:.3f}"
+        )
+    losses = list(zip(*([row["loss"] for row in rows] for rows in steps.values()), strict=True))
+    worst = max(abs(each - row[0]) / abs(row[0]) for row in losses for each in row)
+    print(f"  largest relative difference of the losses: {worst:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    simulated = kinds.add_parser("predicted")
+    real = kinds.add_parser("measured")
+    real.add_argument("--ranks", type=int, default=3)
+    real.add_argument("--mbit", type=float, help="speed of each rank's link; without it ranks share this machine")
+    real.add_argument("--rounds", type=int, default=7)
+    for each in (simulated, real):
+        each.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.kind == "predicted":
+        result: object = predicted()
+    else:
+        result = found = measured(options.ranks, options.mbit, options.rounds)
+        report(found)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    else:
+        main()
