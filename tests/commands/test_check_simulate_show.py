@@ -77,3 +77,29 @@ def test_show_has_planned_and_after_a_run_measured(executable: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "measured, step 3" in said
     assert max(map(len, said.splitlines())) <= 100
+
+
+def test_show_writes_page_drawing_and_trace_and_says_where(
+    executable: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, svg, trace = (tmp_path / name for name in ("p.html", "p.svg", "p.json"))
+    assert run(["show", str(executable), "--html", str(html), "--svg", str(svg), "--trace", str(trace)]) == 0
+    said = capsys.readouterr().out
+    for path in (html, svg, trace):
+        assert f"wrote {path}" in said
+    assert html.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert {event["ph"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]} >= set("MXsfC")
+
+
+def test_show_after_a_run_shows_the_plan_of_the_step_that_was_measured(
+    executable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = VALID.read_text(encoding="utf-8").replace("module @", "module @later_")
+    (executable / "measured.cascade").write_text(later, encoding="utf-8")
+    interval = {"rank": 0, "op": "forward", "target": "t1", "start": 0.0, "end": 90.0}
+    measured = {"step": 3, "iteration": 1, "intervals": [interval]}
+    (executable / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+    assert run(["show", str(executable)]) == 0
+    said = capsys.readouterr().out
+    assert "later_" in said
+    assert "measured, step 3 of iteration 1" in said

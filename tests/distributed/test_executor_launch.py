@@ -14,6 +14,7 @@ import torch
 
 from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.training import Training
+from arachnec.ir.parser import parse_file
 from tests.distributed.executor_cases import (
     Work,
     assert_same_gradients,
@@ -77,6 +78,11 @@ def test_every_step_has_its_own_clips_and_plan_on_another_number_of_ranks(tmp_pa
     # The first plan is waited for; one that recurs is not.
     assert steps[0]["exposed_planning_ms"] > steps[4]["exposed_planning_ms"]
     assert (folder / "measured.svg").read_text().startswith("<svg")
+    # What is left to be looked at is the last step, with its own plan.
+    assert msgspec.json.decode((folder / "measured.json").read_bytes())["iteration"] == 1
+    measured = parse_file(folder / "measured.cascade")
+    assert (measured.name, len(measured.programs)) == ("iteration_1", 2)
+    assert "measured, step 4 of iteration 1" in (folder / "timeline.html").read_text(encoding="utf-8")
 
 
 def test_a_killed_rank_gives_one_message_and_takes_the_others_down(tmp_path: Path) -> None:
