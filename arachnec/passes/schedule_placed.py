@@ -1,30 +1,36 @@
 """The schedule that is shortest once it has been placed.
 
 A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
-starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, the shortest
-is kept, and a local search over degrees and order goes on from it with the placed makespan as its measure.
+starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, fixed layouts
+and annealed schedules among them, the shortest is kept, and a local search over degrees and order goes on from it with
+the placed makespan as its measure.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.cost import CostModel
-from arachnec.passes.place import placements
+from arachnec.passes.place import best_placements
+from arachnec.passes.schedule_anneal import anneal, neighbour, start_order
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
-from arachnec.passes.schedule_heuristics import THRESHOLDS, degrees_for, list_schedule, nearest_order, orders
+from arachnec.passes.schedule_heuristics import THRESHOLDS, degrees_for, list_schedule, orders
 from arachnec.passes.schedule_knapformer import cuts
 from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
 CANDIDATES = 24  # of the shortest, that are placed
+COOLINGS = 3  # runs of annealing, each from the shortest candidate
+ANNEALING = 0.25  # of FlexSP's time, for one of them
+TRIES_PER_STEP = 5  # of one of them, for each step of the placed search, where steps are counted and not time
 
 
 def best_placed(
@@ -40,7 +46,8 @@ def best_placed(
 ) -> Schedule:
     """The schedule found, or one whose placed makespan is shorter; ``steps`` tries, or until ``stop`` says so.
 
-    ``seconds`` of wall time go to the integer program of FlexSP for one more candidate; 0 leaves it out.
+    ``seconds`` of wall time go to the integer program of FlexSP for one more candidate, and most of as many to
+    annealing; 0 leaves the former out and counts the latter's tries.
     """
     best, least = found.schedule, found.bound / TICKS * (1 + 1e-9)
     if not placing_is_quick(problem) or stop():
@@ -49,18 +56,19 @@ def best_placed(
     length = measure.of(best)
     if length <= least:
         return best
-    candidates = [*group_layouts(problem, seconds), *list_schedules(problem, found.area_bound)]
+    candidates = [best, *group_layouts(problem, seconds), *list_schedules(problem, found.area_bound)]
+    first = min(candidates, key=lambda schedule: schedule.makespan(problem))
+    dice = random.Random(seed)
+    candidates += [anneal(problem, first, dice, effort(steps, seconds, stop)) for _ in range(COOLINGS)]
     others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
     for schedule in islice(others, CANDIDATES):
         if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
             best, length = schedule, reached
-    dice = random.Random(seed)
-    current, order = best, sorted(range(len(problem.jobs)), key=lambda j: (best.starts[j], j))
-    now = length
+    current, order, now = best, start_order(best), length
     for _ in range(steps):
         if now <= least or stop():
             break
-        picks, wished = _neighbour(problem, current.picks, order, dice)
+        picks, wished = neighbour(problem, current.picks, order, dice)
         tried = list_schedule(problem, picks, wished)
         if tried.makespan(problem) / TICKS > now:
             continue
@@ -70,6 +78,14 @@ def best_placed(
             if reached < length:
                 best, length = tried, reached
     return best
+
+
+def effort(steps: int, seconds: float, stop: Callable[[], bool]) -> Callable[[int], float]:
+    """The spent part of one run of annealing, given its tries."""
+    if seconds <= 0:
+        return lambda tries: tries / max(1, steps * TRIES_PER_STEP)
+    began = time.perf_counter()
+    return lambda tries: 1.0 if stop() else (time.perf_counter() - began) / (seconds * ANNEALING)
 
 
 def placing_is_quick(problem: Problem) -> bool:
@@ -85,7 +101,7 @@ class Measure:
         self.chosen: dict[tuple[int, int], Cascade] = {}
 
     def of(self, schedule: Schedule) -> float:
-        placed = placements(self._cascades(schedule), self.cost)
+        placed = best_placements(self._cascades(schedule), self.cost)
         return max((cascade.end for cascade in placed), default=0.0)
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:
@@ -121,21 +137,3 @@ def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
         picks = degrees_for(problem, bound * factor)
         for order in orders(problem, picks):
             yield list_schedule(problem, picks, order)
-
-
-def _neighbour(
-    problem: Problem, picks: Sequence[int], order: list[int], dice: random.Random
-) -> tuple[list[int], list[int]]:
-    """One or two jobs at another degree, or one elsewhere in the order, or both."""
-    changed, wished = list(picks), list(order)
-    both = dice.random()
-    if both < 0.7:
-        for _ in range(dice.choice((1, 1, 2))):
-            j = dice.randrange(len(changed))
-            last = len(problem.jobs[j].choices) - 1
-            step = dice.choice((-4, -2, -1, 1, 2, 4))
-            changed[j] = min(max(changed[j] + step, 0), last) if dice.random() < 0.8 else dice.randint(0, last)
-    if both > 0.4:
-        wished.insert(dice.randrange(len(wished)), wished.pop(dice.randrange(len(wished))))
-        wished = list(nearest_order(problem, wished))
-    return changed, wished
