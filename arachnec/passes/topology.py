@@ -53,6 +53,13 @@ def rack_of(cluster: Cluster, rank: int) -> int:
     return 0 if rack is None else node_of(cluster, rank) // integer(rack)
 
 
+@lru_cache(maxsize=64)
+def _whereabouts(cluster: Cluster) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of every rank the node and the rack: a link of a wide group asks for thousands."""
+    ranks = range(cluster.world)
+    return tuple(node_of(cluster, rank) for rank in ranks), tuple(rack_of(cluster, rank) for rank in ranks)
+
+
 def uplink_of(cluster: Cluster) -> float:
     """GB/s from one rack to the others, for all its devices together; infinite where the cluster has no racks."""
     uplink = cluster.attrs.get("uplink")
@@ -133,33 +140,39 @@ def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
 
     Such collectives run as rings through the ranks in order, so that every byte leaves a rack once.
     """
-    racks = {rack_of(cluster, rank) for rank in ranks}
+    nodes, rack = _whereabouts(cluster)
+    racks = {rack[rank] for rank in ranks}
     passed = (len(ranks) - 1) / len(ranks)
-    busiest = max(Counter(node_of(cluster, rank) for rank in ranks).values())
+    busiest = max(Counter(nodes[rank] for rank in ranks).values())
     hosted = passed * (busiest if busiest == len(ranks) else busiest - 1)
     return _link(cluster, [ranks], hosted, passed if len(racks) > 1 else 0.0)
 
 
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
+    nodes, racks = _whereabouts(cluster)
+    if ranks[-1] - ranks[0] == len(ranks) - 1 and ranks[0] == 0 and "mixed" not in cluster.attrs:
+        # the groups of packed ranks lie in nodes and racks as those of the first ranks do, again and again
+        ranks = ranks[: math.lcm(ulysses, cluster.gpus * integer(cluster.attrs.get("rack", 1)))]
     groups = [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)]
     shared: Counter[int] = Counter()
     hosted: Counter[int] = Counter()
     for group in groups:
-        for rack, here in Counter(rack_of(cluster, rank) for rank in group).items():
+        for rack, here in Counter(racks[rank] for rank in group).items():
             shared[rack] += here * (len(group) - here)
-        for node, here in Counter(node_of(cluster, rank) for rank in group).items():
+        for node, here in Counter(nodes[rank] for rank in group).items():
             hosted[node] += here * (here - 1)
     return _link(cluster, groups, max(hosted.values()) / ulysses, max(shared.values()) / ulysses)
 
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
+    nodes, racks = _whereabouts(cluster)
     rings = [ranks[first::ulysses] for first in range(ulysses)]
     hops = [hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)]
-    crossing = any(node_of(cluster, a) != node_of(cluster, b) for a, b in hops)
-    shared = Counter(rack_of(cluster, a) for a, b in hops if rack_of(cluster, a) != rack_of(cluster, b))
-    hosted = Counter(node_of(cluster, a) for a, b in hops if node_of(cluster, a) == node_of(cluster, b))
+    crossing = any(nodes[a] != nodes[b] for a, b in hops)
+    shared = Counter(racks[a] for a, b in hops if racks[a] != racks[b])
+    hosted = Counter(nodes[a] for a, b in hops if nodes[a] == nodes[b])
     busiest = (float(max(count.values(), default=0)) for count in (hosted, shared))
     return _with_fractions(cluster, [ranks], 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, *busiest)
 
@@ -201,7 +214,9 @@ def _with_fractions(
 ) -> Link:
     """With the speeds of the slowest node."""
     attrs = cluster.attrs
-    nodes = {node_of(cluster, rank): rank for group in groups for rank in group}.values()
+    first, node = groups[0][0], _whereabouts(cluster)[0]
+    mixed = "mixed" in attrs
+    nodes = {node[rank]: rank for group in groups for rank in group}.values() if mixed else (first,)
     return Link(
         inside,
         outside,
