@@ -21,6 +21,7 @@ from arachnec.backends.words import ms, runs
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.values import Value
+from arachnec.passes.topology import machines, node_of
 from arachnec.version import __version__
 
 PARTS = Path(__file__).with_name("page")
@@ -75,7 +76,7 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
         "tiles": tiles(module, timelines, curves),
         "ranks": [program.rank for program in module.programs],
         "gpus": module.cluster.gpus,
-        "limit": _round(module.cluster.memory),
+        "limits": [_round(limit) for limit in limits(module)],
         "ops": DRAWN,
         "stages": [{"name": stage.name, "colour": colours[stage.name]} for stage in module.stages],
         "cascades": _cascades(module, timelines),
@@ -101,17 +102,31 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
         proved = ", proved optimal" if module.attrs.get("proved") is True else ""
         found += [("lower bound", ms(quantity(bound))), ("to the bound", f"{makespan / quantity(bound):.3f}x{proved}")]
     found += [(f"imbalance, {t.title}", f"{imbalance([t.busy_ms(rank) for rank in t.lanes]):.1%}") for t in timelines]
-    peak = max((held for curve in curves.values() for _, held in curve), default=0.0)
+    peak, limit = max(
+        (
+            (max(held for _, held in curves[p.rank]), limit)
+            for p, limit in zip(module.programs, limits(module), strict=True)
+        ),
+        key=lambda pair: pair[0] / pair[1],
+        default=(0.0, module.cluster.memory),
+    )
     device = str(module.cluster.attrs.get("device", ""))
     where = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
     found += [
-        ("memory, planned", f"{peak:.3g} of {module.cluster.memory:.3g} GiB"),
+        ("memory, planned", f"{peak:.3g} of {limit:.3g} GiB"),
         ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({where})"),
         ("clips", str(len(module.clips))),
         ("cascades", str(len(module.cascades))),
         ("arachnec", __version__),
     ]
     return found
+
+
+def limits(module: Module) -> list[float]:
+    """GiB of every rank's device."""
+    assert module.cluster is not None
+    nodes = machines(module.cluster)
+    return [nodes[node_of(module.cluster, program.rank)].memory for program in module.programs]
 
 
 def _cascades(module: Module, timelines: Sequence[Timeline]) -> dict[str, list[Any]]:

@@ -11,7 +11,7 @@ const curves = plan.memory.map((flat) => {
   }
   return { times, held };
 });
-const most = Math.max(plan.limit, ...curves.map((curve) => curve.held.reduce((a, b) => Math.max(a, b), 0)));
+const most = Math.max(...plan.limits, ...curves.map((curve) => curve.held.reduce((a, b) => Math.max(a, b), 0)));
 let range = null;
 
 // For each of many moments the least and most that any rank holds then.
@@ -42,7 +42,7 @@ function heldAt(curve, ms) {
 }
 
 function drawMemory() {
-  const canvas = byId("memory");
+  const canvas = byId("memory"), chosen = plan.ranks.indexOf(view.rank), limit = plan.limits[chosen];
   const { context, width } = surface(canvas, MEMORY_HEIGHT);
   const bottom = MEMORY_HEIGHT - AXIS, right = width - RIGHT, perMs = scale(width);
   const y = (gib) => bottom - ((bottom - MEMORY_TOP) * gib) / (most * 1.05);
@@ -70,23 +70,22 @@ function drawMemory() {
   } else {
     plan.ranks.forEach((rank, row) => drawCurve(context, curves[row], y, perMs, right, style("--band"), 1.5));
   }
-  drawCurve(context, curves[plan.ranks.indexOf(view.rank)], y, perMs, right, style("--one"), 2);
+  drawCurve(context, curves[chosen], y, perMs, right, style("--one"), 2);
   context.strokeStyle = style("--limit");
   context.setLineDash([6, 4]);
   context.lineWidth = 1.5;
   context.beginPath();
-  context.moveTo(LEFT, y(plan.limit));
-  context.lineTo(right, y(plan.limit));
+  context.moveTo(LEFT, y(limit));
+  context.lineTo(right, y(limit));
   context.stroke();
   context.setLineDash([]);
   context.restore();
   context.textAlign = "left";
   context.fillStyle = style("--limit");
-  context.fillText(`limit ${+plan.limit.toPrecision(4)} GiB`, LEFT + 4, y(plan.limit) - 8);
+  context.fillText(`limit ${+limit.toPrecision(4)} GiB`, LEFT + 4, y(limit) - 8);
   byId("memory-rank").value = view.rank;
-  const mine = curves[plan.ranks.indexOf(view.rank)];
-  const peak = mine.held.reduce((a, b) => Math.max(a, b), 0);
-  const says = `rank ${view.rank} holds at most ${+peak.toPrecision(3)} of ${+plan.limit.toPrecision(4)} GiB`;
+  const peak = curves[chosen].held.reduce((a, b) => Math.max(a, b), 0);
+  const says = `rank ${view.rank} holds at most ${+peak.toPrecision(3)} of ${+limit.toPrecision(4)} GiB`;
   byId("memory-says").textContent = says + (plan.ranks.length > 1 ? "; the others are behind it, paler" : "");
   canvas.setAttribute("aria-label", says);
 }
