@@ -6,6 +6,7 @@ whose pairs are turned are 40 x 64 x 2. Then reshapes, slices and joins only add
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,6 @@ def finest(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
             size *= dim
             ends.add(size)
     ordered = sorted(ends)
-    if any(b % a for a, b in zip(ordered[:-1], ordered[1:], strict=True)):
+    if any(b % a for a, b in itertools.pairwise(ordered)):
         raise Unsupported(f"its rows are cut at {ordered}, which do not divide each other")
-    return tuple(b // a for a, b in zip(ordered[:-1], ordered[1:], strict=True))[::-1] or (1,)
+    return tuple(b // a for a, b in itertools.pairwise(ordered))[::-1] or (1,)

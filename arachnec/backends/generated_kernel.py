@@ -86,8 +86,7 @@ class Launcher:
         source, like = self.source, read[0]
         sizes = [int(read[number].shape[dim]) for number, dim in source.rows]
         made = [
-            torch.empty(_sized(shape, sizes), dtype=dtype, device=like.device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            _by_rows(shape, sizes, dtype, like.device) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         rows = 1
         for size in sizes:
@@ -138,6 +137,14 @@ def _reduced(total: Tensor, node: fx.Node, kept: bool) -> Tensor:
 
 def _shape(value: Tensor, source: Source) -> tuple[int | str, ...]:
     return tuple(str(size) if is_symbolic(size) else int(size) for size in value.shape)
+
+
+def _by_rows(shape: Sequence[int | str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor whose rows lie one behind the other, whatever the order of its dimensions."""
+    order = sorted(range(len(shape)), key=lambda dim: not isinstance(shape[dim], str))
+    whole = _sized(shape, sizes)
+    dense = torch.empty([whole[dim] for dim in order], dtype=dtype, device=device)
+    return dense.permute([order.index(dim) for dim in range(len(shape))])
 
 
 def _sized(shape: Sequence[int | str], sizes: Sequence[int]) -> list[int]:

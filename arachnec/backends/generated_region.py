@@ -1,8 +1,8 @@
 """A region as a function that runs generated Triton kernels, forward and backward.
 
 The backward is PyTorch's own derivative of the region's operations, traced with symbolic sizes; it computes again what
-it needs from the region's inputs, so that nothing else is saved. What is left after a sum over rows (a few vectors) runs
-as plain operations.
+it needs from the region's inputs, so that nothing else is saved. What is left after a sum over rows (a few vectors)
+runs as plain operations.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Generated:
         others = (v for i, v in enumerate(values) if i not in self._places)
         if any(isinstance(v, Tensor) and v.requires_grad for v in others):
             return self._region(*values)  # more is trained than when the block was captured
-        results = self._function.apply(*values)
+        results = self._function.apply(*values)  # type: ignore[no-untyped-call]
         return results[0] if self._single else results
 
 

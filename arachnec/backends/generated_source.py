@@ -10,6 +10,7 @@ region's is; values are rounded where they are stored and where the region round
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from arachnec.backends.generated_index import Index, Lanes, Unsupported, finest
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-POINTWISE = {
+POINTWISE: dict[Any, str] = {
     aten.add.Tensor: "({0} + {1})", aten.add.Scalar: "({0} + {1})", aten.sub.Tensor: "({0} - {1})",
     aten.sub.Scalar: "({0} - {1})", aten.rsub.Scalar: "({1} - {0})", aten.mul.Tensor: "({0} * {1})",
     aten.mul.Scalar: "({0} * {1})", aten.div.Tensor: "({0} / {1})", aten.div.Scalar: "({0} / {1})",
@@ -90,12 +91,21 @@ def lead_dims(value: Tensor) -> tuple[str, ...]:
     return tuple(str(size) for size in value.shape if is_symbolic(size))
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def option(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    """An argument that may be given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
 def sums_rows(node: fx.Node) -> bool:
     """Whether a node adds up what different programs compute."""
     if node.target not in SUMS and node.target is not prims.var.default:
         return False
     shape = node.all_input_nodes[0].meta["val"].shape
-    return any(is_symbolic(shape[dim % len(shape)]) for dim in node.args[1])  # type: ignore[union-attr]
+    return any(is_symbolic(shape[dim % len(shape)]) for dim in args_of(node)[1])
 
 
 @dataclass
@@ -163,7 +173,7 @@ class _Writer:
         if not isinstance(node.meta.get("val"), Tensor):
             raise Unsupported(f"`{node.name}` is a number that only a run knows")
         key = (node, place)
-        for scope in self.known:
+        for scope in (self.known[0], self.known[-1]):  # those of a block around this one come after it
             if key in scope:
                 return scope[key]
         name = self._made(node, place)
@@ -174,7 +184,7 @@ class _Writer:
     def _made(self, node: fx.Node, place: Place) -> str:
         if node.op == "placeholder":
             return self._load(node, place)
-        target, args = node.target, node.args
+        target, args = node.target, args_of(node)
         if target in POINTWISE:
             return self._pointwise(node, place)
         if target in SAME:
@@ -184,18 +194,40 @@ class _Writer:
         if target in FULL:
             fill = {aten.full.default: 1, aten.full_like.default: 1}.get(target)
             number = args[fill] if fill else float(target is aten.ones_like.default)
-            return repr(float(number))  # type: ignore[arg-type]
+            return repr(float(number))
         if target in SUMS or target is prims.var.default:
             return self._reduction(node, place)
         if target in (aten.cat.default, aten.slice_scatter.default, aten.select_scatter.default):
             return self._joined(node, place)
         if target is aten.pow.Tensor_Scalar:
             return self._power(node, place)
+        if target is operator.getitem:
+            return self._part(node, place)
         return self.value(args[0], self._before(node, place))
+
+    def _part(self, node: fx.Node, place: Place) -> str:
+        """One of the parts that a split gives."""
+        split, index = args_of(node)
+        assert isinstance(split, fx.Node) and isinstance(index, int)
+        source = args_of(split)[0]
+        assert isinstance(source, fx.Node)
+        shape = source.meta["val"].shape
+        dim = _dim(split, len(shape))
+        if is_symbolic(shape[dim]):
+            raise Unsupported(f"`{split.name}` splits rows")
+        zero = Index((0,) * len(self.lanes.sizes), 0)
+        if split.target is aten.unbind.int:
+            return self.value(source, (*place[:dim], zero + index, *place[dim:]))
+        if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+            raise Unsupported(f"`{split.target}`")
+        sizes = [int(part.shape[dim]) for part in split.meta["val"]]
+        at = place[dim]
+        assert isinstance(at, Index)
+        return self.value(source, _at(place, dim, at + sum(sizes[:index])))
 
     def _pointwise(self, node: fx.Node, place: Place) -> str:
         values = []
-        for argument in node.args:
+        for argument in args_of(node):
             there = self.broadcast(place, argument.meta["val"]) if isinstance(argument, fx.Node) else ()
             values.append(self.value(argument, there))
         alpha = node.kwargs.get("alpha", 1)
@@ -205,13 +237,13 @@ class _Writer:
         return self.new(POINTWISE[node.target].format(*values), -1 if lane else 0)
 
     def _power(self, node: fx.Node, place: Place) -> str:
-        base, exponent = self.value(node.args[0], place), node.args[1]
+        base, exponent = self.value(args_of(node)[0], place), args_of(node)[1]
         if exponent not in (0, 1, 2, 3, -1, 0.5, -0.5):
             raise Unsupported(f"a power of {exponent}")
         forms = {0: "1.0", 1: base, 2: f"{base} * {base}", 3: f"{base} * {base} * {base}", -1: f"1.0 / {base}",
                  0.5: f"tl.sqrt({base})", -0.5: f"1.0 / tl.sqrt({base})"}  # fmt: skip
         lane = any(isinstance(at, Index) and at.used for at in place)
-        return self.new(forms[exponent], -1 if lane else 0)  # type: ignore[index]
+        return self.new(forms[exponent], -1 if lane else 0)
 
     def _cast(self, node: fx.Node, value: str) -> str:
         dtype = node.meta["val"].dtype
@@ -243,7 +275,7 @@ class _Writer:
         operand = node.all_input_nodes[0]
         value = operand.meta["val"]
         rank = value.ndim
-        dims = sorted(dim % rank for dim in node.args[1])  # type: ignore[union-attr]
+        dims = sorted(dim % rank for dim in args_of(node)[1])
         if sums_rows(node):
             raise Unsupported(f"`{node.name}` adds up rows, and its sum is read in the region")
         keeps = len(node.meta["val"].shape) == rank
@@ -261,7 +293,7 @@ class _Writer:
                 if isinstance(at, Index) and value.shape[dim] != 1 and at != full[dim]:
                     raise Unsupported(f"`{node.name}` is read at other places than its own")
                 there.append(at)
-        over = frozenset().union(*(full[dim].used for dim in dims if isinstance(full[dim], Index)))  # type: ignore[union-attr]
+        over = frozenset().union(*(full[dim].used for dim in dims if isinstance(full[dim], Index)))
         real = {i for i, size in enumerate(self.lanes.sizes) if size > 1}
         inner = real & set(range(len(self.lanes.sizes) - self.lanes.inner, len(self.lanes.sizes)))
         if over == real:
@@ -276,10 +308,10 @@ class _Writer:
             return self.new(f"{total} / {count}", 0)
         if node.target is not prims.var.default:
             return total
-        correction = node.args[2] if len(node.args) > 2 else node.kwargs.get("correction", 1)
+        correction = option(node, 2, "correction", 1)
         center = self.new(f"{total} / {count}", 0)
         squares = self._sum(operand, tuple(there), reduce, center)
-        return self.new(f"{squares} / {count - float(correction or 0)}", 0)  # type: ignore[arg-type]
+        return self.new(f"{squares} / {count - float(correction or 0)}", 0)
 
     def place_of_row(self, value: Tensor) -> list[Index]:
         return self.lanes.split(static_dims(value))
@@ -317,17 +349,17 @@ class _Writer:
         where = self.text_of(at)
         if node.target is aten.cat.default:
             begin, result = 0, ""
-            parts: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+            parts: Sequence[fx.Node] = args_of(node)[0]
             for part in reversed(parts):
                 begin = sum(int(p.meta["val"].shape[dim]) for p in parts[: list(parts).index(part)])
                 size = int(part.meta["val"].shape[dim])
                 value = self.value(part, _at(place, dim, self._within(at, begin, size)))
                 result = value if not result else f"tl.where({where} < {begin + size}, {value}, {result})"
             return self.new(result)
-        base, part = node.args[:2]
+        base, part = args_of(node)[:2]
         size = int(node.meta["val"].shape[dim])
         if node.target is aten.select_scatter.default:
-            start = int(node.args[3]) % size  # type: ignore[arg-type]
+            start = int(args_of(node)[3]) % size
             there = tuple(x for k, x in enumerate(place) if k != dim)
             hit = f"(({where}) == {start})"
             return self.new(f"tl.where({hit}, {self.value(part, there)}, {self.value(base, place)})")
@@ -344,30 +376,30 @@ class _Writer:
 
     def _before(self, node: fx.Node, place: Place) -> Place:
         """Where the operand of a view is read."""
-        target, args = node.target, node.args
-        source = args[0].meta["val"]  # type: ignore[union-attr]
+        target, args = node.target, args_of(node)
+        source = args[0].meta["val"]
         rank = source.ndim
         zero = Index((0,) * len(self.lanes.sizes), 0)
         if target is aten.expand.default:
             return self.broadcast(place, source)
         if target is prims.broadcast_in_dim.default:
-            there = tuple(place[dim] for dim in args[2])  # type: ignore[union-attr]
+            there = tuple(place[dim] for dim in args[2])
             return tuple(
                 zero if not is_symbolic(s) and s == 1 else at for s, at in zip(source.shape, there, strict=True)
             )
         if target is aten.permute.default:
-            order = [dim % rank for dim in args[1]]  # type: ignore[union-attr]
+            order = [dim % rank for dim in args[1]]
             return tuple(place[order.index(dim)] for dim in range(rank))
         if target is aten.transpose.int:
-            a, b = (int(x) % rank for x in args[1:3])  # type: ignore[arg-type]
+            a, b = (int(x) % rank for x in args[1:3])
             moved = list(place)
             moved[a], moved[b] = moved[b], moved[a]
             return tuple(moved)
         if target is aten.select.int:
-            dim = int(args[1]) % rank  # type: ignore[arg-type]
+            dim = int(args[1]) % rank
             if is_symbolic(source.shape[dim]):
                 raise Unsupported(f"`{node.name}` takes one row out of all")
-            return (*place[:dim], zero + int(args[2]) % int(source.shape[dim]), *place[dim:])  # type: ignore[arg-type]
+            return (*place[:dim], zero + int(args[2]) % int(source.shape[dim]), *place[dim:])
         if target is aten.slice.Tensor:
             dim = _dim(node, rank)
             if is_symbolic(source.shape[dim]):
@@ -421,17 +453,17 @@ def _at(place: Place, dim: int, index: Index) -> Place:
 
 
 def _dim(node: fx.Node, rank: int) -> int:
-    position = {aten.cat.default: 1, aten.slice.Tensor: 1}.get(node.target, 2)  # type: ignore[arg-type]
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    return int(dim) % rank  # type: ignore[arg-type]
+    target: Any = node.target
+    position = {aten.cat.default: 1, aten.slice.Tensor: 1, aten.unbind.int: 1}.get(target, 2)
+    return int(option(node, position, "dim", 0)) % rank
 
 
 def _bounds(node: fx.Node, size: int, position: int) -> tuple[int, int, int]:
-    start, stop, step = ([*node.args[position:], *(None,) * 3])[:3]
+    start, stop, step = ([*args_of(node)[position:], *(None,) * 3])[:3]
     if any(isinstance(x, fx.Node) for x in (start, stop, step)):
         raise Unsupported(f"`{node.name}` cuts where only a run knows")
-    first, last, _ = slice(start, stop, None).indices(size)  # type: ignore[misc]
-    return first, last, int(step or 1)  # type: ignore[arg-type]
+    first, last, _ = slice(start, stop, None).indices(size)
+    return first, last, int(step or 1)
 
 
 def write_source(stores: Sequence[fx.Node], sums: Sequence[fx.Node], name: str, *, wide: bool = False) -> Source:
@@ -492,7 +524,7 @@ def _lanes(nodes: Sequence[fx.Node], stores: Sequence[fx.Node], sums: Sequence[f
     parts = [static_dims(n.meta["val"]) for n in nodes if n.target in (aten.view.default, aten.reshape.default)]
     sizes = finest([*whole, *parts])
     reduced = [
-        math.prod(int(n.all_input_nodes[0].meta["val"].shape[d]) for d in n.args[1])  # type: ignore[union-attr, index]
+        math.prod(int(n.all_input_nodes[0].meta["val"].shape[d]) for d in args_of(n)[1])
         for n in nodes
         if (n.target in SUMS or n.target is prims.var.default) and not sums_rows(n)
     ]
@@ -506,7 +538,7 @@ def _lanes(nodes: Sequence[fx.Node], stores: Sequence[fx.Node], sums: Sequence[f
 def _keeps_first(node: fx.Node) -> bool:
     value = node.all_input_nodes[0].meta["val"]
     lead = [dim for dim, size in enumerate(value.shape) if is_symbolic(size)]
-    kept = [k for k, dim in enumerate(lead) if dim not in {d % value.ndim for d in node.args[1]}]  # type: ignore[union-attr]
+    kept = [k for k, dim in enumerate(lead) if dim not in {d % value.ndim for d in args_of(node)[1]}]
     if kept not in ([], [0]):
         raise Unsupported(f"`{node.name}` adds up rows that are not neighbours")
     return bool(kept)

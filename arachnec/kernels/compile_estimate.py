@@ -52,8 +52,30 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *arguments, **options: self.calls.append((grid, arguments, options))
 
+    def variants(self) -> list[Any]:
+        """What Triton tells apart among the launches: each is compiled once."""
+        return list(dict.fromkeys(specialisation(self.kernel, given, options) for _, given, options in self.calls))
+
     def estimates(self, capability: int = 90) -> list[Estimate]:
         return [estimate(self.kernel, arguments, options, capability) for _, arguments, options in self.calls]
+
+
+def specialisation(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Types, constants, and of numbers that are specialised whether they are 1 or divisible by 16."""
+    given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    found: list[Any] = []
+    for parameter in kernel.params:
+        value = given.get(parameter.name)
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif parameter.is_constexpr or value is None:
+            found.append(value)
+        elif isinstance(value, float):
+            found.append("fp32")
+        else:
+            kept = parameter.do_not_specialize
+            found.append(("i32" if abs(value) < 2**31 else "i64", None if kept else (value == 1, value % 16 == 0)))
+    return (*found, *sorted((k, v) for k, v in options.items() if k not in kernel.arg_names))
 
 
 def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], capability: int = 90) -> Estimate:
