@@ -3,10 +3,10 @@
     python benchmarks/ablation_overlap.py predicted [--json FILE]
     python benchmarks/ablation_overlap.py measured [--ranks 3] [--mbit 200] [--rounds 7] [--json FILE]
 
-`predicted`: simulated steps of Wan2.1 on H100 clusters with the video mix, the same plan with one sum at the end and
-with the buckets that the pass `bucket` chooses. `exposed` is from the end of the last cascade to the end of the last
-sum. `ahead` is the step after step when the encoders that a program begins with run before the sum they would wait
-for; where that is "-", the model has no encoder.
+`predicted`: simulated steps of three models on H100 clusters with the video mix: the same plan with one sum at the
+end, with the buckets that the pass `bucket` chooses, and turned round in time where that is possible and helps.
+`exposed` is from the end of the last cascade to the end of the last sum, in the three ways. `ahead` is one of many
+steps in a row without and with the encoders that ranks run ahead while they wait; "-" where a model has no encoder.
 
 `measured`: the executor on gloo, one program in three ways, all taking their n-th step before any takes its next: one
 sum, buckets, buckets and encoders ahead. With `--mbit` every rank is a host of its own behind a link of that speed (as
@@ -26,13 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from arachnec.backends.simulator import Simulation, simulate
+from arachnec.backends.timeline import COMPUTE
 from arachnec.backends.torch_distributed.ahead import encoders_first
-from arachnec.ir.nodes import Instruction, Module, Program
+from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.pipeline import Pipeline
 
@@ -41,6 +43,7 @@ MODEL = HERE / "ablation_overlap_model.py"
 CLUSTERS = ("2x8:h100-80g", "8x8:h100-80g")
 MODELS = {"wan2_1_1_3b_vae": "Wan2.1 1.3B, VAE", "wan2_1_14b": "Wan2.1 14B", "hunyuanvideo": "HunyuanVideo"}
 CLIPS_PER_GPU = (1, 4)
+STEPS = 3  # simulated in a row
 PLAN = "shard-optimizer,partition{{policy=dual}},annotate,{schedule},place"
 SCHEDULES = {
     "default": "schedule-z3{budget=2s}",
@@ -57,8 +60,8 @@ def predicted() -> list[dict[str, object]]:
 
     rows: list[dict[str, object]] = []
     print(
-        f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'one sum ms':>11} {'buckets ms':>11} {'gain':>7} "
-        f"{'exposed ms':>10} {'':7} {'n':>3} {'ahead ms':>11}"
+        f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'one sum ms':>11} {'buckets ms':>11} {'gain':>6} "
+        f"{'turned ms':>11} {'gain':>6} {'exposed ms':>16} {'n':>3} {'ahead ms':>16}"
     )
     for model, title in MODELS.items():
         for cluster in CLUSTERS:
@@ -76,18 +79,17 @@ def predicted() -> list[dict[str, object]]:
 
 
 def compared(placed: Module) -> dict[str, object]:
-    """One plan, lowered with one sum and with buckets, simulated."""
-    whole, parts = (Pipeline.parse(WAYS[way][0]).run(placed) for way in ("one sum", "buckets"))
-    before, after = simulate(whole), simulate(parts)
-    later = encoded_ahead(parts)
-    return {
-        "one_sum_ms": before.iteration_ms,
-        "buckets_ms": after.iteration_ms,
-        "exposed_one_sum_ms": exposed(before),
-        "exposed_buckets_ms": exposed(after),
-        "buckets": sum(i.op == "reduce" for i in parts.programs[0].instructions),
-        "ahead_ms": None if later is None else simulate(later).iteration_ms,
-    }
+    """One plan, lowered with one sum at the end, with buckets, and turned round for them: steps in a row, simulated."""
+    row: dict[str, object] = {}
+    for name, text in (("one_sum", ""), ("buckets", "bucket{turn=false},"), ("turned", "bucket,")):
+        module = Pipeline.parse(f"{text}lower,check").run(placed)
+        simulation = simulate(module)
+        row |= {f"{name}_ms": simulation.iteration_ms, f"{name}_exposed_ms": exposed(simulation)}
+    row["count"] = sum(i.op == "reduce" for i in module.programs[0].instructions)
+    ahead = in_a_row(module, may_be_ahead(module, simulation))
+    row["ahead_ms"] = period(ahead) if ahead is not None else None
+    row["in_a_row_ms"] = period(in_a_row(module, {}) or module) if ahead is not None else None
+    return row
 
 
 def exposed(simulation: Simulation) -> float:
@@ -95,36 +97,74 @@ def exposed(simulation: Simulation) -> float:
     return max(0.0, max(sums, default=0.0) - simulation.makespan_ms)
 
 
-def encoded_ahead(module: Module) -> Module | None:
-    """A step of many: what programs begin to encode was encoded before, and at the end is for the next."""
+def may_be_ahead(module: Module, simulation: Simulation) -> dict[int, list[str]]:
+    """What each rank begins to encode for its next step before the last sum is through, by the simulated step."""
+    found = {}
+    for program in module.programs:
+        lane = simulation.timeline.lanes[program.rank]
+        now = max((i.end for i in lane if i.op in COMPUTE), default=0.0)
+        through = max((i.end for i in lane if i.op == "reduce"), default=0.0)
+        times = {i.target: quantity(i.attrs["time"]) for i in program.instructions if i.op == "encode"}
+        names = []
+        for name in encoders_first(program):
+            if now >= through:
+                break
+            names.append(name)
+            now += times[name]
+        found[program.rank] = names
+    return found
+
+
+def in_a_row(module: Module, ahead: Mapping[int, Sequence[str]]) -> Module | None:
+    """Three steps of one program in one; None where nothing is ever encoded by itself before the models run."""
     if not any(encoders_first(program) for program in module.programs):
         return None
-    return replace(module, programs=tuple(_shifted(program) for program in module.programs))
+    cascades = tuple(
+        replace(c, name=f"{c.name}.{step}", inputs=tuple(f"{name}.{step}" for name in c.inputs))
+        for step in range(STEPS)
+        for c in module.cascades
+    )
+    programs = tuple(
+        replace(p, instructions=tuple(i for step in range(STEPS) for i in _step(p, step, set(ahead.get(p.rank, ())))))
+        for p in module.programs
+    )
+    return replace(module, cascades=cascades, programs=programs)
 
 
-def _shifted(program: Program) -> Program:
-    first = set(encoders_first(program))
-    moved: list[Instruction] = []
-    items: list[Instruction] = []
-    for instruction in program.instructions:
-        if instruction.op == "encode" and instruction.target in first:
-            moved.append(instruction)
-            instruction = replace(instruction, attrs=instruction.attrs.updated(time=Quantity(0.0, "ms")))
-        if instruction.op == "step":
-            items += moved
+def _step(program: Program, step: int, ahead: set[str]) -> Iterator[Instruction]:
+    """One step; what is encoded ahead is there from the second on, and made for the next one before the end."""
+    nothing = Quantity(0.0, "ms")
+    moved = [i for i in program.instructions if i.op == "encode" and i.target in ahead]
+    for item in program.instructions:
+        if item.op == "step":
+            yield from (replace(i, target=f"{i.target}.{step + 1}") for i in moved if step + 1 < STEPS)
             moved = []
-        items.append(instruction)
-    return replace(program, instructions=tuple(items))
+        if item.op in ("reduce", "step"):
+            yield item
+            continue
+        there = step > 0 and item.op == "encode" and item.target in ahead
+        yield replace(
+            item, target=f"{item.target}.{step}", attrs=item.attrs.updated(time=nothing) if there else item.attrs
+        )
+
+
+def period(module: Module) -> float:
+    """ms from the last rank's second update to its third."""
+    ends: dict[int, list[float]] = defaultdict(list)
+    for interval in simulate(module).timeline.intervals:
+        if interval.op == "step":
+            ends[interval.rank].append(interval.end)
+    return max(each[-1] for each in ends.values()) - max(each[-2] for each in ends.values())
 
 
 def line(row: dict[str, object]) -> str:
-    whole, parts, ahead = row["one_sum_ms"], row["buckets_ms"], row["ahead_ms"]
-    assert isinstance(whole, float) and isinstance(parts, float)
-    shown = "-" if ahead is None else f"{ahead:.1f}"
+    whole, parts, turned = (float(str(row[f"{name}_ms"])) for name in ("one_sum", "buckets", "turned"))
+    hidden = "/".join(f"{row[f'{name}_exposed_ms']:.0f}" for name in ("one_sum", "buckets", "turned"))
+    ahead = "-" if row["ahead_ms"] is None else f"{row['in_a_row_ms']:.0f} to {row['ahead_ms']:.0f}"
     return (
-        f"{row['model']:17} {row['cluster']:13} {row['clips']:5} {row['schedule']:14} {whole:11.1f} {parts:11.1f} "
-        f"{1 - parts / whole:7.2%} {row['exposed_one_sum_ms']:10.1f} {row['exposed_buckets_ms']:7.1f} "
-        f"{row['buckets']:3} {shown:>11}"
+        f"{row['model']:17} {row['cluster']:13} {row['clips']:5} {row['schedule']:14} {whole:11.1f} "
+        f"{parts:11.1f} {1 - parts / whole:6.2%} {turned:11.1f} {1 - turned / whole:6.2%} "
+        f"{hidden:>16} {row['count']:3} {ahead:>16}"
     )
 
 
@@ -174,8 +214,9 @@ def compile_ways(scratch: Path, ranks: int, mbit: float | None) -> tuple[list[tu
         module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
         plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
         jobs.append((way, str(plan.write(scratch / f"way{number}")), ahead))
-        shifted = encoded_ahead(module) if ahead else None
-        predictions[way] = simulate(shifted or module).iteration_ms
+        simulation = simulate(module)
+        row = in_a_row(module, may_be_ahead(module, simulation) if ahead else {})
+        predictions[way] = simulation.iteration_ms if row is None else period(row)
     return jobs, predictions
 
 

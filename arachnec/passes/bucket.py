@@ -4,16 +4,21 @@ A backward goes from the last layer to the first; the gradients of a run of laye
 a rank has passed it. Summed bucket by bucket (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3), all but the
 last bucket may be through when the last backward ends. Small buckets start early and pay their latency each; how large
 they are is decided by the cost model on this very plan, because only a sum that every rank has come to can proceed.
+
+A gradient is whole in the *last* backward of its rank only, and schedulers end with the shortest cascades. A plan in
+which no cascade reads another may as well run from its end to its beginning: then every rank ends with what it would
+have begun with, a long cascade for the sums to hide behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Reduce, Stage, integers
-from arachnec.ir.values import Value
+from arachnec.ir.values import Quantity, Value
 from arachnec.passes.base import Pass
 from arachnec.passes.cost import CostModel, element_bytes, gradient_bytes
 from arachnec.passes.lower_order import forward_share, global_order
@@ -25,32 +30,43 @@ WORTH = 0.01  # of what the best buckets gain: so much less is as good, with few
 
 @dataclass(frozen=True)
 class Bucket(Pass):
-    """Buckets for the gradient sums: the fewest layers of ``mib`` MiB or more each; without it as the costs say."""
+    """Buckets for the gradient sums: the fewest layers of ``mib`` MiB or more each; without it as the costs say.
+
+    With ``turn`` the plan is turned round in time where that is possible and its sums are through earlier.
+    """
 
     needs: ClassVar[Level] = Level.PLACED
     gives: ClassVar[Level] = Level.PLACED
     mib: int | None = None
+    turn: bool = True
 
     def run(self, module: Module) -> Module:
         if module.cluster is None or module.level is not Level.PLACED:  # the programs of a lowered one have theirs
             return module
+        plans = [module, *([turned(module)] if self.turn and can_turn(module) else [])]
         cost = CostModel(module)
-        found = tuple(self._cut(module, module.cluster, cost, node) for node in module.reductions)
-        return replace(module, reductions=found)
+        bucketed = [self._bucketed(plan, module.cluster, cost) for plan in plans]
+        return min(bucketed, key=lambda found: found[0])[1]
 
-    def _cut(self, module: Module, cluster: Cluster, cost: CostModel, node: Reduce) -> Reduce:
+    def _bucketed(self, module: Module, cluster: Cluster, cost: CostModel) -> tuple[float, Module]:
+        """When the last sum is through, ms, and the module with its buckets."""
+        cuts = [self._cut(module, cluster, cost, node) for node in module.reductions]
+        through = max((at for at, _ in cuts), default=0.0)
+        return through, replace(module, reductions=tuple(node for _, node in cuts))
+
+    def _cut(self, module: Module, cluster: Cluster, cost: CostModel, node: Reduce) -> tuple[float, Reduce]:
         stage = module.stage(node.stage)
         ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
         if not layers_of(stage) or len(ranks) < 2 or "bytes" in node.attrs or "time" in node.attrs:
-            return node
-        if self.mib is not None:
-            buckets = cut(stage, self.mib * MIB)
-        else:
-            ends = last_backwards(module, stage, ranks)
-            buckets = best_buckets(stage, ends, lambda size: cost.reduce_time(stage, ranks, size))
-        if len(buckets) < 2:
-            return node
-        return replace(node, attrs=node.attrs.updated(buckets=buckets))
+            return 0.0, node
+
+        def time(size: float) -> float:
+            return cost.reduce_time(stage, ranks, size)
+
+        ends = last_backwards(module, stage, ranks)
+        buckets = best_buckets(stage, ends, time) if self.mib is None else cut(stage, self.mib * MIB)
+        through = finish(contents(stage, buckets), len(layers_of(stage)), ends, cache(time))
+        return through, replace(node, attrs=node.attrs.updated(buckets=buckets)) if len(buckets) > 1 else node
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,21 @@ def finish(buckets: Sequence[Contents], layers: int, ends: Ends, time: Callable[
     for bucket in buckets:
         now = max(now, max(end - span * passed(bucket, layers) for end, span in ends)) + time(bucket.size)
     return now
+
+
+def can_turn(module: Module) -> bool:
+    """Whether the cascades are free of order: each trains by itself, from nothing that another makes."""
+    return all(cascade.phase is Phase.TRAIN and not cascade.inputs for cascade in module.cascades)
+
+
+def turned(module: Module) -> Module:
+    """The plan from its end to its beginning: every cascade on its ranks for its time, and the same makespan."""
+    last = max((cascade.end for cascade in module.cascades), default=0.0)
+    cascades = tuple(
+        cascade.with_attrs(start=Quantity(last - cascade.end, "ms"), end=Quantity(last - cascade.start, "ms"))
+        for cascade in module.cascades
+    )
+    return replace(module, cascades=cascades)
 
 
 def last_backwards(module: Module, stage: Stage, ranks: Sequence[int]) -> list[tuple[float, float]]:

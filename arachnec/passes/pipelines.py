@@ -5,16 +5,18 @@ from __future__ import annotations
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
-# Every rival sums its gradients in buckets behind the backward, as PyTorch's DDP does for all of them.
-_END = "place,bucket,lower,check"
+# Every rival sums its gradients in buckets behind its last backward, as PyTorch's DDP does for all of them; which
+# backward is the last one is their schedule's business.
+_END = "place,bucket{turn=false},lower,check"
+_OUR_END = "place,bucket,lower,check"
 # Plans as another does, so comparing it says nothing.
 NOT_COMPARED = frozenset({"fused"})
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
-    "default": f"{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_END}",
+    "default": f"{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # ours, and the memory-bound operations of every block run as few kernels: apart, until the kernels ran on a GPU
-    "fused": f"fuse,{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_END}",
+    "fused": f"fuse,{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
     "data-parallel": f"{_EQUAL},schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them

@@ -15,7 +15,7 @@ from arachnec.backends.timeline import planned
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer, quantity
 from arachnec.ir.verify import verify
-from arachnec.passes.bucket import MOST, Bucket, best_buckets, contents, finish
+from arachnec.passes.bucket import MOST, Bucket, best_buckets, can_turn, contents, finish, turned
 from arachnec.passes.check import find_problems
 from arachnec.passes.check_deadlock import Deadlock, GroupIncomplete, StartsApart
 from arachnec.passes.check_sums import NotReduced, NotStepped, WrongParts, WrongStart
@@ -78,6 +78,7 @@ def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tupl
 @given(placed_modules(), st.one_of(st.none(), st.integers(0, 200)))
 def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) -> None:
     cut_up = Bucket(mib=mib).run(with_layers(module))
+    assert not verify(cut_up)
     lowered = lower(cut_up)
     assert not find_problems(lowered)
     assert all(len(sums(program)) <= MOST for program in lowered.programs) or mib is not None
@@ -114,6 +115,43 @@ def test_no_cut_of_so_many_buckets_is_through_earlier(
 
 def test_nothing_is_cut_where_nothing_runs_behind_the_sum() -> None:
     assert best_buckets(STAGE, [(100.0, 0.0)], lambda size: 1.0 + size / 1e9) == (len(LAYERS),)
+
+
+@given(placed_modules())
+def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module) -> None:
+    assume(can_turn(module))
+    there = turned(with_layers(module))
+    assert not verify(there)
+    assert not find_problems(lower(Bucket().run(there)))
+    back = turned(there)
+    for cascade, again in zip(module.cascades, back.cascades, strict=True):
+        assert again.start == pytest.approx(cascade.start, abs=1e-6)
+        assert again.ranks == cascade.ranks
+
+
+def test_a_plan_is_turned_round_where_that_ends_with_longer_backwards() -> None:
+    """The long cascade comes first; from its end to its beginning the plan hides the sums behind it."""
+    clips = [Clip(0, 17, 480, 832, 0, 9000), Clip(1, 17, 480, 832, 0, 900)]
+    cascades = [
+        timed("long", Phase.TRAIN, 0, 9000, (), (0.0, 300.0), (0, 1)),
+        timed("short", Phase.TRAIN, 1, 900, (), (300.0, 301.0), (0, 1)),
+    ]
+    module = with_layers(module_of(cluster(gpus=2), clips, cascades))
+    found, kept = Bucket().run(module), Bucket(turn=False).run(module)
+    assert [cascade.start for cascade in found.cascades] == [1.0, 0.0]
+    assert [cascade.start for cascade in kept.cascades] == [0.0, 300.0]
+    assert simulate(lower(found)).iteration_ms < simulate(lower(kept)).iteration_ms
+
+
+def test_a_plan_in_which_a_cascade_reads_another_stays_as_it_is() -> None:
+    clips = [Clip(0, 17, 480, 832, 0, 9000)]
+    cascades = [
+        timed("e", Phase.ENCODE, 0, 9000, (), (0.0, 9.0), (0,)),
+        timed("t", Phase.TRAIN, 0, 9000, ("e",), (9.0, 300.0), (0, 1)),
+    ]
+    module = with_layers(module_of(cluster(gpus=2), clips, cascades))
+    assert not can_turn(module)
+    assert Bucket().run(module).cascades == module.cascades
 
 
 def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
