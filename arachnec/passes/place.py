@@ -11,10 +11,10 @@ scheduled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, quantity
 from arachnec.ir.values import Quantity
@@ -22,7 +22,12 @@ from arachnec.passes.base import Pass
 from arachnec.passes.cost import GIB, CostModel, times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 TOLERANCE = 1e-6  # ms
+LATE = 5e-4  # of the makespan, by which a placement may be longer before another is tried
 WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
 
 
@@ -41,7 +46,7 @@ class Place(Pass):
 
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
-        named = {cascade.name: cascade for cascade in placements(module.cascades, cost, topology=self.topology)}
+        named = {cascade.name: cascade for cascade in self._placements(module.cascades, cost)}
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
         everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
@@ -55,6 +60,37 @@ class Place(Pass):
                 makespan=Quantity(makespan, "ms"), proved=as_planned and module.attrs["proved"] is True
             ),
         )
+
+    def _placements(self, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+        if self.topology:
+            return best_placements(cascades, cost)
+        return placements(cascades, cost, topology=False)
+
+
+def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """The shorter of two placements: ranks chosen from the first start on, and, where that is late, from the last end.
+
+    What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards.
+    """
+    forwards = placements(cascades, cost)
+    planned = max((cascade.end for cascade in cascades), default=0.0)
+    late = max((cascade.end for cascade in forwards), default=0.0)
+    if cost.kinds or late <= planned * (1 + LATE) + TOLERANCE:
+        return forwards
+    backwards = on_ranks(cascades, cost, ranks_from_the_end(cascades, cost.cluster))
+    return backwards if max(cascade.end for cascade in backwards) < late else forwards
+
+
+def on_ranks(cascades: Sequence[Cascade], cost: CostModel, ranks: Mapping[str, tuple[int, ...]]) -> list[Cascade]:
+    """Every cascade on the ranks of its name, as early as its inputs, their handoffs and its ranks allow."""
+    free = [0.0] * cost.cluster.world
+    done: dict[str, Cascade] = {}
+    for cascade in in_order(cascades):
+        inputs = [done[name] for name in cascade.inputs if name in done]
+        done[cascade.name] = placed = _on(cascade, ranks[cascade.name], inputs, free, cost)
+        for rank in placed.ranks:
+            free[rank] = placed.end
+    return list(done.values())
 
 
 def in_order(cascades: Sequence[Cascade]) -> list[Cascade]:
@@ -130,6 +166,12 @@ def _placed(
     slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
+    return _on(cascade, ranks, inputs, actual, cost)
+
+
+def _on(
+    cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> Cascade:
     placed = with_ranks(cascade, ranks, cost)
     arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
     start = max(arrived, *(actual[rank] for rank in ranks))
@@ -201,6 +243,49 @@ def _racks(cluster: Cluster, nodes: dict[int, list[int]], degree: int, near: set
         return needed, -here, room, rack
 
     return sorted(free, key=order)
+
+
+def ranks_from_the_end(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """For every cascade, last ends first, ranks that are free until then, and for the shortest time after it.
+
+    An aligned block where there is one, else ranks of one node, else whole nodes, else any.
+    """
+    import numpy as np
+
+    last = max((cascade.end for cascade in cascades), default=0.0)
+    until = np.full((cluster.nodes, cluster.gpus), last)  # ms; what comes later on each rank starts then
+    found: dict[str, tuple[int, ...]] = {}
+    for cascade in sorted(cascades, key=lambda cascade: cascade.end, reverse=True):
+        degree = cascade.degree
+        idle = np.where(until >= cascade.end - TOLERANCE, until - cascade.end, np.inf)
+        ranks = _least_idle(idle, degree, cluster.gpus)
+        if ranks is None:
+            ranks = pick_ranks(cluster, np.flatnonzero(np.isfinite(idle)).tolist(), degree, set())
+        until.reshape(-1)[list(ranks)] = cascade.start
+        found[cascade.name] = ranks
+    return found
+
+
+def _least_idle(idle: NDArray[np.float64], degree: int, gpus: int) -> tuple[int, ...] | None:
+    """Ranks of one node, or whole nodes, that idle least in all; ``idle`` is nodes x GPUs, infinite where not free."""
+    import numpy as np
+
+    if degree >= gpus:
+        whole, part = divmod(degree, gpus)
+        nodes = idle.sum(axis=1)
+        best = np.argsort(nodes, kind="stable")[:whole]
+        if part or not np.isfinite(nodes[best]).all():
+            return None
+        return tuple(sorted(int(node) * gpus + gpu for node in best for gpu in range(gpus)))
+    if gpus % degree == 0:
+        blocks = idle.reshape(-1, degree).sum(axis=1)
+        block = int(blocks.argmin())
+        if np.isfinite(blocks[block]):
+            return tuple(range(block * degree, (block + 1) * degree))
+    order = np.argsort(idle, axis=1, kind="stable")[:, :degree]
+    sums = np.take_along_axis(idle, order, axis=1).sum(axis=1)
+    node = int(sums.argmin())
+    return tuple(sorted(node * gpus + int(gpu) for gpu in order[node])) if np.isfinite(sums[node]) else None
 
 
 def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
