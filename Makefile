@@ -24,7 +24,7 @@ test: $(READY) ## every test that this machine can run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 golden: $(READY) ## write the golden files again; read the diff before you commit it
-	$(BIN)/python -m pytest -q tests/golden --update-golden
+	$(BIN)/python -m pytest -q tests/golden tests/commands/test_explain.py --update-golden
 
 bench: $(READY) ## the measurements that the documentation quotes
 	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done

@@ -29,7 +29,7 @@ class Link:
     """A cascade, or a stage's ``reduce`` or ``step``, on the chain.
 
     ``because`` says why it did not start earlier: at the ``start`` nothing was before it; else it waited for ``waited``
-    to hand over its ``input`` or to leave the ``ranks``. ``gap`` is the ms from the end of that one to this one's start.
+    to hand over its ``input`` or to leave the ``ranks``. ``gap`` is the ms from the end of that one to this start.
     """
 
     ops: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from arachnec.backends.executable_page import executable_page
 from arachnec.backends.memory_curve import memory_curves
 from arachnec.backends.simulator import simulate
 from arachnec.backends.timeline import DRAWN, Interval, Timeline, planned
-from arachnec.backends.timeline_page import page, script_json
+from arachnec.backends.timeline_page import PARTS, page, script_json
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
 from arachnec.passes.check_memory import high_water
@@ -65,6 +66,12 @@ def test_the_page_loads_nothing_from_anywhere() -> None:
     assert policy.startswith("default-src 'none'")
     text = executable_page(small())
     assert not re.search(r"https?:|@import|url\(", text)
+
+
+def test_a_wheel_has_every_part_of_the_page() -> None:
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["arachnec"]
+    assert {f"**/*{part.suffix}" for part in PARTS.iterdir()} <= set(patterns)
 
 
 ODD = (

@@ -241,6 +241,8 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
     folder = executable.folder
+    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
+    report.write_json(options.report or folder / "run.json", summary)
     place = folder / MEASURED
     report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))
     (folder / MEASURED_PROGRAM).write_text(print_module(trainer.module), encoding="utf-8")
@@ -249,8 +251,6 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
     place.with_suffix(".svg").write_text(picture, encoding="utf-8")
     page = executable_page(trainer.module, measured, pipeline=executable.header.pipeline, clips=executable.clips)
     (folder / PAGE).write_text(page, encoding="utf-8")
-    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
-    report.write_json(options.report or executable.folder / "run.json", summary)
 
 
 def _describe(device: torch.device) -> str:
