@@ -13,7 +13,7 @@ go on, and a device that has to end one before it goes on with the other does no
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -192,25 +192,21 @@ def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instructio
 
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:
-    """Backwards inside which some of their ranks start a sum and others do not."""
-    started: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Instruction, ...]]] = defaultdict(dict)
+    """Sums that some ranks of a backward start inside it and others do not."""
+    started: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
     for program in values.module.programs:
         for index, numbers in sums_inside(program).items():
             backward = program.instructions[index]
-            sums = tuple(program.instructions[number] for number in numbers)
-            started[backward.target, backward.peers][program.rank] = sums
-    for (target, peers), sums_of in started.items():
-        for rank, sums in sums_of.items():
-            for reduce in sums:
-                same = {other for other, found in sums_of.items() if any(_same_sum(reduce, each) for each in found)}
-                others = tuple(sorted(set(peers) - same))
-                if others:
-                    backward = Instruction("backward", target, peers)
-                    yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
-
-
-def _same_sum(a: Instruction, b: Instruction) -> bool:
-    return (a.target, a.peers, bucket_of(a)) == (b.target, b.peers, bucket_of(b))
+            for reduce in (program.instructions[number] for number in numbers):
+                each = (reduce.target, reduce.peers, bucket_of(reduce))
+                started[backward.target, backward.peers].setdefault(each, {})[program.rank] = reduce
+    for (target, peers), sums in started.items():
+        for ranks in sums.values():
+            others = tuple(sorted(set(peers) - set(ranks)))
+            if others:
+                rank, reduce = next(iter(ranks.items()))
+                backward = Instruction("backward", target, peers)
+                yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
 
 
 def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
