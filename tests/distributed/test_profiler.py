@@ -1,0 +1,79 @@
+"""What `arachnec profile` measures, on two gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arachnec.backends.local_profile import Measured
+from arachnec.backends.profiler import Profiler, choose_points
+from arachnec.models.file import load_model_file
+from arachnec.passes.profile_file import fit_profile
+from tests.distributed.executor_cases import ENCODER, MODEL, clip
+from tests.distributed.harness import run_ranks
+
+CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
+
+
+def profiled(model: str, at_once: int) -> Measured:
+    profiler = Profiler(load_model_file(model), CLIPS, torch.device("cpu"), at_once)
+    weights = [value.clone() for value in profiler.parameters.values()]
+    profiler.round()
+    profiler.forget()
+    profiler.round()
+    profiler.round()
+    assert all(torch.equal(a, b) for a, b in zip(weights, profiler.parameters.values(), strict=True))
+    return profiler.measured()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profiler") / "model.py"
+    path.write_text(MODEL + ENCODER, encoding="utf-8")
+    return path
+
+
+def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(model: Path) -> None:
+    measured, other = run_ranks(2, profiled, str(model), 2, timeout=600.0)
+    assert measured.device == "cpu"
+    assert [(stage, phase) for stage, phase, _ in measured.stages] == [
+        ("vae", "forward"),
+        ("dit", "forward"),
+        ("dit", "backward"),
+    ]
+    for stage, _, rows in measured.stages:
+        assert all(row.ms > 0 for row in rows)
+        assert {row.batch for row in rows} > {1}
+        assert {row.degree for row in rows} == ({1, 2} if stage == "dit" else {1})
+        # four collectives for two attentions, and a gather
+        assert {row.messages for row in rows if row.degree == 2} <= {5.0}
+        assert all((row.moved > 0) == (row.degree > 1) for row in rows)
+    (end,) = measured.synchronisation
+    assert end.reduce_ms > 0
+    assert end.step_ms > 0
+    assert [[row.ms for row in rows] for *_, rows in measured.stages] == [
+        [row.ms for row in rows] for *_, rows in other.stages
+    ]
+    profile = fit_profile(
+        measured.stages, machine="m", device="cpu", links=measured.links, synchronisation=measured.synchronisation
+    )
+    assert profile.links is not None
+    assert profile.links.sums is not None
+
+
+def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(model: Path) -> None:
+    measured, _ = run_ranks(2, profiled, str(model), 1, timeout=600.0)
+    assert all(row.degree == 1 and row.ms > 0 for *_, rows in measured.stages for row in rows)
+    assert measured.links is not None
+
+
+def test_shapes_are_spread_from_the_shortest_to_the_longest_and_two_are_batched() -> None:
+    clips = [clip(str(frames), frames) for frames in range(1, 40)]
+    points = choose_points(clips, [10 * c.frames for c in clips])
+    single = [point.tokens for point in points if len(point.clips) == 1]
+    assert single[0] == 10
+    assert single[-1] == 390
+    assert single == sorted(set(single))
+    assert [point.tokens for point in points if len(point.clips) > 1] == [10, single[len(single) // 2]]
