@@ -28,9 +28,9 @@ from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
 CANDIDATES = 24  # of the shortest, that are placed
-COOLINGS = 3  # runs of annealing, each from the shortest candidate
+COOLINGS = 3  # runs of annealing, from the shortest candidates
 ANNEALING = 0.25  # of FlexSP's time, for one of them
-TRIES_PER_STEP = 5  # of one of them, for each step of the placed search, where steps are counted and not time
+TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
 
 
 def best_placed(
@@ -57,9 +57,9 @@ def best_placed(
     if length <= least:
         return best
     candidates = [best, *group_layouts(problem, seconds), *list_schedules(problem, found.area_bound)]
-    first = min(candidates, key=lambda schedule: schedule.makespan(problem))
     dice = random.Random(seed)
-    candidates += [anneal(problem, first, dice, effort(steps, seconds, stop)) for _ in range(COOLINGS)]
+    starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
+    candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
     others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
     for schedule in islice(others, CANDIDATES):
         if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
