@@ -59,7 +59,6 @@ BY_HAND = {
     "in buckets": "partition,annotate,schedule-z3{budget=0ms},place,bucket,lower,check",
 }
 TRIED = ("default", "data-parallel", "equal-token", "ulysses", "same-bucket", "flexsp", "knapformer", "arachne-ga")
-PLANS_A_MIX = 7
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def plans(traced: Module) -> Iterator[tuple[str, list[str], Module]]:
                 print(f"{mix}: {name} makes no plan: {error}", file=sys.stderr)
                 continue
             found.setdefault(shape(module), ([], module))[0].append(name)
-        for names, module in list(found.values())[:PLANS_A_MIX] if len(found) > PLANS_A_MIX else found.values():
+        for names, module in found.values():
             yield mix, names, module
 
 

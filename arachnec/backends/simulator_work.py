@@ -8,6 +8,7 @@ the plan's time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from arachnec.backends.simulator_network import LinkName, Load, Route, Work, route
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.passes.cost import Attention, CostModel, crowding
-from arachnec.passes.topology import nic_of, node_of, rack_of, uplink_of
+from arachnec.passes.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 
 Needed = dict[LinkName, float]  # ms for which each link is needed
 
@@ -165,24 +166,26 @@ class Works:
 
 
 def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Needed]:
-    intra, inter = (1 / (quantity(cluster.attrs[name]) * 1e6) for name in ("intra", "inter"))
-    uplink = 1 / (uplink_of(cluster) * 1e6)
+    inter, uplink = (1e-6 / speed for speed in (quantity(cluster.attrs["inter"]), uplink_of(cluster)))
     nodes = Counter(node_of(cluster, rank) for rank in members)
     racks = Counter(rack_of(cluster, rank) for rank in members)
-    inside: Needed = {}
+    inside: Needed = defaultdict(float)
     outside: Needed = defaultdict(float)
     for rank in members:
         node, rack = node_of(cluster, rank), rack_of(cluster, rank)
         near, far = nodes[node] - 1, len(members) - nodes[node]
+        host = host_of(cluster, rank)
+        if near and host < math.inf:
+            inside["host", node] += near * 1e-6 / host
         for way in ("out", "in"):
             if near:
-                inside[f"port {way}", rank] = near * intra
+                inside[f"port {way}", rank] = near * 1e-6 / intra_of(cluster, rank)
             if far:
                 outside[f"nic {way}", node, nic_of(cluster, rank)] += far * inter
         if len(racks) > 1:
             for way in ("up", "down"):
                 outside[way, rack] += (len(members) - racks[rack]) * uplink
-    return inside, dict(outside)
+    return dict(inside), dict(outside)
 
 
 def _load(needed: Needed) -> Load:

@@ -66,6 +66,15 @@ def test_a_cascade_alone_in_a_node_takes_what_the_plan_says() -> None:
     assert took(simulate(module), "a") == pytest.approx(module.cascades[0].end)
 
 
+def test_cascades_share_the_host_of_a_node_whose_devices_have_no_links_of_their_own() -> None:
+    pod = cluster()
+    pod = replace(pod, attrs=pod.attrs.updated(host=Quantity(60.0, "GB/s")))
+    both = planned(pod, [trained("a", 0, (0, 1)), trained("b", 1, (2, 3))])
+    alone = planned(pod, [trained("a", 0, (0, 1))])
+    assert took(simulate(alone), "a") == pytest.approx(alone.cascades[0].end)
+    assert took(simulate(both), "a") > alone.cascades[0].end + 10.0
+
+
 def test_cascades_within_a_node_do_not_slow_each_other() -> None:
     module = planned(cluster(), [trained("a", 0, (0, 1)), trained("b", 1, (2, 3))])
     assert took(simulate(module), "a") == pytest.approx(module.cascades[0].end)
