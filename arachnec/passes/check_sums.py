@@ -95,6 +95,8 @@ def _parts(values: Values, program: Program, stage: str, reduces: list[Instructi
     layers = len(layers_of(values.module.stage(stage)))
     counts = Counter(layer for _, bucket in buckets for layer in bucket[0])
     for reduce, bucket in buckets:
+        if bucket == ((), False):
+            yield WrongParts(reduce.span, program.rank, stage, "a bucket holds nothing")
         for layer in bucket[0]:
             if not 0 <= layer < layers:
                 reason = f"layer {layer} is not one of its {layers}"

@@ -14,9 +14,9 @@ from arachnec.passes.cost import CostModel, gradient_bytes
 
 @dataclass(frozen=True)
 class WrongBuckets(Diagnostic):
-    title: ClassVar[str] = "the buckets {buckets} of `reduce @{stage}` do not add up to the stage's {layers} layers"
+    title: ClassVar[str] = "the buckets {buckets} of `reduce @{stage}` do not make up the stage's {layers} layers"
     label: ClassVar[str] = "has {layers} layers"
-    help: ClassVar[str] = "each number is a run of layers, from the last layer on; `bucket` chooses them"
+    help: ClassVar[str] = "each number is a run of layers, from the last layer on, and only the last may be 0"
     stage: str
     buckets: list[int]
     layers: int
@@ -65,7 +65,7 @@ def _add_buckets(
     inside: dict[int, Instruction],
 ) -> None:
     layers = len(layers_of(stage))
-    if sum(buckets) != layers or min(buckets) < 0:
+    if not buckets or sum(buckets) != layers or min(buckets[:-1], default=1) < 1 or buckets[-1] < 0:
         raise UserError(WrongBuckets(stage.span, stage.name, list(buckets), layers))
     for bucket in contents(stage, buckets):
         time = Quantity(cost.reduce_time(stage, group, bucket.size), "ms")

@@ -207,7 +207,7 @@ def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets
 def test_buckets_that_do_not_add_up_to_the_layers_are_refused() -> None:
     clips = [Clip(0, 17, 480, 832, 0, 1000)]
     module = module_of(cluster(), clips, [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
-    for buckets in ((3, 3), (11, -1), (11,)):
+    for buckets in ((3, 3), (11, -1), (11,), (5, 0, 5), (5, 5, -1, 1), ()):
         with pytest.raises(UserError) as caught:
             lower(with_buckets(module, buckets))
         assert isinstance(caught.value.diagnostics[0], WrongBuckets)
@@ -239,9 +239,15 @@ def unknown_layer(items: list[Instruction], at: int) -> None:
     items[at] = replace(items[at], attrs=items[at].attrs.updated(layers=layers))
 
 
+def nothing(items: list[Instruction], at: int) -> None:
+    empty = replace(items[at], attrs=items[at].attrs.updated(layers=(), rest=None))
+    items.insert(at, empty)
+
+
 BROKEN: list[tuple[Callable[[list[Instruction], int], None], set[type[Diagnostic]]]] = [
     (drop_one, {WrongParts, NotReduced}),
     (twice, {WrongParts}),
+    (nothing, {WrongParts}),
     (swap, {Deadlock, WrongStart}),
     (step_first, {NotStepped}),
     (unknown_layer, {WrongParts}),
