@@ -151,7 +151,7 @@ def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
     nodes, racks = _whereabouts(cluster)
-    if ranks[-1] - ranks[0] == len(ranks) - 1 and ranks[0] == 0 and "mixed" not in cluster.attrs:
+    if ranks == tuple(range(len(ranks))) and "mixed" not in cluster.attrs:
         # the groups of packed ranks lie in nodes and racks as those of the first ranks do, again and again
         ranks = ranks[: math.lcm(ulysses, cluster.gpus * integer(cluster.attrs.get("rack", 1)))]
     groups = [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)]
