@@ -22,7 +22,6 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.values import Value
 from arachnec.passes.topology import machines, node_of
-from arachnec.version import __version__
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("data", "view", "timelines", "memory", "table", "main")
@@ -117,7 +116,6 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
         ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({where})"),
         ("clips", str(len(module.clips))),
         ("cascades", str(len(module.cascades))),
-        ("arachnec", __version__),
     ]
     return found
 

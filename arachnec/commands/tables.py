@@ -48,7 +48,8 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
         for line in compiled.warnings:
             console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
     if folder is not None:
-        console.print(f"\nwrote {folder}; the plan as a page: {folder / PAGE}; next: [bold]arachnec run {folder}[/]")
+        page = f"the plan as a page: {folder / PAGE}"
+        console.print(f"\nwrote {folder}; {page}; next: [bold]arachnec run {folder}[/]", soft_wrap=True)
 
 
 def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
