@@ -213,7 +213,7 @@ def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         return _mixed(values, name, lines)
     nodes = _count(values, "nodes", 1, lines)
     gpus = _gpus(values, nodes, lines)
-    sheet, device = _device(values, _REQUIRED, lines)
+    sheet, device = _device(values, lines)
     quantities = {key: _quantity(values, key, sheet, lines) for key in _REQUIRED}
     return _made(values, name, lines, nodes, gpus, device, quantities, sheet)
 
@@ -230,7 +230,7 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     for row in rows:
         _known(row, _OF_A_GROUP, lines)
         shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
-        sheet, device = _device(row | shared, _REQUIRED, lines)
+        sheet, device = _device(row | shared, lines)
         counts.append(_count(row, "nodes", 1, lines))
         sheets.append(sheet)
         found.append((device, {key: _quantity(row | shared, key, sheet, lines) for key in _REQUIRED}))
@@ -299,13 +299,13 @@ def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     return gpus
 
 
-def _device(values: dict[str, object], needed: tuple[str, ...], lines: Lines) -> tuple[DataSheet | None, str]:
-    """The data sheet and the full name of the device; no sheet where the file says all that is ``needed``."""
+def _device(values: dict[str, object], lines: Lines) -> tuple[DataSheet | None, str]:
+    """The data sheet and the full name of the device; no sheet where the file says all that one would."""
     device = _text(values, "device", lines)
     if device is None:
         raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
     sheet = find_data_sheet(device)
-    if sheet is None and not all(key in values for key in needed):
+    if sheet is None and not all(key in values for key in _REQUIRED):
         names = sorted(DATA_SHEETS)
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
