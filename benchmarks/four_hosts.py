@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from network_hosts import Fabric, Hosts, NoHosts, hosts
+from hosts.fabric import Fabric, Hosts, hosts, unavailable
 
 import arachnec.driver
+from arachnec.backends.executable import iteration_of
 from arachnec.backends.local_profile import profile_here
 from arachnec.backends.simulator import simulate
 from arachnec.ir.nodes import Cluster, Instruction, Module, integer
@@ -35,23 +37,24 @@ from arachnec.passes.pipeline import Pipeline
 from arachnec.passes.topology import rack_of
 
 HERE = Path(__file__).parent
-MODEL, WORKER = HERE / "four_hosts_model.py", HERE / "four_hosts_worker.py"
+MODEL, WORKER = HERE / "hosts" / "model.py", "hosts.worker"
 FABRIC = Fabric(racks=2, hosts=2, link_mbit=50, uplink_mbit=25)
 MEMORY = 0.0052  # GiB: the longer clips fit on two hosts only
-CLIPS = ((12, 1), (12, 1), (8, 1), (8, 1), (4, 5), (2, 5))  # frames of 64 x 64 pixels, and how many such clips
+CLIPS = ((12, 2), (8, 2), (4, 4), (2, 2))  # frames of 64 x 64 pixels, and how many such clips
 SCHEDULES = {
     "z3": "partition{policy=single},annotate{profile=PROFILE},schedule-z3",
     "z3, batches": "partition,annotate{profile=PROFILE},schedule-z3",
     "one degree": "partition{policy=single},annotate{profile=PROFILE},schedule-static{degree=2}",
+    "flexsp": "partition{policy=single},annotate{profile=PROFILE},schedule-flexsp",
     "knapformer": "partition{policy=single},annotate{profile=PROFILE},schedule-knapformer",
     "genetic": "partition{policy=single},annotate{profile=PROFILE},schedule-genetic",
 }
 PLACES = {"aware": "place", "blind": "place{topology=false}"}
 
 
-def write_clips(path: Path) -> None:
+def write_clips(path: Path, clips: Sequence[tuple[int, int]] = CLIPS) -> None:
     rows = [
-        {"frames": frames, "height": 64, "width": 64, "text_tokens": 0} for frames, count in CLIPS for _ in range(count)
+        {"frames": frames, "height": 64, "width": 64, "text_tokens": 0} for frames, count in clips for _ in range(count)
     ]
     path.write_text("".join(json.dumps({"id": number, **row}) + "\n" for number, row in enumerate(rows)))
 
@@ -80,7 +83,7 @@ def alpha_beta(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def measure_links(made: Hosts, scratch: Path) -> dict[str, list[tuple[int, float]]]:
     found = scratch / "links.json"
-    made.run([sys.executable, str(WORKER), "links", str(found)])
+    work(made, "links", found)
     measured: dict[str, list[tuple[int, float]]] = json.loads(found.read_text())
     return measured
 
@@ -88,28 +91,34 @@ def measure_links(made: Hosts, scratch: Path) -> dict[str, list[tuple[int, float
 def compile_plans(
     scratch: Path, clips: Path, cluster: Path, schedules: dict[str, str], profile: Path
 ) -> dict[tuple[str, str], tuple[Path, Module]]:
-    """The executable and the program of every schedule with every placement, traced once."""
+    """The executable and the program of every schedule with every placement; each schedule is made once."""
     made: dict[tuple[str, str], tuple[Path, Module]] = {}
-    compiled = None
-    for schedule, before in schedules.items():
+    texts = {name: before.replace("PROFILE", str(profile)) for name, before in schedules.items()}
+    compiled = arachnec.driver.compile(MODEL, clips, cluster, passes=f"{next(iter(texts.values()))},place,lower,check")
+    traced = iteration_of(compiled.traced, 0)
+    for schedule, before in texts.items():
+        scheduled = Pipeline.parse(before).run(traced)
         for name, place in PLACES.items():
-            text = f"{before},{place},lower,check".replace("PROFILE", str(profile))
-            if compiled is None:
-                compiled = arachnec.driver.compile(MODEL, clips, cluster, passes=text)
-            pipeline = Pipeline.parse(text)
-            module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
-            plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
+            module = Pipeline.parse(f"{place},lower,check").run(scheduled)
+            plan = dataclasses.replace(
+                compiled, pipeline=Pipeline.parse(f"{before},{place},lower,check"), module=module
+            )
             made[schedule, name] = plan.write(scratch / f"plan{len(made)}"), module
     return made
 
 
 def run_plans(made: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What every step of every plan came to, by folder; the first step of each, which warms up, is left out."""
+    """What every step of every plan came to, by folder."""
     output = scratch / "steps.json"
-    command = [sys.executable, str(WORKER), "steps", str(output), str(rounds + 1), made.name, *map(str, folders)]
-    made.run(command, timeout=1800.0)
+    work(made, "steps", output, rounds, made.name, *folders)
     found: dict[str, list[dict[str, float]]] = json.loads(output.read_text())
-    return {name: rows[1:] for name, rows in found.items()}
+    return found
+
+
+def work(made: Hosts, *arguments: str | int | Path) -> None:
+    """The worker on every host."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    made.run([sys.executable, "-m", WORKER, *map(str, arguments)], environment={"PYTHONPATH": path}, timeout=1800.0)
 
 
 def crossing_bytes(module: Module) -> list[int]:
@@ -166,11 +175,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="keep what was measured here")
     options = parser.parse_args()
-    try:
-        with hosts(FABRIC) as made, tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
-            results = measure(made, Path(scratch), options.rounds)
-    except NoHosts as error:
-        sys.exit(f"error: {error}")
+    reason = unavailable()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return
+    with hosts(FABRIC) as made, tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+        results = measure(made, Path(scratch), options.rounds)
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -183,7 +193,8 @@ def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
     write_cluster(cluster, made.fabric, links)
     profile_here(MODEL, clips, "1:cpu", stages)
     plans = compile_plans(scratch, clips, cluster, SCHEDULES, stages)
-    steps = run_plans(made, scratch, [folder for folder, _ in plans.values()], rounds)
+    found = run_plans(made, scratch, [folder for folder, _ in plans.values()], rounds + 1)
+    steps = {name: rows[1:] for name, rows in found.items()}  # the first warms up
     rows = [
         {
             "schedule": schedule,

@@ -1,7 +1,7 @@
 """One rank of ``four_hosts.py``: measures the links, or runs steps of several executables in turn.
 
-python four_hosts_worker.py links OUT.json
-python four_hosts_worker.py steps OUT.json ROUNDS FABRIC FOLDER...
+python -m hosts.worker links OUT.json
+python -m hosts.worker steps OUT.json ROUNDS FABRIC FOLDER...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from network_hosts import sent_by_racks
+from hosts.fabric import sent_by_racks
 
 from arachnec.backends.executable import read_executable
 from arachnec.backends.torch_distributed.options import RunOptions

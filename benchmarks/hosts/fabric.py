@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ def hosts(fabric: Fabric) -> Iterator[Hosts]:
     """
     _remove_orphans()
     made = Hosts(fabric, f"{PREFIX}-{os.getpid()}")
-    before = signal.signal(signal.SIGTERM, _exit)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _exit) if main else None
     try:
         try:
             _build(made)
@@ -170,7 +172,8 @@ def hosts(fabric: Fabric) -> Iterator[Hosts]:
         yield made
     finally:
         _remove(made.name)
-        signal.signal(signal.SIGTERM, before)
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _build(made: Hosts) -> None:
