@@ -10,7 +10,7 @@ steps in a row without and with the encoders that ranks run ahead while they wai
 
 `measured`: the executor on gloo, one program in three ways, all taking their n-th step before any takes its next: one
 sum, buckets, buckets and encoders ahead. With `--mbit` every rank is a host of its own behind a link of that speed (as
-root, with iproute2: benchmarks/network_hosts.py). Without, ranks talk through this machine's memory: there a sum takes
+root, with iproute2: benchmarks/hosts/fabric.py). Without, ranks talk through this machine's memory: there a sum takes
 the very cores that compute, and nothing can be hidden. Losses must agree.
 """
 
@@ -184,7 +184,7 @@ def measured(ranks: int, mbit: float | None, rounds: int) -> dict[str, object]:
         if mbit is None:
             on_this_host(command, ranks)
         else:
-            from network_hosts import Fabric, hosts
+            from hosts.fabric import Fabric, hosts
 
             with hosts(Fabric(racks=1, hosts=ranks, link_mbit=mbit, uplink_mbit=10 * mbit)) as made:
                 made.run(command, timeout=1800.0)

@@ -177,9 +177,8 @@ def test_the_report_says_what_was_measured_and_the_timeline_has_every_instructio
     for rank in range(2):
         done = [(i["op"], i["target"]) for i in intervals if i["rank"] == rank and i["op"] != "wait"]
         steps = [(step.op, step.target) for step in program.programs[rank].instructions]
-        steps.insert(
-            steps.index(("step", "dit")), ("reduce", "dit")
-        )  # a sum is started in its place, and waited for here
+        # a sum is started in its place, and waited for before the update
+        steps.insert(steps.index(("step", "dit")), ("reduce", "dit"))
         assert done == steps
     assert all(0 <= i["start"] <= i["end"] for i in intervals)
     received = {step.target for p in program.programs for step in p.instructions if step.op == "receive"}
