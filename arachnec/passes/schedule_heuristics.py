@@ -16,7 +16,7 @@ from arachnec.passes.schedule_problem import Problem, Schedule
 
 THRESHOLDS = (*(1 + step / 100 for step in range(21)), 1.25, 1.3, 1.4, 1.5, 2.0)
 FEW_THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1)
-MANY_JOBS = 300  # beyond, the first good schedule is taken
+MANY_JOBS = 100  # beyond, the first good schedule is taken
 GOOD = 1.01  # times the bound
 
 Priority = Callable[[int], tuple[float, ...]]
@@ -35,6 +35,12 @@ def best_heuristic(problem: Problem, bound: int) -> Schedule:
                 return found
     assert found is not None
     return found
+
+
+def quick_list_schedule(problem: Problem, bound: int) -> Schedule:
+    """One threshold, one order."""
+    picks = degrees_for(problem, bound)
+    return list_schedule(problem, picks, orders(problem, picks)[0])
 
 
 def degrees_for(problem: Problem, threshold: float) -> tuple[int, ...]:

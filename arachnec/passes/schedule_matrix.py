@@ -60,6 +60,25 @@ def schedule_by_sets(
         return Answer.UNKNOWN, None
     question = question or Question()
     question.begin(matrix.context)
+    try:
+        return _answered(problem, horizon, matrix, question, until, seed=seed, effort=effort)
+    except z3.Z3Exception:
+        if question.stopped:  # between an answer and its model
+            return Answer.UNKNOWN, None
+        raise
+
+
+def _answered(
+    problem: Problem,
+    horizon: int,
+    matrix: _Matrix,
+    question: Question,
+    until: float | None,
+    *,
+    seed: int,
+    effort: Effort,
+) -> tuple[Answer, Schedule | None]:
+    in_doubt = False
     solver = matrix.solver
     solver.set("random_seed", seed % 2**31)
     solver.set("phase", "always_false")  # few cells of the matrix are true
@@ -75,7 +94,7 @@ def schedule_by_sets(
             solver.set("timeout", max(1, int(left * 1e3)))
         answer = solver.check()
         if answer == z3.unsat:
-            return Answer.IMPOSSIBLE, None
+            return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
         if answer != z3.sat:
             break
         rows = matrix.rows(solver.model())
@@ -85,7 +104,8 @@ def schedule_by_sets(
             for job, row in enumerate(rows):
                 picks[job] = problem.jobs[job].choices.index(row.choice)
             return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
-        matrix.exclude(rows, conflict)
+        in_doubt |= conflict is None
+        matrix.exclude(rows, range(len(rows)) if conflict is None else conflict)
     else:  # sets without start times, again and again
         wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
         return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
@@ -100,8 +120,8 @@ class _Row:
     gpus: frozenset[int]
 
 
-def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[int]]:
-    """Start times in which no GPU has two jobs at once; else the jobs for which there are none (all if in doubt)."""
+def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[int] | None]:
+    """Start times in which no GPU has two jobs at once; else the jobs for which there are none, None if in doubt."""
     context = z3.Context()
     solver = z3.Solver(ctx=context)
     solver.set("rlimit", START_STEPS)
@@ -120,7 +140,7 @@ def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[
     if answer == z3.unsat:
         core = {str(each) for each in solver.unsat_core()}
         return None, [job for job in range(len(rows)) if f"there_{job}" in core]
-    return None, list(range(len(rows)))
+    return None, None
 
 
 def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | None:

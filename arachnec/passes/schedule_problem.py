@@ -6,7 +6,7 @@ which GPUs; any set will do, since jobs whose number is never too large at any m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 TICKS = 1000  # per ms
@@ -107,12 +107,14 @@ class Solution:
     """A schedule with what is known of how good it is; bounds in ticks.
 
     ``area_bound`` is the bound that needs no search, ``bound`` the best one proved; ``proved`` where that is met.
+    ``first_ms`` is when the first complete schedule was there, from the start of the clock.
     """
 
     schedule: Schedule
     area_bound: int
     bound: int
     proved: bool
+    first_ms: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
 the bound upwards, in leaps of a part of what is left, and a question that takes long is put off: the next ones lie
-below it, and it comes up again, with twice the time, when those are answered. Two questions run at once (Z3 works
+below it, and it comes up again, with more time, when those are answered. Two questions run at once (Z3 works
 outside of Python's lock); an answer stops the other question where it has become pointless.
 """
 
@@ -21,7 +21,9 @@ CORES = 2
 LEAPS = (0.5, 0.25)  # of what lies between bound and makespan: where the first and the second question is asked
 FIRST_MS = 300.0  # of a question before it is put off
 CLOSE = 0.0015  # of the makespan: where the two are that near, whether there is anything shorter is asked at once
-NEAR = 0.1  # of what lies between them: a question put off is asked again where the bound has come that near to it
+NEAR = 0.25  # of what lies between them: a question put off is asked again where the bound has come that near to it
+LONGER = 3  # times as long as before
+LAST_SHARE = 4  # times as long as others, for the question whose refusal is the proof
 
 
 def squeeze(problem: Problem, incumbent: Solution, *, milliseconds: float, seed: int) -> Solution:
@@ -69,7 +71,8 @@ class _Squeeze:
                     return
                 question = Question()
                 self.asked[question] = horizon
-                effort = Effort(None, int(min(left, self.limit)))
+                longest = self.limit * (LAST_SHARE if horizon == self.high - 1 else 1)
+                effort = Effort(None, int(min(left, longest)))
                 number += 1
             try:
                 answer, found = schedule_by_sets(
@@ -90,7 +93,7 @@ class _Squeeze:
         if self.low >= self.high:
             return None
         if self.put_off < self.high and self.put_off - self.low <= NEAR * (self.high - self.low):
-            self.put_off, self.limit = self.high, 2 * self.limit
+            self.put_off, self.limit = self.high, LONGER * self.limit
         last = self.high - 1
         if self.high - self.low <= CLOSE * self.high and last not in self.asked.values():
             return last
@@ -109,4 +112,4 @@ class _Squeeze:
         else:
             self.put_off = min(self.put_off, horizon)
             if self.put_off <= self.low:
-                self.put_off, self.limit = self.high, 2 * self.limit
+                self.put_off, self.limit = self.high, LONGER * self.limit

@@ -9,6 +9,7 @@ constraint, which is what makes refusals fast. Practical up to some twenty jobs;
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -39,13 +40,17 @@ def find_schedule(
         if schedule is not None:
             schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
         return answer, schedule
-    model = _Model(problem, horizon, running)
+    started = time.perf_counter()
+    model = _Model(problem, horizon, running, None if effort.wall_ms is None else started + effort.wall_ms / 1e3)
+    if not model.complete:
+        return Answer.UNKNOWN, None
     solver = model.solver
     solver.set("random_seed", seed % 2**31)
     if effort.steps is not None:
         solver.set("rlimit", effort.steps)
     if effort.wall_ms is not None:
-        solver.set("timeout", max(1, effort.wall_ms))
+        # making the question counts too
+        solver.set("timeout", max(1, effort.wall_ms - int((time.perf_counter() - started) * 1e3)))
     answer = solver.check()
     if answer == z3.unsat:
         return Answer.IMPOSSIBLE, None
@@ -61,9 +66,11 @@ def _divided(job: Job, unit: int) -> Job:
 class _Model:
     """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
 
-    def __init__(self, problem: Problem, horizon: int, running: int = 0) -> None:
+    def __init__(self, problem: Problem, horizon: int, running: int, until: float | None) -> None:
         self.problem = problem
         self.running = running
+        self.until = until
+        self.complete = False  # where making it took longer than there was time
         self.horizon = horizon
         self.solver = z3.Solver(ctx=z3.Context())
         self.context = self.solver.ctx
@@ -76,7 +83,7 @@ class _Model:
             self._choose(j)
         self.solver.add([self.start[j] == 0 for j in range(running)])
         self._areas()
-        self._capacity()
+        self.complete = self._capacity()
 
     def _choose(self, j: int) -> None:
         job, add = self.problem.jobs[j], self.solver.add
@@ -104,27 +111,34 @@ class _Model:
         room //= unit
         self.solver.add(z3.PbLe([(pick, area // unit) for pick, area in areas], room))
 
-    def _capacity(self) -> None:
+    def _capacity(self) -> bool:
+        """Whether there was time for all of it."""
         related = ancestors(self.problem)
         jobs = range(len(self.problem.jobs))
         free = {(i, j) for i in jobs for j in jobs if i != j and i not in related[j] and j not in related[i]}
         end = [z3.Int(f"end_{j}", self.context) for j in jobs]
-        constraints = [
-            z3.Implies(pick, end[j] == self.start[j] + choice.ticks) for j in jobs for pick, choice in self._choices(j)
-        ]
-        over = {(i, j): self.start[j] >= end[i] for i, j in free}
+        self.solver.add(
+            [
+                z3.Implies(pick, end[j] == self.start[j] + choice.ticks)
+                for j in jobs
+                for pick, choice in self._choices(j)
+            ]
+        )
         for j in jobs[self.running :]:
+            if self.until is not None and time.perf_counter() > self.until:
+                return False
+            constraints: list[z3.BoolRef] = []
             held = [(pick, choice.degree) for pick, choice in self._choices(j)]
             for i in jobs:
-                if (i, j) not in over:
+                if (i, j) not in free:
                     continue
-                apart = z3.Or(over[i, j], self.start[i] > self.start[j])
+                apart = z3.Or(self.start[j] >= end[i], self.start[i] > self.start[j])
                 for k, (pick, choice) in enumerate(self._choices(i)):
                     both = z3.Bool(f"holds_{i}_{j}_{k}", self.context)
                     constraints.append(z3.Or(both, z3.Not(pick), apart))
                     held.append((both, choice.degree))
-            constraints.append(z3.PbLe(held, self.problem.gpus))
-        self.solver.add(constraints)
+            self.solver.add([*constraints, z3.PbLe(held, self.problem.gpus)])
+        return True
 
     def schedule(self, model: z3.ModelRef) -> Schedule:
         picks = tuple(

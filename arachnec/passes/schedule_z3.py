@@ -25,7 +25,7 @@ from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel, times_of
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import best_one_degree
-from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve
+from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve, quick_list_schedule
 from arachnec.passes.schedule_mixed import best_on_mixed
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_placed import MOST, best_placed
@@ -108,11 +108,15 @@ class Clock:
     budget: float
     steps: int | None = None
 
+    def spent(self) -> float:
+        """ms of wall time."""
+        return (time.perf_counter() - self.started) * 1e3
+
     def left(self) -> float:
         """ms of wall time; without end where work is counted instead."""
         if self.steps is not None:
             return float("inf")
-        return self.budget - (time.perf_counter() - self.started) * 1e3
+        return self.budget - self.spent()
 
 
 def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
@@ -120,7 +124,22 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     bound = lower_bound(problem)
     options = options_of(problem)
     packed = best_packing(problem, options, bound) if options is not None and problem.jobs else None
-    schedule = first_schedule(problem, packed, bound)
+    schedule = realize(problem, packed) if packed is not None else quick_list_schedule(problem, bound)
+    first_ms = clock.spent()
+    schedule = best_first(problem, schedule, bound)
+    return replace(search(problem, options, packed, schedule, bound, clock, seed), first_ms=first_ms)
+
+
+def search(
+    problem: Problem,
+    options: Options | None,
+    packed: Packing | None,
+    schedule: Schedule,
+    bound: int,
+    clock: Clock,
+    seed: int,
+) -> Solution:
+    """The first schedule made shorter, or proved optimal, within the budget."""
     if options is not None and packed is not None:
         schedule = repack(problem, options, packed, schedule, bound, clock, seed)
     if options is not None and not _chained(problem) and FEW < len(problem.jobs) <= WHOLE_PACKED:
@@ -135,14 +154,11 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
 
 
-def first_schedule(problem: Problem, packed: Packing | None, bound: int) -> Schedule:
-    """The best of the packing, list schedules and fixed layouts; of many jobs the packing alone where it is good."""
-    found = []
-    if packed is not None:
-        found.append(realize(problem, packed))
-        if len(problem.jobs) > MANY_JOBS and found[0].makespan(problem) <= GOOD * bound:
-            return found[0]
-    found.append(best_heuristic(problem, bound))
+def best_first(problem: Problem, schedule: Schedule, bound: int) -> Schedule:
+    """The best of this one, fixed layouts and, unless there are many jobs and it is good, list schedules."""
+    found = [schedule]
+    if len(problem.jobs) <= MANY_JOBS or schedule.makespan(problem) > GOOD * bound:
+        found.append(best_heuristic(problem, bound))
     if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
         found.append(best_one_degree(problem))
     return min(found, key=lambda schedule: schedule.makespan(problem))
