@@ -223,7 +223,11 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     rows = values["group"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
-    for key in (*_OF_A_GROUP, "host"):
+    if "host" in values:
+        raise UserError(
+            _bad("host", values["host"], "left out, since the nodes differ: their data sheets say it", lines)
+        )
+    for key in _OF_A_GROUP:
         if key in values:
             raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
     counts, found, sheets = [], [], []
