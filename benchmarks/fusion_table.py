@@ -2,9 +2,10 @@
 
     python benchmarks/fusion_table.py [examples/wan2_1_14b.py ...]
 
-One forward of one block at B = 1, S = 32,760, T = 512 (or the model's caption length), in its own precision, as counted
-by the cost model of `docs/fusion.md`: no device is needed. The lines are the table there. Views cost nothing, matrix
-products and attention are left out, "eager" is every operation by itself.
+One block at B = 1, S = 32,760, T = 512 (or the model's caption length), in its own precision: kernels and bytes of the
+forward, bytes of the backward, and what is kept for it, as counted by the cost model of `docs/fusion.md`: no device is
+needed. The lines are the table there. Views cost nothing, matrix products and attention are left out, "eager" is every
+operation by itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import sympy
 
 from arachnec.data.manifest import read_manifest
 from arachnec.ir.nodes import Graph, integer
+from arachnec.ir.values import Attributes, Formula
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
+from arachnec.passes.fuse_backward import alone
 from arachnec.passes.fuse_cost import Machine, RegionCost
 from arachnec.passes.fuse_graph import FusionGraph, bits
 from arachnec.passes.fuse_match import match_region
@@ -46,12 +49,23 @@ def row(model: str, graph: Graph) -> str:
         left &= ~mask
     moved += sum((_formula(cost, 1 << i) for i in bits(left)), sympy.Integer(0))
     kernels += left.bit_count()
+    back = alone(cost, known.core, known.bytes_of)
+    rest = alone(cost, left, known.bytes_of)
+    attrs = [region.attrs for region in fused.fused]
+    columns = [_gib(back.moved), _gib(rest.moved) + _at(attrs, "backward_after")]
+    columns += [_gib(back.kept), _gib(rest.kept) + _at(attrs, "kept_after")]
+    backward = " | ".join(f"{value:.2f}" for value in columns)
     named = ", ".join(str(region.attrs["kernel"]) for region in fused.fused if region.attrs["kernel"] != "generated")
     before, after = _gib(eager_bytes), _gib(moved)
     return (
         f"| {model} | {graph.name} | {eager_kernels} | {kernels} | {before:.2f} | {after:.2f} | "
-        f"{before / after:.1f}x | {named or '-'} |"
+        f"{before / after:.1f}x | {backward} | {named or '-'} |"
     )
+
+
+def _at(attrs: list[Attributes], name: str) -> float:
+    formulas = [value[name] for value in attrs]
+    return sum(formula(**SIZES) for formula in formulas if isinstance(formula, Formula))
 
 
 def _formula(cost: RegionCost, mask: int) -> sympy.Expr:
@@ -67,8 +81,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--clips", type=Path, default=ROOT / "examples" / "clips_480p.jsonl")
     arguments = parser.parse_args()
-    print("| model | block | kernels, eager | fused | GiB, eager | fused | | hand-written kernels |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = ("model", "block", "kernels, eager", "fused", "GiB, eager", "fused", "", "backward, eager", "fused")
+    titles += ("kept, eager", "fused", "hand-written kernels")
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for path in arguments.models or [ROOT / "examples" / f"{name}.py" for name in MODELS]:
         manifest = read_manifest(arguments.clips, batch=None)
         clips = [clip for iteration in manifest.iterations for clip in iteration]

@@ -92,6 +92,10 @@ FUSED = table("""
     kernel          | str         | traced | required | the hand-written kernel that does it, or "generated"
     bytes_before    | GiB formula | traced | required | read and written when every operation runs alone, forward
     bytes_after     | GiB formula | traced | required | read and written by the region
+    backward_before | GiB formula | traced | optional | read and written by the backward of every operation alone
+    backward_after  | GiB formula | traced | optional | read and written by the region's backward in one pass
+    kept_before     | GiB formula | traced | optional | kept for the backward by the operations
+    kept_after      | GiB formula | traced | optional | kept for the backward by the region: its inputs
     launches_before | int         | traced | required | kernels, forward
     launches_after  | int         | traced | required | kernels of the region
     registers       | int         | traced | optional | KiB that one program holds at its widest

@@ -70,6 +70,7 @@ def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidt
 
 
 def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped: tuple[str, ...]) -> Fused:
+    from arachnec.passes.fuse_backward import alone, together
     from arachnec.passes.fuse_cost import Price
     from arachnec.passes.fuse_graph import bits
     from arachnec.passes.fuse_match import kernel_name, match_region
@@ -84,12 +85,22 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
         parts = covered + [1 << i for i in bits(region & graph.core) if not any(mask >> i & 1 for mask in covered)]
         after = sum(cost.formula(part)[1] for part in parts)
         launches = len(parts)
+    parts = [match.ops for match in matches] or [region]
+    one = [together(cost, part, graph.bytes_of) for part in parts]
+    rest = alone(cost, region & ~sum(parts), graph.bytes_of)
+    many = alone(cost, region, graph.bytes_of)
+    # a layer that keeps its bias reads the whole gradient once more, to add it up
+    biases = sum(graph.bytes_of(match.operands["x"]) for match in matches if match.splits)
     attrs = Attributes.of(
         schedule=cost.schedule(region),
         rows=cost.rows(region),
         kernel=kernel_name(graph, region, matches),
         bytes_before=_gib(before, graph.sizes),
         bytes_after=_gib(after, graph.sizes),
+        backward_before=_gib(many.moved + biases, graph.sizes),
+        backward_after=_gib(sum((x.moved for x in one), rest.moved), graph.sizes),
+        kept_before=_gib(many.kept, graph.sizes),
+        kept_after=_gib(sum((x.kept for x in one), rest.kept), graph.sizes),
         launches_before=price.launches_before,
         launches_after=launches,
         registers=price.registers or None,
@@ -102,6 +113,7 @@ def _gib(size: sympy.Expr, sizes: ShapeConstraints) -> Formula:
     """Bytes as a polynomial in GiB; what is no polynomial is taken at its usual size."""
     import sympy
 
+    size = sympy.expand(size)
     symbols = sorted(size.free_symbols, key=str)
     try:
         terms = sympy.Poly(size, *symbols).terms() if symbols else [((), size)]

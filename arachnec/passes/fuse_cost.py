@@ -1,8 +1,9 @@
 """What a region of a graph costs as one kernel, and whether it can be one.
 
-After the cost model of Zheng et al., "FusionStitching" (arXiv 2009.10924), for one forward: the traffic that is saved,
-the launches that are saved, and what a program has to hold in registers and shared memory. A program works on one row,
-all of one token, so that operations of different widths (across heads, per head, half a head) are stitched inside it.
+After the cost model of Zheng et al., "FusionStitching" (arXiv 2009.10924), for one forward and backward: the traffic
+that is saved, the launches that are saved, and what a program has to hold in registers and shared memory. A program
+works on one row, all of one token, so that operations of different widths (across heads, per head, half a head) are
+stitched inside it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from functools import cached_property
 
 import sympy
 
-from arachnec.ir.nodes import GraphOp
+from arachnec.passes.fuse_backward import alone, together
 from arachnec.passes.fuse_graph import FusionGraph, bits
-from arachnec.passes.fuse_ops import Kind, stem
+from arachnec.passes.fuse_ops import Kind, stem, values_read
 
 REGISTERS = 128  # KiB a program may hold in registers: half of a multiprocessor's, so that two run on it
 SHARED = 96  # KiB it may keep in shared memory beside
@@ -32,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Bytes as numbers at the usual sizes; ``saved`` in seconds of one forward."""
+    """Bytes of one forward as numbers at the usual sizes; ``saved`` in seconds of one forward and backward."""
 
     bytes_before: float
     bytes_after: float
@@ -40,14 +41,6 @@ class Price:
     launches_after: int
     registers: int
     saved: float
-
-
-def values_read(op: GraphOp) -> list[str]:
-    """The operands whose numbers an operation reads, each once: of some it only asks the shape or the type."""
-    operands = list(dict.fromkeys(op.operands))
-    if stem(op) == "type_as":
-        return operands[:1]
-    return [] if stem(op) in ("zeros_like", "ones_like", "full_like") else operands
 
 
 @dataclass(frozen=True)
@@ -82,6 +75,11 @@ class RegionCost:
             found.append(max(graph.sizes.at(graph.sizes.count(op.name)) / rows, 1.0) if op.name in self._bytes else 1.0)
         return found
 
+    @cached_property
+    def _backward(self) -> list[float]:
+        """Bytes that the backward of each operation moves."""
+        return [float(alone(self, 1 << i, self._at).moved) for i in range(len(self.graph.ops))]
+
     def price(self, region: int) -> Price | str:
         """The price, or why the region cannot be one kernel."""
         if region not in self._prices:
@@ -105,7 +103,9 @@ class RegionCost:
             min(self._at(base), sum(map(self._at, names))) for base, names in self.read(region).items()
         )
         launches = self.launches(region)
-        saved = (before - after) / self.machine.bandwidth + (len(core) - launches) * LAUNCH
+        back = sum(self._backward[i] for i in core) - together(self, region, self._at).moved
+        # the backward takes at least as many launches as the forward
+        saved = (before - after + back) / self.machine.bandwidth + 2 * (len(core) - launches) * LAUNCH
         return Price(before, after, len(core), launches, round(held), saved)
 
     def _at(self, name: str) -> float:
@@ -114,9 +114,9 @@ class RegionCost:
     def alone(self, i: int) -> float:
         """Bytes that an operation moves when it runs by itself."""
         op = self.graph.ops[i]
-        return sum(map(self._at, values_read(op))) + sum(map(self._at, self._made(i)))
+        return sum(map(self._at, values_read(op))) + sum(map(self._at, self.made(i)))
 
-    def _made(self, i: int) -> list[str]:
+    def made(self, i: int) -> list[str]:
         """The tensors an operation makes: itself, or the parts that are taken out of its tuple."""
         name = self.graph.ops[i].name
         return [name] if name in self._bytes else [self.graph.ops[c].name for c in self.graph.after[i]]
@@ -136,7 +136,7 @@ class RegionCost:
     def written(self, region: int) -> list[str]:
         """What a region makes that is read outside it."""
         core = (i for i in bits(region & self.graph.core) if self.graph.escapes(i, region))
-        return [name for i in core for name in self._made(i)]
+        return [name for i in core for name in self.made(i)]
 
     def formula(self, region: int) -> tuple[sympy.Expr, sympy.Expr]:
         """Bytes before and after, as expressions of the graph's symbols."""
@@ -146,7 +146,7 @@ class RegionCost:
             return sum((graph.bytes_of(name) for name in names), sympy.Integer(0))
 
         core = list(bits(region & graph.core))
-        before = sum((total(values_read(graph.ops[i])) + total(self._made(i)) for i in core), sympy.Integer(0))
+        before = sum((total(values_read(graph.ops[i])) + total(self.made(i)) for i in core), sympy.Integer(0))
         after = total(self.written(region))
         for base, names in self.read(region).items():
             whole = self._at(base) <= sum(map(self._at, names)) and base in self._bytes

@@ -84,3 +84,11 @@ def reduced_dims(op: GraphOp, rank: int) -> tuple[int, ...]:
     dims = dim if isinstance(dim, tuple) else (dim,)
     found = tuple(d % rank for d in dims if type(d) is int and rank)
     return found or tuple(range(rank))  # no dimension given: all of them
+
+
+def values_read(op: GraphOp) -> list[str]:
+    """The operands whose numbers an operation reads, each once: of some it only asks the shape or the type."""
+    operands = list(dict.fromkeys(op.operands))
+    if stem(op) == "type_as":
+        return operands[:1]
+    return [] if stem(op) in ("zeros_like", "ones_like", "full_like") else operands

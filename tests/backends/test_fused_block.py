@@ -21,9 +21,43 @@ from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel, capture_b
 from arachnec.passes.trace_captured import lifted
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_graph import block_graph
-from tests.models.sequence_models import MODELS, ModelCase, Size
+from tests.models.sequence_models import HEADS, MODELS, WIDTH, FusedBlock, ModelCase, PlainModel, Size, user_written
 
-TESTED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video", "plain", "joined", "written-out")
+
+class HalfRotatedBlock(FusedBlock):
+    """Queries and keys normalised per head and rotated by halves, with tables as wide as a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_q, self.norm_k = nn.RMSNorm(WIDTH // HEADS, 1e-6), nn.RMSNorm(WIDTH // HEADS, 1e-6)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, s, c = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, HEADS, c // HEADS).unbind(2)
+        places = torch.arange(s, device=x.device)[:, None] * torch.arange(1, c // HEADS // 2 + 1, device=x.device)
+        angles = torch.cat([places, places], -1)[:, None] * 0.1
+        q, k = (rotated(norm(t), angles) for t, norm in ((q, self.norm_q), (k, self.norm_k)))
+        y = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return y.transpose(1, 2).flatten(2)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-high, low], -1) * angles.sin()
+
+
+CASES = {**MODELS, "half-rotated": user_written(lambda: PlainModel(HalfRotatedBlock))}
+DIFFUSERS = ("WanTransformerBlock", "CogVideoXBlock", "LTXVideoTransformerBlock", "HunyuanVideo")
+TESTED = (
+    "half-rotated",
+    "wan-3-heads",
+    "cogvideox-rotary",
+    "hunyuan-video",
+    "ltx-video",
+    "plain",
+    "joined",
+    "written-out",
+)
 TORCHS_OWN_WARNINGS = "ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated"
 SIZES = (Size(), Size(3, 6, 10, 11, 1))
 
@@ -39,7 +73,7 @@ def randomised(model: nn.Module) -> nn.Module:
 @pytest.fixture(scope="module", params=TESTED)
 def case(request: pytest.FixtureRequest) -> tuple[ModelCase, nn.Module, CapturedModel, list[Graph]]:
     torch.manual_seed(0)
-    case = MODELS[request.param]
+    case = CASES[request.param]
     model = randomised(case.build())
     captured = capture_blocks(model, case.examples(), verify=False)
     return case, model, captured, [fuse_graph(block_graph(block)) for block in captured.blocks]
@@ -72,6 +106,16 @@ def test_output_and_every_gradient_are_those_of_the_model(
         for name, gradient in gradients.items():
             error = torch.linalg.vector_norm(fused[name] - gradient)
             assert error <= 1e-5 * max(torch.linalg.vector_norm(gradient), 1e-3 * whole), name
+
+
+def test_what_a_row_of_a_diffusers_block_needs_is_done_by_hand_written_kernels(
+    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]],
+) -> None:
+    for graph in case[3]:
+        if graph.name.startswith(DIFFUSERS):
+            kernels = [str(region.attrs["kernel"]) for region in graph.fused if region.attrs["schedule"] == "row"]
+            assert any("norm_rope" in kernel for kernel in kernels)
+            assert not any("generated" in kernel for kernel in kernels)
 
 
 def test_the_models_own_forward_is_back_afterwards(

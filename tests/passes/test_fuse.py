@@ -141,6 +141,45 @@ def test_bias_and_gelu_are_one_kernel() -> None:
     assert kernels(graph) == ["bias_gelu"]
 
 
+def test_a_gate_without_a_norm_is_a_kernel_of_its_own() -> None:
+    graph = block(("m", "mul.Tensor", ("g", "x"), ROWS, {}), ("y", "add.Tensor", ("r", "m"), ROWS, {}))
+    assert kernels(graph) == ["gate_residual"]
+
+
+def test_a_vector_per_position_is_no_gate() -> None:
+    """[S, 64] beside rows [B, S, 64] is neither per sample nor per token."""
+    graph = block(("m", "mul.Tensor", ("t", "x"), ROWS, {}), ("y", "add.Tensor", ("r", "m"), ROWS, {}))
+    places = GraphInput("t", TensorType("f32", ("S", 64)))
+    assert kernels(replace(graph, inputs=(*graph.inputs, places))) == ["generated"]
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_gelu_takes_the_bias_of_a_layer_that_nobody_else_reads(read_twice: bool) -> None:
+    more = (("z", "linear.default", ("l", "w"), ROWS, {}),) if read_twice else ()
+    graph = block(
+        ("l", "linear.default", ("x", "w", "c"), ROWS, {}), ("y", "gelu.default", ("l",), ROWS, {}), *more
+    )  # fmt: skip
+    weight = GraphInput("w", TensorType("f32", (64, 64)))
+    graph = replace(graph, inputs=(*graph.inputs, weight), outputs=tuple(dict.fromkeys(("y", graph.ops[-1].name))))
+    assert kernels(graph) == ([] if read_twice else ["bias_gelu"])
+
+
+def test_the_backward_of_a_region_reads_its_inputs_and_results_once() -> None:
+    """dy, x in, dx out, where autograd moves the product and the sum apart, and keeps two tensors for one."""
+    graph = block(NORM, FACTOR, ("m", "mul.Tensor", ("n", "f"), ROWS, {}), ("y", "add.Tensor", ("m", "b"), ROWS, {}))
+    (region,) = fuse_graph(graph).fused
+    rows = 4 * 64 * 32760 / 2**30
+
+    def at(name: str) -> float:
+        formula = region.attrs[name]
+        assert isinstance(formula, Formula)
+        return formula(B=1, S=32760) / rows
+
+    assert at("backward_after") == pytest.approx(3, abs=0.01)
+    assert at("backward_before") == pytest.approx(11, abs=0.01)
+    assert (at("kept_before"), at("kept_after")) == (pytest.approx(2, abs=0.01), pytest.approx(1, abs=0.01))
+
+
 def test_every_reason_names_a_neighbour() -> None:
     graph = block(
         NORM, FACTOR, ("m", "mul.Tensor", ("n", "f"), ROWS, {}), ("l", "linear.default", ("m", "c"), ROWS, {})
