@@ -28,6 +28,7 @@ class Answer:
     schedule: Schedule | None
     proved: bool
     seconds: float
+    first_ms: float | None = None  # when the first complete schedule was there; None where that is not known
 
 
 def cp_sat(problem: Problem, seconds: float) -> Answer:

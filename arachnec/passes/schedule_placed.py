@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice, takewhile
 
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
@@ -56,12 +56,15 @@ def best_placed(
     length = measure.of(best)
     if length <= least:
         return best
-    candidates = [best, *group_layouts(problem, seconds), *list_schedules(problem, found.area_bound)]
+    made = chain(group_layouts(problem, seconds), list_schedules(problem, found.area_bound))
+    candidates = [best, *takewhile(lambda _: not stop(), made)]
     dice = random.Random(seed)
     starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
     candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
     others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
     for schedule in islice(others, CANDIDATES):
+        if stop():
+            break
         if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
             best, length = schedule, reached
     current, order, now = best, start_order(best), length
