@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -49,6 +49,7 @@ SCHEDULES = {
     "knapformer": "partition{policy=single},annotate{profile=PROFILE},schedule-knapformer",
     "genetic": "partition{policy=single},annotate{profile=PROFILE},schedule-genetic",
 }
+Sent = dict[int, float]  # bytes by rack
 PLACES = {"aware": "place", "blind": "place{topology=false}"}
 
 
@@ -122,13 +123,14 @@ def work(made: Hosts, *arguments: str | int | Path) -> None:
 
 
 def crossing_bytes(module: Module) -> list[int]:
-    """Bytes that each rack sends to the other in one step of a lowered program, by its instructions alone."""
+    """Bytes that each rack sends to others in one step of a lowered program, by its instructions alone."""
     cluster = module.cluster
     assert cluster is not None
-    cost, sent = CostModel(module), Counter[int]()
+    cost = CostModel(module)
+    sent: Sent = defaultdict(float)
     for cascade in module.cascades:
-        group, forward = cascade.ranks, integer(cascade.attrs.get("ulysses", cascade.degree))
-        moved = cost.volumes(cascade, Attention(forward, cascade.degree // forward), cascade.recompute)
+        group, ulysses = cascade.ranks, integer(cascade.attrs.get("ulysses", cascade.degree))
+        moved = cost.volumes(cascade, Attention(ulysses, cascade.degree // ulysses), cascade.recompute)
         for first in range(0, len(group), moved.ulysses):
             _all_to_all(sent, cluster, group[first : first + moved.ulysses], moved.traded / moved.ulysses)
         _all_to_all(sent, cluster, group, moved.gathered / moved.degree)
@@ -148,20 +150,20 @@ def crossing_bytes(module: Module) -> list[int]:
     return [round(sent[rack]) for rack in sorted(racks)]
 
 
-def _all_to_all(sent: Counter[int], cluster: Cluster, members: Sequence[int], size: float) -> None:
+def _all_to_all(sent: Sent, cluster: Cluster, members: Sequence[int], size: float) -> None:
     for source in members:
         for target in members:
             _send(sent, cluster, source, target, size)
 
 
-def _ring(sent: Counter[int], cluster: Cluster, members: Sequence[int], size: float) -> None:
+def _ring(sent: Sent, cluster: Cluster, members: Sequence[int], size: float) -> None:
     for source, target in zip(members, (*members[1:], members[0]), strict=True):
         _send(sent, cluster, source, target, size)
 
 
-def _send(sent: Counter[int], cluster: Cluster, source: int, target: int, size: float) -> None:
+def _send(sent: Sent, cluster: Cluster, source: int, target: int, size: float) -> None:
     if rack_of(cluster, source) != rack_of(cluster, target):
-        sent[rack_of(cluster, source)] += size  # type: ignore[assignment]
+        sent[rack_of(cluster, source)] += size
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:

@@ -136,7 +136,8 @@ def sent_by_racks(fabric: str) -> list[int]:
     """
     shown = json.loads(_output("ip", "-n", fabric, "-j", "-s", "link", "show"))
     sent = {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in shown}
-    return [sent[name] for name in sorted(sent) if name.startswith("up")]
+    racks = sum(name.startswith("up") for name in sent)
+    return [sent[f"up{rack}"] for rack in range(racks)]
 
 
 def unavailable() -> str | None:
