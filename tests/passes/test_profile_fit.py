@@ -41,7 +41,7 @@ ALONE = [alone(1, 100, 5), alone(4, 100, 30), alone(1, 1000, 90), alone(2, 1000)
 SHARED = [shared(100, 9, 1e5), shared(1000, 9, 1e6), shared(5000, 13, 5e6)]
 
 
-def profile(path: Path, crowd: int = 1) -> Profile:
+def profile(path: Path) -> Profile:
     end = Synchronisation("dit", 4, 4_000_000, reduce_ms=12.0, step_ms=7.0)
     made = fit_profile(
         [("dit", "forward", ALONE + SHARED), ("dit", "backward", ALONE)],
