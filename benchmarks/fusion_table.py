@@ -73,6 +73,7 @@ def _formula(cost: RegionCost, mask: int) -> sympy.Expr:
 
 
 def _gib(size: sympy.Expr) -> float:
+    size = sympy.sympify(size)
     return float(size.subs({symbol: SIZES.get(symbol.name, 1) for symbol in size.free_symbols})) / 2**30
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.bias_gelu import bias_gelu
+from arachnec.kernels.gate_residual import gate_residual
 from arachnec.kernels.norm_modulate import gate_residual_norm_modulate, norm_modulate
 from arachnec.kernels.norm_rope import norm_rope
 
@@ -110,6 +111,14 @@ def cases(tokens: int, hidden: int, layout: str, dtype: torch.dtype, device: tor
             gated_eager,
             4 * values,
             6 * values,
+        ),
+        case(
+            "gate, residual",
+            (rows(), rows(), vector(*groups)),
+            lambda branch, x, gate: (gate_residual(branch, x, gate, cu_seqlens=cumulative),),
+            lambda branch, x, gate: ((x.to(gate.dtype) + branch * spread(gate)).to(x.dtype),),
+            3 * values,
+            3 * values,
         ),
         case(
             "norm across heads, RoPE",

@@ -265,7 +265,8 @@ class _Writer:
                     terms.append(f"({self.text_of(at)}) * x{number}_{dim}")
                     used |= bool(at.used)
             else:
-                terms.append(f"i{at} * x{number}_{dim}")
+                step = f"i{at} * x{number}_{dim}"  # a product: Triton takes no hints about arguments
+                terms.append(f"(tl.multiple_of({step}, {max(16 // value.element_size(), 1)}) if DENSE else {step})")
         address = " + ".join([f"x{number}", *terms])
         if not used:
             return self.new(f"tl.load({address}).to({self.precision})", 0)
