@@ -8,7 +8,6 @@ the plan's time.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -141,7 +140,8 @@ class Works:
             needed[link] = needed.get(link, 0.0) + size / speed
 
     def _latency(self, members: Iterable[int]) -> float:
-        nodes = {node_of(self.cluster, rank) for rank in members}
+        gpus = self.cluster.gpus
+        nodes = {rank // gpus for rank in members}
         return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
 
     def _reduce(self, instruction: Instruction, planned: float) -> Work:
@@ -167,25 +167,28 @@ class Works:
 
 def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Needed]:
     inter, uplink = (1e-6 / speed for speed in (quantity(cluster.attrs["inter"]), uplink_of(cluster)))
-    nodes = Counter(node_of(cluster, rank) for rank in members)
-    racks = Counter(rack_of(cluster, rank) for rank in members)
-    inside: Needed = defaultdict(float)
-    outside: Needed = defaultdict(float)
+    gpus = cluster.gpus
+    by_node: dict[int, list[int]] = defaultdict(list)
     for rank in members:
-        node, rack = node_of(cluster, rank), rack_of(cluster, rank)
-        near, far = nodes[node] - 1, len(members) - nodes[node]
-        host = host_of(cluster, rank)
-        if near and host < math.inf:
-            inside["host", node] += near * 1e-6 / host
+        by_node[rank // gpus].append(rank)
+    racks = Counter(rack_of(cluster, ranks[0]) for ranks in by_node.values() for _ in ranks)
+    inside: Needed = {}
+    outside: Needed = defaultdict(float)
+    for node, ranks in by_node.items():
+        near, far, rack = len(ranks) - 1, len(members) - len(ranks), rack_of(cluster, ranks[0])
+        intra, host = (1e-6 / speed for speed in (intra_of(cluster, ranks[0]), host_of(cluster, ranks[0])))
+        if near and host:
+            inside["host", node] = near * len(ranks) * host
         for way in ("out", "in"):
-            if near:
-                inside[f"port {way}", rank] = near * 1e-6 / intra_of(cluster, rank)
-            if far:
-                outside[f"nic {way}", node, nic_of(cluster, rank)] += far * inter
+            for rank in ranks:
+                if near:
+                    inside[f"port {way}", rank] = near * intra
+                if far:
+                    outside[f"nic {way}", node, nic_of(cluster, rank)] += far * inter
         if len(racks) > 1:
             for way in ("up", "down"):
-                outside[way, rack] += (len(members) - racks[rack]) * uplink
-    return dict(inside), dict(outside)
+                outside[way, rack] += len(ranks) * (len(members) - racks[rack]) * uplink
+    return inside, dict(outside)
 
 
 def _load(needed: Needed) -> Load:
