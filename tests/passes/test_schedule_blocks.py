@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.schedule_blocks import best_packing, options_of, pack, realize
-from arachnec.passes.schedule_matrix import schedule_by_sets
+from arachnec.passes.schedule_matrix import Question, schedule_by_sets
 from arachnec.passes.schedule_packing import find_packing
 from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, violations
 from arachnec.passes.schedule_repack import Repacking
@@ -133,3 +133,19 @@ def test_z3_packs_what_best_fit_does_not() -> None:
         assert sum(each.option.ticks for each in placed if each.first == gpu) == 16
     answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(wall_ms=9000))
     assert answer is Answer.IMPOSSIBLE
+
+
+@pytest.mark.parametrize("unit", [1, 10**12 + 7])
+def test_times_of_any_size_are_proved_alike(unit: int) -> None:
+    problem = Problem(tuple(Job((Choice(1, 7 * unit), Choice(2, 4 * unit))) for _ in range(9)), 4)
+    found = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    assert violations(problem, found.schedule) == []
+    assert (found.schedule.makespan(problem), found.proved) == (18 * unit, True)
+
+
+def test_a_question_that_was_stopped_has_no_answer() -> None:
+    question = Question()
+    question.stop()
+    problem = Problem(tuple(Job((Choice(1, 7), Choice(2, 4))) for _ in range(9)), 4)
+    asked = schedule_by_sets(problem, 100, seed=0, effort=Effort(steps=10**6), question=question)
+    assert asked == (Answer.UNKNOWN, None)
