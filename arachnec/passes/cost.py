@@ -540,14 +540,14 @@ def _gib(value: Value | None) -> float:
 def _collective(link: Link, size: float, ranks: int, calls: float, contention: float) -> float:
     """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
     inside = size * max(link.inside / link.intra, link.hosted / link.host) / 1e9
-    outside = size * max(link.outside / link.inter * contention, link.shared / link.uplink) / 1e9
+    outside = size * max(max(link.outside, link.carried) / link.inter * contention, link.shared / link.uplink) / 1e9
     steps = math.ceil(math.log2(ranks)) * calls
     return (inside + outside) * 1e3 + steps * link.latency * 1e-3
 
 
 def _hop(link: Link, size: float, calls: float, contention: float) -> float:
     """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
-    speed = link.inter / contention if link.outside else link.intra
+    speed = link.inter / contention / max(1.0, link.carried) if link.outside else link.intra
     return (
         size * max(1 / speed, link.hosted / link.host, link.shared / link.uplink) / 1e9 * 1e3
         + calls * link.latency * 1e-3

@@ -34,7 +34,8 @@ class Link:
 
     inside: float  # to other ranks of its node
     outside: float  # to ranks of other nodes
-    hosted: float  # what all ranks of the busiest node together send to each other, in the same unit
+    carried: float  # what all ranks on the busiest NIC together send to other nodes, in the same unit
+    hosted: float  # what all ranks of the busiest node together send to each other
     shared: float  # what all ranks of the busiest rack together send to other racks
     intra: float  # GB/s
     host: float  # GB/s of a node; infinite where devices have links of their own
@@ -145,7 +146,7 @@ def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
     passed = (len(ranks) - 1) / len(ranks)
     busiest = max(Counter(nodes[rank] for rank in ranks).values())
     hosted = passed * (busiest if busiest == len(ranks) else busiest - 1)
-    return _link(cluster, [ranks], hosted, passed if len(racks) > 1 else 0.0)
+    return _link(cluster, [ranks], 0.0, hosted, passed if len(racks) > 1 else 0.0)
 
 
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
@@ -157,12 +158,18 @@ def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link
     groups = [ranks[first : first + ulysses] for first in range(0, len(ranks), ulysses)]
     shared: Counter[int] = Counter()
     hosted: Counter[int] = Counter()
+    carried: Counter[tuple[int, str]] = Counter()
     for group in groups:
         for rack, here in Counter(racks[rank] for rank in group).items():
             shared[rack] += here * (len(group) - here)
-        for node, here in Counter(nodes[rank] for rank in group).items():
+        near = Counter(nodes[rank] for rank in group)
+        for node, here in near.items():
             hosted[node] += here * (here - 1)
-    return _link(cluster, groups, max(hosted.values()) / ulysses, max(shared.values()) / ulysses)
+        if len(near) > 1:
+            for rank in group:
+                carried[nodes[rank], nic_of(cluster, rank)] += len(group) - near[nodes[rank]]
+    busiest = (max(count.values(), default=0) / ulysses for count in (carried, hosted, shared))
+    return _link(cluster, groups, *busiest)
 
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
@@ -173,11 +180,12 @@ def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     crossing = any(nodes[a] != nodes[b] for a, b in hops)
     shared = Counter(racks[a] for a, b in hops if racks[a] != racks[b])
     hosted = Counter(nodes[a] for a, b in hops if nodes[a] == nodes[b])
-    busiest = (float(max(count.values(), default=0)) for count in (hosted, shared))
+    carried = Counter((nodes[a], nic_of(cluster, a)) for a, b in hops if nodes[a] != nodes[b])
+    busiest = (float(max(count.values(), default=0)) for count in (carried, hosted, shared))
     return _with_fractions(cluster, [ranks], 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, *busiest)
 
 
-def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], hosted: float, shared: float) -> Link:
+def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], carried: float, hosted: float, shared: float) -> Link:
     gpus = cluster.gpus
     worst = (0.0, 0.0)
     for group in groups:
@@ -185,7 +193,7 @@ def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], hosted: float, sh
         least = min(counts.values())
         worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
     outside, inside = worst
-    return _with_fractions(cluster, groups, inside, outside, hosted, shared)
+    return _with_fractions(cluster, groups, inside, outside, carried, hosted, shared)
 
 
 def intra_of(cluster: Cluster, rank: int) -> float:
@@ -209,6 +217,7 @@ def _with_fractions(
     groups: Sequence[tuple[int, ...]],
     inside: float,
     outside: float,
+    carried: float,
     hosted: float,
     shared: float,
 ) -> Link:
@@ -220,6 +229,7 @@ def _with_fractions(
     return Link(
         inside,
         outside,
+        carried,
         hosted,
         shared,
         intra=min(intra_of(cluster, rank) for rank in nodes),
