@@ -43,7 +43,10 @@ def links() -> dict[str, list[tuple[int, float]]]:
 
 
 def _exchange(size: int, peer: int | None) -> float:
-    """The median over repeats of the time until the last pair is done, ms."""
+    """The time until the last pair is done, ms: the median over repeats, of the shortest message the least.
+
+    What the shortest takes beyond that is a busy machine's, not the link's.
+    """
     outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     times = []
     for _ in range(REPEATS):
@@ -57,7 +60,7 @@ def _exchange(size: int, peer: int | None) -> float:
         slowest = torch.tensor((time.perf_counter() - started) * 1e3)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(float(slowest))
-    return statistics.median(times[1:])
+    return min(times) if size == SIZES[0] else statistics.median(times[1:])
 
 
 def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.device) -> dict[str, list[dict[str, float]]]:
