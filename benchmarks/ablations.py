@@ -203,6 +203,7 @@ def anywhere(schedule: Module) -> Module:
         level=Level.PLACED,
         cascades=tuple(named[cascade.name] for cascade in schedule.cascades),
         reductions=tuple(replace(r, attrs=r.attrs.updated(ranks=everyone)) for r in schedule.reductions),
+        attrs=schedule.attrs.updated(makespan=Quantity(max(c.end for c in named.values()), "ms"), proved=False),
     )
 
 
