@@ -73,7 +73,7 @@ class Activity:
 class Network:
     """The activities under way. After all that starts or ends at one time, ``settle`` gives those whose end has moved.
 
-    ``cores`` are those of a node; None where every rank has one of its own.
+    ``cores`` are those of a node; None where computing shares nothing.
     """
 
     cores: float | None = None

@@ -47,8 +47,10 @@ class Works:
 
     @property
     def cores(self) -> float | None:
-        """Of a node, where its ranks are CPU processes that outnumber them."""
-        return float(integer(self.cluster.attrs["cores"])) if crowding(self.cluster) > 1 else None
+        """Of a node, counted in those of a rank; None for GPUs, which compute for one instruction at a time."""
+        if self.cluster.attrs["device"] != "cpu":
+            return None
+        return self.cluster.gpus / crowding(self.cluster)
 
     def route(self, source: int, target: int) -> Route:
         found = self._routes.get((source, target))
@@ -77,15 +79,18 @@ class Works:
 
     def _computing(self, group: tuple[int, ...], planned: float) -> Work:
         """A plan's times are for a node whose ranks all compute."""
-        crowd = crowding(self.cluster)
-        if crowd == 1:
+        if self.cores is None:
             return Work(fixed=planned)
         nodes = Counter(node_of(self.cluster, rank) for rank in group)
-        return Work(compute=planned / crowd, computing=tuple(nodes.items()))
+        return Work(compute=planned / crowding(self.cluster), computing=tuple(nodes.items()))
+
+    def _moves_by_cores(self, group: tuple[int, ...]) -> bool:
+        """Whether what the group sends is copied by the very cores that compute."""
+        return self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1
 
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
-        if self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1:
-            return self._computing(group, planned)  # what moves messages between processes are the same cores
+        if self._moves_by_cores(group):
+            return self._computing(group, planned)
         duration = cascade.end - cascade.start
         sent = self._sent.get(cascade.name)
         if sent is None:
@@ -151,6 +156,8 @@ class Works:
         links are busy meanwhile.
         """
         group, size = instruction.peers, instruction.attrs.get("bytes", 0)
+        if self._moves_by_cores(group):
+            return self._computing(group, planned)
         if len(group) < 2 or not isinstance(size, int) or not size or planned <= 0:
             return Work(fixed=planned)
         inside: Needed = {}

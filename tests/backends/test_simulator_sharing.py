@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.backends.simulator_network import Activity, Network, Work
-from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase
+from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase, Program
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower import lower
@@ -137,6 +137,35 @@ def test_a_rank_speeds_up_when_another_one_has_nothing_left_to_do() -> None:
     clips = [Clip(number, 17, 480, 832, 0, TOKENS) for number in range(4)]
     assert simulate(lower(module_of(cpus(4, 2), clips, cascades))).makespan_ms == pytest.approx(40 + 20)
     assert simulate(lower(module_of(cpus(4, 4), clips, cascades))).makespan_ms == pytest.approx(80)
+
+
+def test_a_sum_of_gradients_takes_the_cores_of_the_cpu_ranks_beside_whose_backward_it_runs() -> None:
+    def iteration(device: str, **early: Quantity) -> float:
+        pod = cluster(gpus=2)
+        pod = replace(pod, attrs=pod.attrs.updated(device=device))
+        clips = [Clip(number, 17, 480, 832, 0, TOKENS) for number in range(2)]
+        cascades = [timed(f"c{n}", Phase.TRAIN, n, TOKENS, (), (0.0, 90.0), (n,)) for n in range(2)]
+        module = lower(module_of(pod, clips, cascades))
+        return simulate(
+            replace(module, programs=tuple(ending(program, early) for program in module.programs))
+        ).iteration_ms
+
+    assert iteration("h100-80g") == pytest.approx(110)
+    assert iteration("h100-80g", early=Quantity(30.0, "ms")) == pytest.approx(90)
+    assert iteration("cpu") == pytest.approx(110)
+    assert iteration("cpu", early=Quantity(30.0, "ms")) == pytest.approx(110)
+
+
+def ending(program: Program, early: dict[str, Quantity]) -> Program:
+    """With a sum of 20 ms, at the end or inside the backward, and a step that takes nothing."""
+    steps = [
+        replace(step, attrs=step.attrs.updated(time=Quantity(20.0 if step.op == "reduce" else 0.0, "ms")))
+        if step.op in ("reduce", "step")
+        else step
+        for step in program.instructions
+    ]
+    steps = [replace(s, attrs=s.attrs.updated(**early)) if s.op == "reduce" else s for s in steps]
+    return replace(program, instructions=tuple(steps))
 
 
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=6))
