@@ -181,12 +181,15 @@ def placement(planner: Planner) -> Iterator[Row]:
 
 
 def locality(planner: Planner) -> Iterator[Row]:
-    for workload, cluster in (
-        ("32 clips of the mix, Wan2.1 1.3B and its VAE, 2x8 H100", "2x8:h100-80g"),
-        ("the same, 1 GB/s between nodes", "benchmarks/data/h100x16_1gbs.toml"),
+    for workload, clips, cluster in (
+        ("32 clips of the mix, Wan2.1 1.3B and its VAE, 2x8 H100", video_mix(32, 0), "2x8:h100-80g"),
+        (
+            "12 clips of the mix, Wan2.1 1.3B and its VAE, 8x1 H100 on 1 Gbit/s",
+            video_mix(12, 3),
+            "benchmarks/data/h100x8_ethernet.toml",
+        ),
     ):
-        module = costed("wan2_1_1_3b_vae", video_mix(32, 0), cluster)
-        schedule = planner.scheduled(module)
+        schedule = planner.scheduled(costed("wan2_1_1_3b_vae", clips, cluster, SINGLE))
         without = "ranks chosen without regard to where inputs are"
         on, off = simulated(Pipeline.parse("place").run(schedule)), simulated(anywhere(schedule))
         yield Row("handoff locality", workload, without, on, off)
