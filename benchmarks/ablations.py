@@ -138,12 +138,17 @@ def encoded_in_place(module: Module) -> Module:
 
 
 def recomputation(planner: Planner) -> Iterator[Row]:
-    for workload, clips in (
-        ("24 clips of 720p, Wan2.1 14B, 4x8 H100", long_clips(24)),
-        ("256 clips of the mix, Wan2.1 14B, 4x8 H100", video_mix(256, 0)),
-        ("256 clips of 17 frames of 480p, Wan2.1 14B, 4x8 H100", short_clips(256)),
+    for workload, clips, model, cluster in (
+        ("24 clips of 720p, Wan2.1 14B, 4x8 H100", long_clips(24), "wan2_1_14b", "4x8:h100-80g"),
+        ("256 clips of the mix, Wan2.1 14B, 4x8 H100", video_mix(256, 0), "wan2_1_14b", "4x8:h100-80g"),
+        (
+            "128 clips of the mix, Wan2.1 1.3B and its VAE, 2x8 H100",
+            video_mix(128, 0),
+            "wan2_1_1_3b_vae",
+            "2x8:h100-80g",
+        ),
     ):
-        module = costed("wan2_1_14b", clips, "4x8:h100-80g", SINGLE)
+        module = costed(model, clips, cluster, SINGLE)
         on = planner.iteration(module)
         for without, changed in (
             ("all cascades recompute", all_recomputed(module)),
