@@ -39,7 +39,7 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.pipeline import Pipeline
 
 HERE = Path(__file__).parent
-MODEL = HERE / "ablation_overlap_model.py"
+MODEL = HERE / "models" / "ablation_overlap.py"
 CLUSTERS = ("2x8:h100-80g", "8x8:h100-80g")
 MODELS = {"wan2_1_1_3b_vae": "Wan2.1 1.3B, VAE", "wan2_1_14b": "Wan2.1 14B", "hunyuanvideo": "HunyuanVideo"}
 CLIPS_PER_GPU = (1, 4)

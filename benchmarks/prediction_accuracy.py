@@ -41,8 +41,8 @@ from arachnec.passes.pipelines import PIPELINES  # noqa: E402
 from arachnec.passes.profile_file import write_profile  # noqa: E402
 from arachnec.passes.recost import Recost  # noqa: E402
 
-MODEL = ROOT / "benchmarks" / "prediction_model.py"
-WORKER = "benchmarks.prediction_worker"
+MODEL = ROOT / "benchmarks" / "models" / "prediction_model.py"
+WORKER = "benchmarks.models.prediction_worker"
 
 # frames, height, width, caption tokens, how many
 MIXES = {

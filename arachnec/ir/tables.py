@@ -65,7 +65,7 @@ STAGE = table("""
     dtype           | str            | traced | optional | of the parameters
     trained         | int            | traced | optional | how many of them train; absent = all
     blocks          | [[@graph, int]] | traced | optional | its block classes and how often each is repeated
-    layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its parameters that train
+    layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its trained parameters
     hidden          | int            | traced | optional | width of a token
     heads           | int            | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
