@@ -42,7 +42,7 @@ CLUSTER = table("""
     memory        | GiB     | traced | required | of one device, the smallest
     flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
     intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
-    inter         | GB/s    | traced | required | between machines, per device, one direction
+    inter         | GB/s    | traced | required | between machines, per NIC (without `nics` one a node), one direction
     latency       | us      | traced | required | of a message inside a machine
     inter_latency | us      | traced | required | of a message between machines
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each

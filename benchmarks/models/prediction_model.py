@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-_spec = importlib.util.spec_from_file_location("plain_dit", Path(__file__).parents[1] / "examples" / "plain_dit.py")
+_spec = importlib.util.spec_from_file_location("plain_dit", Path(__file__).parents[2] / "examples" / "plain_dit.py")
 plain = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(plain)
 
