@@ -15,9 +15,11 @@ from itertools import chain, islice, takewhile
 
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
+from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
 from arachnec.passes.schedule_anneal import anneal, neighbour, start_order
+from arachnec.passes.schedule_blocks import best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
@@ -27,7 +29,10 @@ from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
+SOME = 262_144  # up to which it costs a few tenths of a second
+LONGER = 1.005  # times its own makespan: a schedule that placing makes so much longer is compared with others
 CANDIDATES = 24  # of the shortest, that are placed
+FEW = 4  # of the shortest, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
 ANNEALING = 0.25  # of FlexSP's time, for one of them
 TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
@@ -80,6 +85,23 @@ def best_placed(
             current, order, now = tried, wished, reached
             if reached < length:
                 best, length = tried, reached
+    return best
+
+
+def better_placed(module: Module, cost: CostModel, problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule, or where placing makes it much longer a packing or a layout of groups that is shorter placed."""
+    if len(problem.jobs) * problem.gpus > SOME:
+        return schedule
+    measure = Measure(module, cost, problem)
+    best, length = schedule, measure.of(schedule)
+    if length <= schedule.makespan(problem) / TICKS * LONGER:
+        return best
+    options = options_of(problem)
+    packed = best_packing(problem, options, lower_bound(problem)) if options is not None else None
+    others = [*([realize(problem, packed)] if packed is not None else []), *group_layouts(problem, 0.0)]
+    for other in islice(sorted(others, key=lambda other: other.makespan(problem)), FEW):
+        if other.makespan(problem) / TICKS < length and (reached := measure.of(other)) < length:
+            best, length = other, reached
     return best
 
 

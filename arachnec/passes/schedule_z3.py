@@ -28,7 +28,7 @@ from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve, quick_list_schedule
 from arachnec.passes.schedule_mixed import best_on_mixed
 from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_placed import MOST, best_placed
+from arachnec.passes.schedule_placed import MOST, best_placed, better_placed
 from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.schedule_repack import Repacking
 from arachnec.passes.schedule_tail import tail_of, with_tail
@@ -82,6 +82,9 @@ class ScheduleZ3(Pass):
             schedule = best_on_mixed(module, cost, problem, found.schedule)
             found = replace(found, schedule=schedule, proved=False)
         if not placing:
+            if not anywhere and not cost.kinds and problem.jobs:
+                schedule = better_placed(module, cost, problem, found.schedule)
+                found = _with(found, schedule, problem)
             return scheduled(module, cost, problem, found)
         # counted anew: whatever the search took, placing gets its share
         clock = Clock(time.perf_counter(), self.budget * (1 - BEFORE_PLACING), self.steps)
@@ -95,9 +98,14 @@ class ScheduleZ3(Pass):
             seconds=0.0 if self.steps is not None else max(0.0, clock.left()) * GROUPS_SHARE / 1e3,
             stop=lambda: clock.left() <= 0,
         )
-        if schedule != found.schedule:
-            found = replace(found, schedule=schedule, proved=schedule.makespan(problem) <= found.bound)
-        return scheduled(module, cost, problem, found)
+        return scheduled(module, cost, problem, _with(found, schedule, problem))
+
+
+def _with(found: Solution, schedule: Schedule, problem: Problem) -> Solution:
+    """The solution with another schedule in the place of its own."""
+    if schedule == found.schedule:
+        return found
+    return replace(found, schedule=schedule, proved=schedule.makespan(problem) <= found.bound)
 
 
 @dataclass(frozen=True)

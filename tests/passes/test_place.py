@@ -18,7 +18,10 @@ from arachnec.passes.cost import CostModel
 from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place, pick_ranks, placements
 from arachnec.passes.schedule_check import validate_schedule
-from arachnec.passes.schedule_module import with_times
+from arachnec.passes.schedule_heuristics import list_schedule
+from arachnec.passes.schedule_module import problem_of, with_times
+from arachnec.passes.schedule_placed import LONGER, MOST, Measure, better_placed
+from arachnec.passes.schedule_problem import TICKS
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.report import imbalance, plan_report
@@ -115,6 +118,22 @@ def test_the_default_is_never_slower_than_a_fixed_layout() -> None:
         ours = plan_report(Place().run(ScheduleZ3(steps=300).run(costed)), 0.0)
         for policy in (ScheduleStatic(), ScheduleStatic(degree=8), ScheduleStatic(policy="data-parallel")):
             assert ours["makespan_ms"] <= plan_report(Place().run(policy.run(costed)), 0.0)["makespan_ms"] + 0.1
+
+
+def test_a_schedule_that_placing_stretches_gives_way_to_one_that_is_shorter_placed() -> None:
+    costed = module("8x8:h100", [2000, 9000, 20_000] * 30, encoders=0)
+    dit = costed.stages[0]
+    talkative = dit.attrs.updated(traffic=formula("GiB", (2e-3, BS)))
+    costed = replace(costed, stages=(replace(dit, attrs=talkative),))
+    cost = CostModel(costed)
+    problem = problem_of(costed, cost)
+    awkward = tuple(min(range(len(job.choices)), key=lambda i: abs(job.choices[i].degree - 5)) for job in problem.jobs)
+    schedule = list_schedule(problem, awkward, range(len(problem.jobs)))
+    measure = Measure(costed, cost, problem)
+    assert len(problem.jobs) * problem.gpus > MOST
+    assert measure.of(schedule) > schedule.makespan(problem) / TICKS * LONGER
+    better = better_placed(costed, cost, problem, schedule)
+    assert measure.of(better) < measure.of(schedule)
 
 
 def test_a_pass_authors_mistake_is_named() -> None:
