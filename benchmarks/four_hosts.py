@@ -41,6 +41,8 @@ MODEL, WORKER = HERE / "hosts" / "model.py", "hosts.worker"
 FABRIC = Fabric(racks=2, hosts=2, link_mbit=50, uplink_mbit=25)
 MEMORY = 0.0052  # GiB: the longer clips fit on two hosts only
 CLIPS = ((12, 2), (8, 2), (4, 4), (2, 2))  # frames of 64 x 64 pixels, and how many such clips
+MIXES = {"mixed": CLIPS, "long": ((12, 1), (8, 1)), "many": ((12, 2), (6, 6), (4, 8), (2, 8))}
+SOME = ("z3, batches", "one degree", "genetic")  # schedules of the clips but for the first mix
 SCHEDULES = {
     "z3": "partition{policy=single},annotate{profile=PROFILE},schedule-z3",
     "z3, batches": "partition,annotate{profile=PROFILE},schedule-z3",
@@ -194,48 +196,56 @@ def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
     links = measure_links(made, scratch)
     write_cluster(cluster, made.fabric, links)
     profile_here(MODEL, clips, "1:cpu", stages)
-    plans = compile_plans(scratch, clips, cluster, SCHEDULES, stages)
+    plans: dict[tuple[str, str, str], tuple[Path, Module]] = {}
+    for mix, counts in MIXES.items():
+        (scratch / mix).mkdir()
+        write_clips(scratch / mix / "clips.jsonl", counts)
+        schedules = SCHEDULES if counts is CLIPS else {name: SCHEDULES[name] for name in SOME}
+        of_mix = compile_plans(scratch / mix, scratch / mix / "clips.jsonl", cluster, schedules, stages)
+        plans |= {(mix, *names): plan for names, plan in of_mix.items()}
     found = run_plans(made, scratch, [folder for folder, _ in plans.values()], rounds + 1)
     steps = {name: rows[1:] for name, rows in found.items()}  # the first warms up
     rows = [
         {
+            "clips": mix,
             "schedule": schedule,
             "place": place,
             "predicted_ms": simulate(module).iteration_ms,
-            "measured_ms": [step["ms"] for step in steps[folder.name]],
-            "losses": [step["loss"] for step in steps[folder.name]],
+            "measured_ms": [step["ms"] for step in steps[str(folder)]],
+            "losses": [step["loss"] for step in steps[str(folder)]],
             "program_bytes": sum(crossing_bytes(module)),
-            "uplink_bytes": statistics.median(step["rack 0"] + step["rack 1"] for step in steps[folder.name]),
+            "uplink_bytes": statistics.median(step["rack 0"] + step["rack 1"] for step in steps[str(folder)]),
         }
-        for (schedule, place), (folder, module) in plans.items()
+        for (mix, schedule, place), (folder, module) in plans.items()
     ]
     return {"cluster": cluster.read_text(), "links": links, "plans": rows}
 
 
 def report(results: dict) -> None:  # type: ignore[type-arg]
     print(results["cluster"])
-    print("schedule      place   measured ms (min .. max)      predicted  error   uplinks MB by program")
+    print("clips  schedule      place   measured ms (min .. max)      predicted  error   uplinks MB by program")
     rows = results["plans"]
     medians = [statistics.median(row["measured_ms"]) for row in rows]
     errors = [row["predicted_ms"] / median - 1 for row, median in zip(rows, medians, strict=True)]
     for row, median, error in zip(rows, medians, errors, strict=True):
         low, high = min(row["measured_ms"]), max(row["measured_ms"])
         print(
-            f"{row['schedule']:12s}  {row['place']:5s}  {median:8.1f} ({low:7.1f} .. {high:7.1f})  "
+            f"{row['clips']:5s}  {row['schedule']:12s}  {row['place']:5s}  {median:8.1f} ({low:7.1f} .. {high:7.1f})  "
             f"{row['predicted_ms']:8.1f}  {100 * error:+5.1f} %  {row['uplink_bytes'] / 1e6:6.2f}  "
             f"{row['program_bytes'] / 1e6:6.2f}"
         )
     for aware, blind in zip(rows[::2], rows[1::2], strict=True):
         ratios = [a / b for a, b in zip(aware["measured_ms"], blind["measured_ms"], strict=True)]
         print(
-            f"{aware['schedule']:12s}  aware / blind: measured {statistics.median(ratios):.3f} "
+            f"{aware['clips']:5s}  {aware['schedule']:12s}  aware / blind: measured {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} .. {max(ratios):.3f}), predicted {aware['predicted_ms'] / blind['predicted_ms']:.3f}"
         )
     tau = kendall_tau([row["predicted_ms"] for row in rows], medians)
     mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
     print(f"error of the prediction: mean {100 * mean:.1f} %, worst {100 * worst:.1f} %; Kendall tau {tau:.2f}")
-    every = list(zip(*(row["losses"] for row in rows), strict=True))
-    print(f"largest relative difference of the losses: {max(max(at) / min(at) - 1 for at in every):.1e}")
+    for mix in MIXES:
+        every = zip(*(row["losses"] for row in rows if row["clips"] == mix), strict=True)
+        print(f"{mix}: largest relative difference of the losses: {max(max(at) / min(at) - 1 for at in every):.1e}")
 
 
 if __name__ == "__main__":

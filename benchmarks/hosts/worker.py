@@ -69,14 +69,14 @@ def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.devic
     Per executable and step: the time, the loss, and the bytes that left each rack meanwhile.
     """
     trainers = {folder: Trainer(read_executable(folder), RunOptions(), device) for folder in folders}
-    found: dict[str, list[dict[str, float]]] = {folder.name: [] for folder in folders}
+    found: dict[str, list[dict[str, float]]] = {str(folder): [] for folder in folders}
     for number in range(rounds):
         for folder, trainer in trainers.items():
             before = _sent(fabric)
             report = trainer.step(number)
             after = _sent(fabric)
             sent = {f"rack {rack}": b - a for rack, (a, b) in enumerate(zip(before, after, strict=True))}
-            found[folder.name].append({"ms": report.step_ms, "loss": report.loss, **sent})
+            found[str(folder)].append({"ms": report.step_ms, "loss": report.loss, **sent})
     for trainer in trainers.values():
         trainer.close()
     return found

@@ -50,7 +50,7 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
 
     read = read_executable(folders["aware"])
     alone = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)), read.training).loss
-    aware, blind = steps[folders["aware"].name], steps[folders["blind"].name]
+    aware, blind = steps[str(folders["aware"])], steps[str(folders["blind"])]
     assert aware[0]["loss"] == pytest.approx(alone, rel=1e-5)
     for one, other in zip(aware, blind, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
