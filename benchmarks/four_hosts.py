@@ -41,7 +41,7 @@ MODEL, WORKER = HERE / "hosts" / "model.py", "hosts.worker"
 FABRIC = Fabric(racks=2, hosts=2, link_mbit=50, uplink_mbit=25)
 MEMORY = 0.0052  # GiB: the longer clips fit on two hosts only
 CLIPS = ((12, 2), (8, 2), (4, 4), (2, 2))  # frames of 64 x 64 pixels, and how many such clips
-MIXES = {"mixed": CLIPS, "long": ((12, 1), (8, 1)), "many": ((12, 2), (6, 6), (4, 8), (2, 8))}
+MIXES = {"mixed": CLIPS, "long": ((12, 2), (8, 1)), "few": ((8, 2), (4, 2))}
 SOME = ("z3, batches", "one degree", "genetic")  # schedules of the clips but for the first mix
 SCHEDULES = {
     "z3": "partition{policy=single},annotate{profile=PROFILE},schedule-z3",
