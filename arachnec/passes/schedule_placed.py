@@ -29,7 +29,7 @@ from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
-SOME = 262_144  # up to which it costs a few tenths of a second
+SOME = 4_194_304  # up to which it costs a second at most
 LONGER = 1.005  # times its own makespan: a schedule that placing makes so much longer is compared with others
 CANDIDATES = 24  # of the shortest, that are placed
 FEW = 4  # of the shortest, where placing one takes its time

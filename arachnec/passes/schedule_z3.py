@@ -82,7 +82,7 @@ class ScheduleZ3(Pass):
             schedule = best_on_mixed(module, cost, problem, found.schedule)
             found = replace(found, schedule=schedule, proved=False)
         if not placing:
-            if not anywhere and not cost.kinds and problem.jobs:
+            if self.budget > 0 and not anywhere and not cost.kinds and problem.jobs:
                 schedule = better_placed(module, cost, problem, found.schedule)
                 found = _with(found, schedule, problem)
             return scheduled(module, cost, problem, found)
