@@ -16,7 +16,8 @@ from arachnec.backends.timeline import COMPUTE, Timeline, planned
 from arachnec.backends.words import ms, ranges
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.passes.bound_parts import BoundParts, bound_parts
-from arachnec.passes.cost import Attention, CostModel, considered, times_of
+from arachnec.passes.cost import Attention, CostModel
+from arachnec.passes.stage_sizes import considered, times_of
 
 MOST_LINKS = 16
 MOST_CASCADES = 6  # of which a sentence is said each

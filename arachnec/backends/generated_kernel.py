@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.backends.generated_index import Unsupported
-from arachnec.backends.generated_source import Source, is_symbolic
+from arachnec.backends.generated_operations import is_symbolic
+from arachnec.backends.generated_source import Source
 
 TILE = 8192  # lanes of a row that a program holds at once
 BLOCK = 4096  # lanes of a wider row that it takes at a time

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from arachnec.backends.generated_index import Unsupported
 from arachnec.backends.generated_kernel import Launcher
-from arachnec.backends.generated_source import lead_dims, sums_rows, write_source
+from arachnec.backends.generated_operations import lead_dims, sums_rows
+from arachnec.backends.generated_source import write_source
 
 aten = torch.ops.aten
 

@@ -18,33 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from arachnec.backends.generated_index import Index, Lanes, Unsupported, finest
+from arachnec.backends.generated_index import Index, Lanes, Unsupported
+from arachnec.backends.generated_operations import (
+    CASTS,
+    FULL,
+    POINTWISE,
+    RESHAPES,
+    SAME,
+    SUMS,
+    TYPES,
+    args_of,
+    bounds,
+    dim_of,
+    is_symbolic,
+    keeps_first,
+    lanes_of,
+    lead_dims,
+    needed,
+    option,
+    static_dims,
+    static_runs,
+    sums_rows,
+)
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-POINTWISE: dict[Any, str] = {
-    aten.add.Tensor: "({0} + {1})", aten.add.Scalar: "({0} + {1})", aten.sub.Tensor: "({0} - {1})",
-    aten.sub.Scalar: "({0} - {1})", aten.rsub.Scalar: "({1} - {0})", aten.mul.Tensor: "({0} * {1})",
-    aten.mul.Scalar: "({0} * {1})", aten.div.Tensor: "({0} / {1})", aten.div.Scalar: "({0} / {1})",
-    prims.div.default: "({0} / {1})", aten.neg.default: "(-{0})", aten.rsqrt.default: "(1.0 / tl.sqrt({0}))",
-    aten.sqrt.default: "tl.sqrt({0})", aten.reciprocal.default: "(1.0 / {0})", aten.exp.default: "tl.exp({0})",
-    aten.log.default: "tl.log({0})", aten.erf.default: "tl.erf({0})", aten.abs.default: "tl.abs({0})",
-    aten.sin.default: "tl.sin({0})", aten.cos.default: "tl.cos({0})",
-    aten.sigmoid.default: "(1.0 / (1.0 + tl.exp(-{0})))",
-    aten.tanh.default: "(2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)",
-    aten.maximum.default: "tl.maximum({0}, {1})", aten.minimum.default: "tl.minimum({0}, {1})",
-    aten.relu.default: "tl.maximum({0}, 0.0)", aten.where.self: "tl.where({0}, {1}, {2})",
-    aten.gt.Scalar: "({0} > {1})", aten.ge.Scalar: "({0} >= {1})", aten.lt.Scalar: "({0} < {1})",
-    aten.le.Scalar: "({0} <= {1})", aten.eq.Scalar: "({0} == {1})", aten.gt.Tensor: "({0} > {1})",
-    aten.lt.Tensor: "({0} < {1})",
-}  # fmt: skip
-SAME = (aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
-CASTS = (aten._to_copy.default, prims.convert_element_type.default, aten.to.dtype)
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
-            aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default)  # fmt: skip
-SUMS = (aten.sum.dim_IntList, prims.sum.default, aten.mean.dim)
-FULL = (aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.zeros.default)
-TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
 
 Place = tuple["int | Index", ...]  # for each dimension the number of a row's coordinate, or an index in the row
 
@@ -77,35 +74,6 @@ class Source:
     @property
     def kept(self) -> bool:
         return any(column.kept for column in self.columns)
-
-
-def is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
-
-
-def static_dims(value: Tensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in value.shape if not is_symbolic(size))
-
-
-def lead_dims(value: Tensor) -> tuple[str, ...]:
-    return tuple(str(size) for size in value.shape if is_symbolic(size))
-
-
-def args_of(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
-
-
-def option(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    """An argument that may be given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def sums_rows(node: fx.Node) -> bool:
-    """Whether a node adds up what different programs compute."""
-    if node.target not in SUMS and node.target is not prims.var.default:
-        return False
-    shape = node.all_input_nodes[0].meta["val"].shape
-    return any(is_symbolic(shape[dim % len(shape)]) for dim in args_of(node)[1])
 
 
 @dataclass
@@ -212,7 +180,7 @@ class _Writer:
         source = args_of(split)[0]
         assert isinstance(source, fx.Node)
         shape = source.meta["val"].shape
-        dim = _dim(split, len(shape))
+        dim = dim_of(split, len(shape))
         if is_symbolic(shape[dim]):
             raise Unsupported(f"`{split.name}` splits rows")
         zero = Index((0,) * len(self.lanes.sizes), 0)
@@ -343,7 +311,7 @@ class _Writer:
 
     def _joined(self, node: fx.Node, place: Place) -> str:
         rank = node.meta["val"].ndim
-        dim = _dim(node, rank)
+        dim = dim_of(node, rank)
         at = place[dim]
         if not isinstance(at, Index):
             raise Unsupported(f"`{node.name}` joins rows")
@@ -364,7 +332,7 @@ class _Writer:
             there = tuple(x for k, x in enumerate(place) if k != dim)
             hit = f"(({where}) == {start})"
             return self.new(f"tl.where({hit}, {self.value(part, there)}, {self.value(base, place)})")
-        start, stop, step = _bounds(node, size, 3)
+        start, stop, step = bounds(node, size, 3)
         quotient, _ = at.quotient(self.lanes, step) if step > 1 else (at + -start, at)
         source = quotient + -(start // step) if step > 1 else quotient
         hit = f"(({where}) >= {start}) & (({where}) < {stop}) & ((({where}) - {start}) % {step} == 0)"
@@ -402,12 +370,12 @@ class _Writer:
                 raise Unsupported(f"`{node.name}` takes one row out of all")
             return (*place[:dim], zero + int(args[2]) % int(source.shape[dim]), *place[dim:])
         if target is aten.slice.Tensor:
-            dim = _dim(node, rank)
+            dim = dim_of(node, rank)
             if is_symbolic(source.shape[dim]):
                 if str(source.shape[dim]) == str(node.meta["val"].shape[dim]):
                     return place
                 raise Unsupported(f"`{node.name}` takes some rows out of all")
-            start, _, step = _bounds(node, int(source.shape[dim]), 2)
+            start, _, step = bounds(node, int(source.shape[dim]), 2)
             at = place[dim]
             assert isinstance(at, Index)
             return _at(place, dim, at * step + start)
@@ -418,7 +386,7 @@ class _Writer:
     def _reshaped(self, place: Place, value: Tensor, source: Tensor) -> Place:
         if lead_dims(value) != lead_dims(source):
             raise Unsupported("it merges or splits dimensions that clips change")
-        groups = [_static_runs(tensor) for tensor in (value, source)]
+        groups = [static_runs(tensor) for tensor in (value, source)]
         if [math.prod(sizes) for _, sizes in groups[0]] != [math.prod(sizes) for _, sizes in groups[1]]:
             raise Unsupported("it moves elements from row to row")
         found: list[int | Index] = [-1] * source.ndim
@@ -437,34 +405,8 @@ class _Writer:
         return tuple(found)
 
 
-def _static_runs(value: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Neighbouring dimensions of fixed size between those that clips change: their numbers, and their sizes."""
-    runs: list[tuple[list[int], list[int]]] = [([], [])]
-    for dim, size in enumerate(value.shape):
-        if is_symbolic(size):
-            runs.append(([], []))
-        else:
-            runs[-1][0].append(dim)
-            runs[-1][1].append(int(size))
-    return runs
-
-
 def _at(place: Place, dim: int, index: Index) -> Place:
     return (*place[:dim], index, *place[dim + 1 :])
-
-
-def _dim(node: fx.Node, rank: int) -> int:
-    target: Any = node.target
-    position = {aten.cat.default: 1, aten.slice.Tensor: 1, aten.unbind.int: 1}.get(target, 2)
-    return int(option(node, position, "dim", 0)) % rank
-
-
-def _bounds(node: fx.Node, size: int, position: int) -> tuple[int, int, int]:
-    start, stop, step = ([*args_of(node)[position:], *(None,) * 3])[:3]
-    if any(isinstance(x, fx.Node) for x in (start, stop, step)):
-        raise Unsupported(f"`{node.name}` cuts where only a run knows")
-    first, last, _ = slice(start, stop, None).indices(size)
-    return first, last, int(step or 1)
 
 
 def write_source(stores: Sequence[fx.Node], sums: Sequence[fx.Node], name: str, *, wide: bool = False) -> Source:
@@ -474,8 +416,8 @@ def write_source(stores: Sequence[fx.Node], sums: Sequence[fx.Node], name: str, 
     }
     if len(domains) != 1 or not (domain := domains.pop()):
         raise Unsupported("its results run over rows of different counts")
-    nodes = _needed([*stores, *(node.all_input_nodes[0] for node in sums)])
-    lanes = _lanes(nodes, stores, sums)
+    nodes = needed([*stores, *(node.all_input_nodes[0] for node in sums)])
+    lanes = lanes_of(nodes, stores, sums)
     if wide and (sums or lanes.outer_size > 1):
         raise Unsupported("sums over rows, and reductions per head, need the whole row in a tile")
     double = any(node.meta["val"].dtype == torch.float64 for node in nodes if isinstance(node.meta["val"], Tensor))
@@ -495,7 +437,7 @@ def write_source(stores: Sequence[fx.Node], sums: Sequence[fx.Node], name: str, 
         operand = node.all_input_nodes[0].meta["val"]
         value = writer.value(node.all_input_nodes[0], writer.place_of(operand))
         writer.lines[-1].append(f"sum{number} += {value}")
-        columns.append(ColumnSum(node, static_dims(operand), _keeps_first(node)))
+        columns.append(ColumnSum(node, static_dims(operand), keeps_first(node)))
     if wide:
         writer._block(results)
     else:
@@ -503,46 +445,6 @@ def write_source(stores: Sequence[fx.Node], sums: Sequence[fx.Node], name: str, 
     text = _text(writer, name, len(stores), len(sums))
     where = [_row_size(writer.reads, size) for size in domain]
     return Source(name, text, tuple(writer.reads), tuple(stores), tuple(columns), tuple(where), lanes, wide)
-
-
-def _needed(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    front = list(nodes)
-    while front:
-        node = front.pop()
-        if node not in found:
-            found[node] = None
-            front.extend(x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor))
-    return list(found)
-
-
-def _lanes(nodes: Sequence[fx.Node], stores: Sequence[fx.Node], sums: Sequence[fx.Node]) -> Lanes:
-    rows = [*stores, *(node.all_input_nodes[0] for node in sums)]
-    size = max(math.prod(static_dims(node.meta["val"])) for node in rows)
-    if any(math.prod(static_dims(node.meta["val"])) != size for node in rows):
-        raise Unsupported("its results have rows of different sizes")
-    whole = [static_dims(n.meta["val"]) for n in nodes if math.prod(static_dims(n.meta["val"])) == size]
-    parts = [static_dims(n.meta["val"]) for n in nodes if n.target in (aten.view.default, aten.reshape.default)]
-    sizes = finest([*whole, *parts])
-    reduced = [
-        math.prod(int(n.all_input_nodes[0].meta["val"].shape[d]) for d in args_of(n)[1])
-        for n in nodes
-        if (n.target in SUMS or n.target is prims.var.default) and not sums_rows(n)
-    ]
-    least = min(reduced, default=size)
-    inner = next((k for k in range(len(sizes) + 1) if math.prod(sizes[len(sizes) - k :]) == least), None)
-    if inner is None:
-        raise Unsupported("it reduces a part of a row that ends in the middle of a dimension")
-    return Lanes(sizes, inner)
-
-
-def _keeps_first(node: fx.Node) -> bool:
-    value = node.all_input_nodes[0].meta["val"]
-    lead = [dim for dim, size in enumerate(value.shape) if is_symbolic(size)]
-    kept = [k for k, dim in enumerate(lead) if dim not in {d % value.ndim for d in args_of(node)[1]}]
-    if kept not in ([], [0]):
-        raise Unsupported(f"`{node.name}` adds up rows that are not neighbours")
-    return bool(kept)
 
 
 def _row_size(reads: dict[fx.Node, int], size: str) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from arachnec.data.manifest import read_manifest
 from arachnec.ir.nodes import Cluster
 from arachnec.models.file import load_model_file
 from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import crowding
 from arachnec.passes.profile_file import (
     LinkProfile,
     Measurement,
@@ -24,6 +23,7 @@ from arachnec.passes.profile_file import (
     fit_profile,
     write_profile,
 )
+from arachnec.passes.stage_sizes import crowding
 
 WORKER = "arachnec.backends.profiler"
 

@@ -45,8 +45,8 @@ from arachnec.kernels.process_groups import ProcessGroups, subgroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.communication import volumes
-from arachnec.passes.cost import token_bytes
 from arachnec.passes.profile_file import LinkProfile, Measurement, Synchronisation
+from arachnec.passes.stage_sizes import token_bytes
 
 TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing

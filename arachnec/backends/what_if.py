@@ -15,8 +15,8 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integers
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.base import Duration, Pass
-from arachnec.passes.cost import times_of
 from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.stage_sizes import times_of
 from arachnec.passes.topology import mix_of
 
 SAME = 0.005  # relative: what differs by less is what another search could come to as well

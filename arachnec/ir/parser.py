@@ -6,7 +6,6 @@ head, up to its attributes; every attribute's own span is in ``Attributes.spans`
 
 from __future__ import annotations
 
-import difflib
 import functools
 import gc
 import json
@@ -15,18 +14,15 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from lark import Lark, Token, Transformer
-from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark.exceptions import UnexpectedInput
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import (
-    INSTRUCTIONS,
     NO_ATTRIBUTES,
     Cascade,
     Clip,
@@ -47,6 +43,7 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
+from arachnec.ir.syntax_diagnosis import diagnose
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 LEVELS = ", ".join(level.word for level in Level)
@@ -68,7 +65,7 @@ def parse_module(text: str, file: str = "<string>") -> Module:
         with _no_collection():
             return cast(Module, _lark().parse(text))
     except UnexpectedInput as error:
-        raise UserError(_diagnose(error, text, file)) from None
+        raise UserError(diagnose(error, _lark(), text, file)) from None
     finally:
         _WHERE.reset(token)
 
@@ -415,99 +412,3 @@ def _level(attrs: Attributes, module: Token) -> Level:
         if level.word == word:
             return level
     raise UserError(syntax_errors.UnknownLevel(attrs.span("level"), found=json.dumps(str(word)), levels=LEVELS))
-
-
-# what went wrong
-
-_WORDS = {
-    "SYMBOL": ["a name such as `@dit`"],
-    "VALUE": ["a name such as `%0`"],
-    "KEY": ["an attribute's name"],
-    "STRING": ["a string"],
-    "INT": ["an integer"],
-    "FLOAT": ["a number"],
-    "QUANTITY": ["a number with its unit"],
-    "VARIABLE": ["a variable such as `S`"],
-    "UNIT": ["a unit such as `ms`"],
-    "TENSOR": ["a tensor type such as `f32[B, S, 64]`"],
-    "INTS": ["a list of integers"],
-    "RANGE": ["a range such as `0..3`"],
-    "KIND": ["`trained`", "`frozen`"],
-    "PHASE": [f"`{phase.value}`" for phase in Phase],
-    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", "reduce", "step")],
-    "STAGE_OP": ["`reduce`", "`step`"],
-    "$END": ["the end of the text"],
-}
-_VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
-
-
-def _expected(terminals: set[str]) -> list[str]:
-    if terminals >= _VALUE_STARTS:
-        return ["a value"] + (["`]`"] if "RSQB" in terminals else [])
-    terminals = terminals - {"PLAIN"}  # which is a special case of what LBRACE begins
-    if "INTS" in terminals:
-        terminals = terminals - {"LSQB"}
-    words = [word for name in sorted(terminals, key=_order) for word in _WORDS.get(name) or [f"`{_literal(name)}`"]]
-    return list(dict.fromkeys(words))
-
-
-def _order(terminal: str) -> tuple[bool, str]:
-    return terminal not in _WORDS, terminal
-
-
-def _literal(terminal: str) -> str:
-    pattern = _lark().get_terminal(terminal).pattern
-    return str(pattern.value)
-
-
-def _joined(words: list[str]) -> str:
-    if len(words) > 12:
-        words = [*words[:12], "..."]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _accepted(state: Any) -> set[str]:
-    """The terminals that would let lark's parser go on: of those its table lists, the ones that survive a trial."""
-    silent = copy(state.parse_conf)
-    silent.callbacks = {}
-    found = set()
-    for terminal in filter(str.isupper, silent.parse_table.states[state.position]):
-        trial = state.copy(deepcopy_values=False)
-        trial.parse_conf = silent
-        try:
-            trial.feed_token(Token(terminal, ""), terminal == "$END")
-        except UnexpectedToken:
-            continue
-        found.add(terminal)
-    return found
-
-
-def _diagnose(error: UnexpectedInput, text: str, file: str) -> Diagnostic:
-    if not re.sub(r"//[^\n]*", "", text).strip():
-        return syntax_errors.NoModule(None, file=file)
-    words = _expected(_accepted(error.state))
-    if isinstance(error, UnexpectedToken) and error.token.type == "$END":
-        rows = text.rstrip().split("\n")
-        span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
-        return syntax_errors.TextEnds(span, expected=_joined(words))
-    if isinstance(error, UnexpectedCharacters):
-        found = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
-        span = Span(file, error.line, error.column, error.line, error.column + 1, text)
-        if found == '"':
-            return syntax_errors.OpenString(span)
-    else:
-        token = cast(UnexpectedToken, error).token
-        found, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
-        if not found.startswith('"'):
-            found = found.split(maxsplit=1)[0]  # a token may be a number with a word that was not meant as its unit
-            span = replace(span, end_line=span.line, end_column=span.column + len(found))
-    bare = [word.strip("`") for word in words if word.startswith("`")]
-    close = difflib.get_close_matches(found, bare, 1)
-    shown = "the end of the line" if found == "\n" else f"`{found.splitlines()[0] if found else found}`"
-    if close:
-        return syntax_errors.UnknownWord(span, expected=_joined(words), found=shown, suggestion=close[0])
-    return syntax_errors.UnexpectedText(span, expected=_joined(words), found=shown)
-
-
-def _token_span(token: Token, file: str, text: str) -> Span:
-    return Span(file, token.line or 1, token.column or 1, token.end_line or 1, token.end_column or 1, text)

@@ -14,7 +14,6 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.passes.base import Pass
-from arachnec.passes.cost import crowding
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.profile_file import (
     Profile,
@@ -24,6 +23,7 @@ from arachnec.passes.profile_file import (
     formula_of,
     read_profile,
 )
+from arachnec.passes.stage_sizes import crowding
 
 BACKWARD = 2.0  # backward over forward
 BLOCK_OVERHEAD = 0.15  # ms, where the device has no data sheet

@@ -10,9 +10,10 @@ from typing import Literal
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity, Value
 from arachnec.passes.bound import longest_chain, lower_bound
-from arachnec.passes.cost import CostModel, considered, shape_of, times_of
+from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_module import problem_of
 from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem
+from arachnec.passes.stage_sizes import considered, shape_of, times_of
 
 PLENTY = 1e12  # GB/s
 Cause = Literal["work", "chain", "wide"]

@@ -20,8 +20,9 @@ from typing import ClassVar
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Reduce, Stage, integers
 from arachnec.ir.values import Quantity, Value
 from arachnec.passes.base import Pass
-from arachnec.passes.cost import CostModel, element_bytes, gradient_bytes
+from arachnec.passes.cost import CostModel
 from arachnec.passes.lower_order import forward_share, global_order
+from arachnec.passes.stage_sizes import element_bytes, gradient_bytes
 
 MIB = 2**20
 MOST = 8  # buckets: each is an instruction on every rank

@@ -1,4 +1,4 @@
-"""What the ranks of a cascade send each other: bytes and messages, whatever links carry them.
+"""What the ranks of a cascade send each other, bytes and messages, and how long links take to carry it.
 
 Ulysses all-to-all (arXiv 2309.14509, section 3), ring attention (arXiv 2310.01889), the gather behind the last block.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from arachnec.passes.topology import Link
 
 GIB = 2**30
 
@@ -81,3 +83,20 @@ def _steps(ranks: int) -> int:
 
 def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def collective_time(link: Link, size: float, ranks: int, calls: float, contention: float) -> float:
+    """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
+    inside = size * max(link.inside / link.intra, link.hosted / link.host) / 1e9
+    outside = size * max(max(link.outside, link.carried) / link.inter * contention, link.shared / link.uplink) / 1e9
+    steps = math.ceil(math.log2(ranks)) * calls
+    return (inside + outside) * 1e3 + steps * link.latency * 1e-3
+
+
+def hop_time(link: Link, size: float, calls: float, contention: float) -> float:
+    """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
+    speed = link.inter / contention / max(1.0, link.carried) if link.outside else link.intra
+    return (
+        size * max(1 / speed, link.hosted / link.host, link.shared / link.uplink) / 1e9 * 1e3
+        + calls * link.latency * 1e-3
+    )

@@ -25,8 +25,17 @@ from itertools import islice
 
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Value
-from arachnec.passes.communication import Volumes, volumes
+from arachnec.passes.communication import Volumes, collective_time, hop_time, volumes
 from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.stage_sizes import (
+    considered,
+    gradient_bytes,
+    shape_of,
+    times_of,
+    token_bytes,
+    trained_bytes,
+    uneven,
+)
 from arachnec.passes.topology import (
     Link,
     group_link,
@@ -262,11 +271,11 @@ class CostModel:
         if not sent.messages:
             return 0.0
         over_all, of_ulysses, of_ring, contention = self._links(degree, ranks, split.ulysses)
-        total = _collective(over_all, sent.gathered, degree, sent.gathers, contention)
+        total = collective_time(over_all, sent.gathered, degree, sent.gathers, contention)
         if split.ulysses > 1:
-            total += _collective(of_ulysses, sent.traded, split.ulysses, sent.trades, contention)
+            total += collective_time(of_ulysses, sent.traded, split.ulysses, sent.trades, contention)
         if split.ring > 1:
-            total += _hop(of_ring, sent.passed, sent.hops, contention)
+            total += hop_time(of_ring, sent.passed, sent.hops, contention)
         return total
 
     def _volumes(self, cascade: Cascade, split: Attention, forward: float, backward: float) -> Volumes:
@@ -421,7 +430,7 @@ class CostModel:
         link, measured = group_link(self.cluster, ranks), self.cluster.attrs.get("sums")
         if measured is not None:
             link = replace(link, intra=quantity(measured))
-        return 2 * _collective(link, size, len(ranks), 1, penalty(self.cluster, ranks))
+        return 2 * collective_time(link, size, len(ranks), 1, penalty(self.cluster, ranks))
 
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
@@ -435,7 +444,7 @@ class CostModel:
             return update
         everyone = tuple(range(self.cluster.world))
         link, contention = group_link(self.cluster, everyone), penalty(self.cluster, everyone)
-        return update + _collective(link, trained_bytes(stage), len(everyone), 1, contention)
+        return update + collective_time(link, trained_bytes(stage), len(everyone), 1, contention)
 
     # -- what the stage says ---------------------------------------------------------------------------------------
 
@@ -467,66 +476,9 @@ class CostModel:
         )
 
 
-def shape_of(cascade: Cascade) -> tuple[object, ...]:
-    """What two cascades must share to cost the same."""
-    times, inputs = cascade.attrs.get("times"), bool(cascade.inputs)
-    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, times, inputs
-
-
 def _of_one_rank(cascade: Cascade, degree: int) -> Cascade:
     """What the busiest of an encoder's ranks does: whole clips are dealt out."""
     return replace(cascade, batch=math.ceil(cascade.batch / degree))
-
-
-def times_of(cascade: Cascade) -> dict[int, float]:
-    """The measured ms per degree that stand on a cascade instead of its stage's formulas; empty without."""
-    value = cascade.attrs.get("times")
-    if not isinstance(value, tuple):
-        return {}
-    pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
-    return {integer(degree): quantity(time) for degree, time in pairs}
-
-
-def considered(legal: tuple[int, ...]) -> tuple[int, ...]:
-    """Of ascending degrees all up to 64, multiples of 8 up to 256, multiples of 32 beyond, and the last."""
-    return tuple(
-        degree for degree in legal if degree <= 64 or degree == legal[-1] or degree % (8 if degree <= 256 else 32) == 0
-    )
-
-
-def crowding(cluster: Cluster) -> float:
-    """How many ranks of a node share a core while all of them compute; 1 for GPUs, or where each has its own."""
-    cores = cluster.attrs.get("cores")
-    if cores is None or cluster.attrs["device"] != "cpu":
-        return 1.0
-    return max(1.0, cluster.gpus / integer(cores))
-
-
-def uneven(things: int, parts: int) -> float:
-    """The largest share of any part when whole things are dealt out: 1/parts where they divide, more where not."""
-    return math.ceil(things / parts) / things if things else 1.0
-
-
-def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients as they are summed over ranks, in the parameters' precision."""
-    return trained_bytes(stage) if stage.trained else 0.0
-
-
-def trained_bytes(stage: Stage) -> float:
-    """Bytes of a stage's parameters that train, in their own precision."""
-    count = stage.attrs.get("trained", stage.attrs.get("params", 0))
-    return element_bytes(stage) * count if isinstance(count, int) else 0.0
-
-
-def element_bytes(stage: Stage) -> float:
-    """Bytes of one parameter."""
-    return {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
-
-
-def token_bytes(stage: Stage, tokens: int) -> float | None:
-    """Bytes of so many tokens between two blocks, in the parameters' precision; None where their width is not known."""
-    hidden = stage.attrs.get("hidden")
-    return element_bytes(stage) * hidden * tokens if isinstance(hidden, int) else None
 
 
 def _size(cascade: Cascade, symbol: str) -> float:
@@ -535,20 +487,3 @@ def _size(cascade: Cascade, symbol: str) -> float:
 
 def _gib(value: Value | None) -> float:
     return quantity(value) if value is not None else 0.0
-
-
-def _collective(link: Link, size: float, ranks: int, calls: float, contention: float) -> float:
-    """ms of ``calls`` collectives in which each rank moves ``size`` bytes in all, less what stays with itself."""
-    inside = size * max(link.inside / link.intra, link.hosted / link.host) / 1e9
-    outside = size * max(max(link.outside, link.carried) / link.inter * contention, link.shared / link.uplink) / 1e9
-    steps = math.ceil(math.log2(ranks)) * calls
-    return (inside + outside) * 1e3 + steps * link.latency * 1e-3
-
-
-def _hop(link: Link, size: float, calls: float, contention: float) -> float:
-    """ms of one step around the ring, summed over ``calls`` attentions; the slowest hop sets the pace."""
-    speed = link.inter / contention / max(1.0, link.carried) if link.outside else link.intra
-    return (
-        size * max(1 / speed, link.hosted / link.host, link.shared / link.uplink) / 1e9 * 1e3
-        + calls * link.latency * 1e-3
-    )

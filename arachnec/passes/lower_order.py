@@ -226,10 +226,6 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
     return [(rank, place, order[value].name) for (rank, value), place in drops.items()]
 
 
-def same_node(cluster: Cluster, a: int, b: int) -> bool:
-    return node_of(cluster, a) == node_of(cluster, b)
-
-
 def evaluate(value: Value | None, cascade: Cascade) -> float:
     """A stage's formula for a whole cascade; 0 where the stage has none."""
     if not isinstance(value, Formula):

@@ -9,7 +9,8 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bucket import contents, layers_of, passed
-from arachnec.passes.cost import CostModel, gradient_bytes
+from arachnec.passes.cost import CostModel
+from arachnec.passes.stage_sizes import gradient_bytes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.base import Pass
-from arachnec.passes.cost import GIB, CostModel, times_of
+from arachnec.passes.cost import GIB, CostModel
+from arachnec.passes.stage_sizes import times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import RESERVE, CostModel, shape_of, times_of
+from arachnec.passes.cost import RESERVE, CostModel
 from arachnec.passes.schedule_check import validate_schedule
 from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem, Schedule, Solution, violations
+from arachnec.passes.stage_sizes import shape_of, times_of
 
 
 @dataclass(frozen=True)

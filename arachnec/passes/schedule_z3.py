@@ -22,7 +22,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel, times_of
+from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve, quick_list_schedule
@@ -32,6 +32,7 @@ from arachnec.passes.schedule_placed import MOST, best_placed, better_placed
 from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.schedule_repack import Repacking
 from arachnec.passes.schedule_tail import tail_of, with_tail
+from arachnec.passes.stage_sizes import times_of
 
 DEFAULT_BUDGET = Duration(2000.0)
 WHOLE = 24  # jobs that Z3 is given at once

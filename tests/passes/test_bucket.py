@@ -20,9 +20,9 @@ from arachnec.passes.check import find_problems
 from arachnec.passes.check_deadlock import Deadlock, GroupIncomplete, StartsApart
 from arachnec.passes.check_sums import NotReduced, NotStepped, WrongParts, WrongStart
 from arachnec.passes.check_values import bucket_of, sums_inside
-from arachnec.passes.cost import gradient_bytes
 from arachnec.passes.lower import lower
 from arachnec.passes.lower_sums import WrongBuckets
+from arachnec.passes.stage_sizes import gradient_bytes
 from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))

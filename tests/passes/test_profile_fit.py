@@ -11,7 +11,7 @@ from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
 from arachnec.ir.values import Attributes, Formula
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import CostModel, crowding, gradient_bytes
+from arachnec.passes.cost import CostModel
 from arachnec.passes.profile_file import (
     Measurement,
     Profile,
@@ -22,6 +22,7 @@ from arachnec.passes.profile_file import (
     read_profile,
     write_profile,
 )
+from arachnec.passes.stage_sizes import crowding, gradient_bytes
 
 ALPHA, BETA = 0.3, 2e6  # ms a message, bytes a ms
 
