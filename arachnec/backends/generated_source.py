@@ -177,6 +177,8 @@ class _Writer:
         """One of the parts that a split gives."""
         split, index = args_of(node)
         assert isinstance(split, fx.Node) and isinstance(index, int)
+        if split.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
+            raise Unsupported(f"`{split.target}`")
         source = args_of(split)[0]
         assert isinstance(source, fx.Node)
         shape = source.meta["val"].shape
@@ -186,8 +188,6 @@ class _Writer:
         zero = Index((0,) * len(self.lanes.sizes), 0)
         if split.target is aten.unbind.int:
             return self.value(source, (*place[:dim], zero + index, *place[dim:]))
-        if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
-            raise Unsupported(f"`{split.target}`")
         sizes = [int(part.shape[dim]) for part in split.meta["val"]]
         at = place[dim]
         assert isinstance(at, Index)
@@ -196,6 +196,8 @@ class _Writer:
     def _pointwise(self, node: fx.Node, place: Place) -> str:
         values = []
         for argument in args_of(node):
+            if isinstance(argument, fx.Node) and not isinstance(argument.meta.get("val"), Tensor):
+                raise Unsupported(f"`{argument.name}` is a number that only a run knows")
             there = self.broadcast(place, argument.meta["val"]) if isinstance(argument, fx.Node) else ()
             values.append(self.value(argument, there))
         alpha = node.kwargs.get("alpha", 1)
