@@ -29,10 +29,11 @@ class Answer:
     proved: bool
     seconds: float
     first_ms: float | None = None  # when the first complete schedule was there; None where that is not known
+    bound: float = 0.0  # ticks, where the solver has one
 
 
 def cp_sat(problem: Problem, seconds: float) -> Answer:
-    """Optional intervals, one per job and degree, under one cumulative constraint."""
+    """Optional intervals, one per job and degree, under one cumulative constraint, and precedence between starts."""
     from ortools.sat.python import cp_model
 
     started = time.perf_counter()
@@ -51,6 +52,10 @@ def cp_sat(problem: Problem, seconds: float) -> Answer:
             areas.append(choice.area * here)
             row.append(here)
         model.add_exactly_one(row)
+        for i in job.before:
+            earlier, ran = rows[i]
+            for here, choice in zip(ran, problem.jobs[i].choices, strict=True):
+                model.add(earlier + choice.ticks <= start).only_enforce_if(here)
         rows.append((start, row))
     model.add_cumulative(intervals, demands, problem.gpus)
     model.add(sum(areas) <= problem.gpus * makespan)
@@ -60,10 +65,11 @@ def cp_sat(problem: Problem, seconds: float) -> Answer:
     solver.parameters.max_time_in_seconds = max(0.01, seconds - (time.perf_counter() - started))
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, False, time.perf_counter() - started)
+        return Answer(None, False, time.perf_counter() - started, bound=solver.best_objective_bound)
     picks = tuple(next(k for k, here in enumerate(row) if solver.value(here)) for _, row in rows)
     schedule = Schedule(picks, tuple(int(solver.value(start)) for start, _ in rows))
-    return Answer(schedule, status == cp_model.OPTIMAL, time.perf_counter() - started)
+    proved = status == cp_model.OPTIMAL
+    return Answer(schedule, proved, time.perf_counter() - started, bound=solver.best_objective_bound)
 
 
 def highs(problem: Problem, seconds: float) -> Answer:
