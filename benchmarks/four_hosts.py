@@ -5,10 +5,12 @@
 The hosts are network namespaces with shaped links; each rack shares an uplink. The links are measured first, and with
 what was found the cluster is described as any other; the model's stages are profiled on one rank. Then every
 pipeline is compiled twice, with ``place`` and with ``place{topology=false}``, and the real executor runs one rank a
-host: all plans take their n-th step before any takes its next, so that whatever else the machine does meets them alike.
+host: all different plans take their n-th step before any takes its next, and before each round the links are measured
+again, so that whatever else the machine does meets them alike.
 
-Printed are the median step of every plan, what the simulator says of it with the same cluster file, and the bytes that
-crossed the uplinks, by their counters and by the program. Losses must agree: a plan may change the speed only.
+Printed are the median step of every plan, what the simulator says of it with the links measured in turns with it,
+and the bytes that crossed the uplinks, by their counters and by the program. Losses must agree: a plan may change the
+speed only.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 
 from hosts.fabric import Fabric, Hosts, hosts, unavailable
+from same_program import shape
+from scipy.stats import kendalltau
 
 import arachnec.driver
 from arachnec.backends.executable import iteration_of
 from arachnec.backends.local_profile import profile_here
 from arachnec.backends.simulator import simulate
 from arachnec.ir.nodes import Cluster, Instruction, Module, integer
+from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import Attention, CostModel
 from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.recost import Recost
 from arachnec.passes.topology import rack_of
 
 HERE = Path(__file__).parent
@@ -41,8 +46,13 @@ MODEL, WORKER = HERE / "hosts" / "model.py", "hosts.worker"
 FABRIC = Fabric(racks=2, hosts=2, link_mbit=50, uplink_mbit=25)
 MEMORY = 0.0052  # GiB: the longer clips fit on two hosts only
 CLIPS = ((12, 2), (8, 2), (4, 4), (2, 2))  # frames of 64 x 64 pixels, and how many such clips
-MIXES = {"mixed": CLIPS, "long": ((12, 2), (8, 1)), "few": ((8, 2), (4, 2))}
-SOME = ("z3, batches", "one degree", "genetic")  # schedules of the clips but for the first mix
+MIXES = {
+    "mixed": CLIPS,
+    "long": ((12, 2), (8, 1)),
+    "few": ((8, 2), (4, 2)),
+    "even": ((8, 6),),
+    "short": ((12, 1), (4, 3), (2, 6)),
+}
 SCHEDULES = {
     "z3": "partition{policy=single},annotate{profile=PROFILE},schedule-z3",
     "z3, batches": "partition,annotate{profile=PROFILE},schedule-z3",
@@ -52,7 +62,14 @@ SCHEDULES = {
     "genetic": "partition{policy=single},annotate{profile=PROFILE},schedule-genetic",
 }
 Sent = dict[int, float]  # bytes by rack
+Links = dict[str, list[tuple[int, float]]]  # bytes and ms of messages, by pairs of hosts
 PLACES = {"aware": "place", "blind": "place{topology=false}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    steps: dict[str, list[dict[str, float]]]  # by folder: ms, loss, and bytes that left each rack
+    links: list[Links]  # before each round
 
 
 def write_clips(path: Path, clips: Sequence[tuple[int, int]] = CLIPS) -> None:
@@ -62,7 +79,7 @@ def write_clips(path: Path, clips: Sequence[tuple[int, int]] = CLIPS) -> None:
     path.write_text("".join(json.dumps({"id": number, **row}) + "\n" for number, row in enumerate(rows)))
 
 
-def write_cluster(path: Path, fabric: Fabric, measured: dict[str, list[tuple[int, float]]]) -> None:
+def write_cluster(path: Path, fabric: Fabric, measured: Links) -> None:
     """The hosts as a cluster file: alpha and beta of the links from the messages that were timed."""
     latency, speed = alpha_beta(measured["in both racks"])
     _, crossing = alpha_beta(measured["twice between racks"])
@@ -84,11 +101,22 @@ def alpha_beta(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return alpha * 1e3, sum(size - short for size, _ in long) / sum(ms - alpha for _, ms in long) / 1e6
 
 
-def measure_links(made: Hosts, scratch: Path) -> dict[str, list[tuple[int, float]]]:
+def measure_links(made: Hosts, scratch: Path) -> Links:
     found = scratch / "links.json"
     work(made, "links", found)
-    measured: dict[str, list[tuple[int, float]]] = json.loads(found.read_text())
+    measured: Links = json.loads(found.read_text())
     return measured
+
+
+def middle(rounds: Sequence[Links]) -> Links:
+    """Of every message the median over the rounds, of the shortest the least: the rest is a busy machine's."""
+    return {
+        pairs: [
+            (size, (statistics.median if number else min)(measured[pairs][number][1] for measured in rounds))
+            for number, (size, _) in enumerate(messages)
+        ]
+        for pairs, messages in rounds[0].items()
+    }
 
 
 def compile_plans(
@@ -110,12 +138,12 @@ def compile_plans(
     return made
 
 
-def run_plans(made: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What every step of every plan came to, by folder."""
+def run_plans(made: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> Run:
+    """What every step of every plan came to, by folder, and the links between the rounds."""
     output = scratch / "steps.json"
     work(made, "steps", output, rounds, made.name, *folders)
-    found: dict[str, list[dict[str, float]]] = json.loads(output.read_text())
-    return found
+    found = json.loads(output.read_text())
+    return Run(found["steps"], found["links"])
 
 
 def work(made: Hosts, *arguments: str | int | Path) -> None:
@@ -168,12 +196,6 @@ def _send(sent: Sent, cluster: Cluster, source: int, target: int, size: float) -
         sent[rack_of(cluster, source)] += size
 
 
-def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of all pairs, the part that both put in one order less the part that they do not."""
-    signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2)]
-    return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -193,59 +215,86 @@ def main() -> None:
 def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
     clips, cluster, stages = scratch / "clips.jsonl", scratch / "cluster.toml", scratch / "profile.json"
     write_clips(clips)
-    links = measure_links(made, scratch)
-    write_cluster(cluster, made.fabric, links)
+    write_cluster(cluster, made.fabric, measure_links(made, scratch))
     profile_here(MODEL, clips, "1:cpu", stages)
-    plans: dict[tuple[str, str, str], tuple[Path, Module]] = {}
+    plans: dict[tuple[str, str], list[tuple[str, str, Path, Module]]] = defaultdict(list)  # those that are the same
     for mix, counts in MIXES.items():
         (scratch / mix).mkdir()
         write_clips(scratch / mix / "clips.jsonl", counts)
-        schedules = SCHEDULES if counts is CLIPS else {name: SCHEDULES[name] for name in SOME}
-        of_mix = compile_plans(scratch / mix, scratch / mix / "clips.jsonl", cluster, schedules, stages)
-        plans |= {(mix, *names): plan for names, plan in of_mix.items()}
-    found = run_plans(made, scratch, [folder for folder, _ in plans.values()], rounds + 1)
-    steps = {name: rows[1:] for name, rows in found.items()}  # the first warms up
-    rows = [
-        {
-            "clips": mix,
-            "schedule": schedule,
-            "place": place,
-            "predicted_ms": simulate(module).iteration_ms,
-            "measured_ms": [step["ms"] for step in steps[str(folder)]],
-            "losses": [step["loss"] for step in steps[str(folder)]],
-            "program_bytes": sum(crossing_bytes(module)),
-            "uplink_bytes": statistics.median(step["rack 0"] + step["rack 1"] for step in steps[str(folder)]),
-        }
-        for (mix, schedule, place), (folder, module) in plans.items()
-    ]
+        of_mix = compile_plans(scratch / mix, scratch / mix / "clips.jsonl", cluster, SCHEDULES, stages)
+        for (schedule, place), (folder, module) in of_mix.items():
+            plans[mix, shape(module)].append((schedule, place, folder, module))
+    run = run_plans(made, scratch, [same[0][2] for same in plans.values()], rounds + 1)
+    links = middle(run.links[1:])
+    write_cluster(cluster, made.fabric, links)
+    rows = []
+    for (mix, _), same in plans.items():
+        _, _, folder, module = same[0]
+        steps = run.steps[str(folder)][1:]  # the first warms up
+        rows.append(
+            {
+                "clips": mix,
+                "plans": [[schedule, place] for schedule, place, *_ in same],
+                "predicted_ms": predicted_ms(module, cluster, stages),
+                "measured_ms": [step["ms"] for step in steps],
+                "losses": [step["loss"] for step in steps],
+                "program_bytes": sum(crossing_bytes(module)),
+                "uplink_bytes": statistics.median(step["rack 0"] + step["rack 1"] for step in steps),
+            }
+        )
     return {"cluster": cluster.read_text(), "links": links, "plans": rows}
+
+
+def predicted_ms(module: Module, cluster: Path, profile: Path) -> float:
+    """The iteration of a lowered program on links of other speeds."""
+    assert module.cluster is not None
+    links = dataclasses.replace(parse_cluster(str(cluster)), name=module.cluster.name)
+    return simulate(Recost(str(profile)).run(dataclasses.replace(module, cluster=links))).iteration_ms
 
 
 def report(results: dict) -> None:  # type: ignore[type-arg]
     print(results["cluster"])
-    print("clips  schedule      place   measured ms (min .. max)      predicted  error   uplinks MB by program")
-    rows = results["plans"]
+    print(f"{'clips  plan':49s}measured ms (min .. max)      predicted  error   uplinks MB by program")
+    rows = sorted(results["plans"], key=lambda row: statistics.median(row["measured_ms"]))
     medians = [statistics.median(row["measured_ms"]) for row in rows]
     errors = [row["predicted_ms"] / median - 1 for row, median in zip(rows, medians, strict=True)]
     for row, median, error in zip(rows, medians, errors, strict=True):
         low, high = min(row["measured_ms"]), max(row["measured_ms"])
         print(
-            f"{row['clips']:5s}  {row['schedule']:12s}  {row['place']:5s}  {median:8.1f} ({low:7.1f} .. {high:7.1f})  "
+            f"{row['clips']:5s}  {named(row['plans']):40s}  {median:8.1f} ({low:7.1f} .. {high:7.1f})  "
             f"{row['predicted_ms']:8.1f}  {100 * error:+5.1f} %  {row['uplink_bytes'] / 1e6:6.2f}  "
             f"{row['program_bytes'] / 1e6:6.2f}"
         )
-    for aware, blind in zip(rows[::2], rows[1::2], strict=True):
+    for (mix, schedule), (aware, blind) in compared(rows).items():
         ratios = [a / b for a, b in zip(aware["measured_ms"], blind["measured_ms"], strict=True)]
         print(
-            f"{aware['clips']:5s}  {aware['schedule']:12s}  aware / blind: measured {statistics.median(ratios):.3f} "
+            f"{mix:5s}  {schedule:12s}  aware / blind: measured {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} .. {max(ratios):.3f}), predicted {aware['predicted_ms'] / blind['predicted_ms']:.3f}"
         )
-    tau = kendall_tau([row["predicted_ms"] for row in rows], medians)
+    tau = kendalltau([row["predicted_ms"] for row in rows], medians).statistic
     mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
-    print(f"error of the prediction: mean {100 * mean:.1f} %, worst {100 * worst:.1f} %; Kendall tau {tau:.2f}")
+    print(
+        f"{len(rows)} different plans, error of the prediction: mean {100 * mean:.1f} %, worst {100 * worst:.1f} %; "
+        f"Kendall's tau {tau:.2f}"
+    )
     for mix in MIXES:
         every = zip(*(row["losses"] for row in rows if row["clips"] == mix), strict=True)
         print(f"{mix}: largest relative difference of the losses: {max(max(at) / min(at) - 1 for at in every):.1e}")
+
+
+def named(plans: list[list[str]]) -> str:
+    """``z3 aware blind, flexsp blind``."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for schedule, place in plans:
+        places[schedule].append(place)
+    return ", ".join(" ".join([schedule, *each]) for schedule, each in places.items())
+
+
+def compared(rows: list[dict]) -> dict[tuple[str, str], tuple[dict, dict]]:  # type: ignore[type-arg]
+    """The rows of both placements of every schedule that they place differently."""
+    of = {(row["clips"], schedule, place): row for row in rows for schedule, place in row["plans"]}
+    both = {(mix, schedule): (of[mix, schedule, "aware"], of[mix, schedule, "blind"]) for mix, schedule, _ in of}
+    return {key: (aware, blind) for key, (aware, blind) in sorted(both.items()) if aware is not blind}
 
 
 if __name__ == "__main__":

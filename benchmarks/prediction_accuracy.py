@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+from same_program import shape
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -103,20 +104,6 @@ def plans(traced: Module) -> Iterator[tuple[str, list[str], Module]]:
             found.setdefault(shape(module), ([], module))[0].append(name)
         for names, module in found.values():
             yield mix, names, module
-
-
-def shape(module: Module) -> str:
-    """What two plans must share to be the same: what every rank does, in order."""
-    lists = [
-        [(step.op, cascades[step.target], step.peers, step.attrs.get("bytes")) for step in program.instructions]
-        for program in module.programs
-        for cascades in [{c.name: (c.stage, c.batch, c.tokens, c.text) for c in module.cascades} | stages(module)]
-    ]
-    return repr(lists)
-
-
-def stages(module: Module) -> dict[str, tuple[object, ...]]:
-    return {stage.name: (stage.name,) for stage in module.stages}
 
 
 def measure(folder: Path, cluster: Cluster, rounds: int) -> tuple[Measured, list[list[float]]]:

@@ -23,7 +23,7 @@ from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.backends.torch_distributed.training_run import Trainer
 
 SIZES = (256, 65536, 262144, 1048576)  # bytes
-REPEATS = 7
+REPEATS, AGAIN = 7, 3  # before any plan is made, and between the rounds of steps
 PAIRS = {
     "in a rack": ((0, 1),),
     "in both racks": ((0, 1), (2, 3)),
@@ -32,24 +32,27 @@ PAIRS = {
 }
 
 
-def links() -> dict[str, list[tuple[int, float]]]:
+Links = dict[str, list[tuple[int, float]]]  # bytes and ms of messages, by pairs
+
+
+def links(repeats: int) -> Links:
     """Bytes and ms of messages that pairs of hosts send to each other, both ways and all pairs at once."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: Links = {}
     for name, pairs in PAIRS.items():
         rank = dist.get_rank()
         peer = next((sum(pair) - rank for pair in pairs if rank in pair), None)
-        found[name] = [(size, _exchange(size, peer)) for size in SIZES]
+        found[name] = [(size, _exchange(size, peer, repeats)) for size in SIZES]
     return found
 
 
-def _exchange(size: int, peer: int | None) -> float:
+def _exchange(size: int, peer: int | None, repeats: int) -> float:
     """The time until the last pair is done, ms: the median over repeats, of the shortest message the least.
 
     What the shortest takes beyond that is a busy machine's, not the link's.
     """
     outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         dist.barrier()
         started = time.perf_counter()
         if peer is not None:
@@ -63,14 +66,17 @@ def _exchange(size: int, peer: int | None) -> float:
     return min(times) if size == SIZES[0] else statistics.median(times[1:])
 
 
-def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.device) -> dict[str, list[dict[str, float]]]:
+def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.device) -> dict[str, object]:
     """Step ``n`` of every executable, one executable after the other, before step ``n + 1`` of any.
 
-    Per executable and step: the time, the loss, and the bytes that left each rack meanwhile.
+    Per executable and step: the time, the loss, and the bytes that left each rack meanwhile. Before each round the
+    links are measured again.
     """
     trainers = {folder: Trainer(read_executable(folder), RunOptions(), device) for folder in folders}
     found: dict[str, list[dict[str, float]]] = {str(folder): [] for folder in folders}
+    measured: list[Links] = []
     for number in range(rounds):
+        measured.append(links(AGAIN))
         for folder, trainer in trainers.items():
             before = _sent(fabric)
             report = trainer.step(number)
@@ -79,7 +85,7 @@ def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.devic
             found[str(folder)].append({"ms": report.step_ms, "loss": report.loss, **sent})
     for trainer in trainers.values():
         trainer.close()
-    return found
+    return {"links": measured, "steps": found}
 
 
 def _sent(fabric: str) -> list[int]:
@@ -93,7 +99,7 @@ def _sent(fabric: str) -> list[int]:
 def main(what: str, output: str, *arguments: str) -> None:
     def work(device: torch.device) -> None:
         if what == "links":
-            found: object = links()
+            found: object = links(REPEATS)
         else:
             rounds, fabric, *folders = arguments
             found = steps(int(rounds), fabric, [Path(folder) for folder in folders], device)

@@ -46,7 +46,7 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
     folders = {place: folder for (_, place), (folder, _) in plans.items()}
     program = {place: sum(bench.crossing_bytes(module)) for (_, place), (_, module) in plans.items()}
     with fabric.hosts(fabric.Fabric(link_mbit=400, uplink_mbit=400)) as made:
-        steps = bench.run_plans(made, tmp_path, list(folders.values()), 2)
+        steps = bench.run_plans(made, tmp_path, list(folders.values()), 2).steps
 
     read = read_executable(folders["aware"])
     alone = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)), read.training).loss
