@@ -71,7 +71,11 @@ def _sizes(dice: random.Random, count: int) -> list[float]:
         return [dice.choice(some) for _ in range(count)]
     if kind == "zipf":
         return [10 / rank for rank in (dice.randint(1, 40) for _ in range(count))]
-    draw = {"alike": lambda: 1.0, "uniform": lambda: dice.uniform(0.2, 3), "log-normal": lambda: dice.lognormvariate(0, 1)}
+    draw = {
+        "alike": lambda: 1.0,
+        "uniform": lambda: dice.uniform(0.2, 3),
+        "log-normal": lambda: dice.lognormvariate(0, 1),
+    }
     return [draw[kind]() for _ in range(count)]
 
 
@@ -157,7 +161,11 @@ def measured(case: int, budget: float, cp_seconds: float) -> dict[str, object]:
         answer = cp_sat(problem, cp_seconds)
         if answer.schedule is not None:
             theirs = answer.schedule.makespan(problem) / TICKS
-            row |= {"cp_sat_ms": round(theirs, 3), "cp_proved": answer.proved, "behind": round(makespan / theirs - 1, 5)}
+            row |= {
+                "cp_sat_ms": round(theirs, 3),
+                "cp_proved": answer.proved,
+                "behind": round(makespan / theirs - 1, 5),
+            }
             if planned.attrs["proved"] is True and theirs < makespan * (1 - 1e-9):
                 wrong.append("proved optimal, and CP-SAT is ahead")
         row["cp_bound_gap"] = round(makespan / answer.bound * TICKS - 1, 5) if answer.bound else None
@@ -168,7 +176,17 @@ def measured(case: int, budget: float, cp_seconds: float) -> dict[str, object]:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """A row per group: gaps to our bound, and where CP-SAT found something, how far behind or ahead of it."""
-    heads = ("durations", "cases", "proved", "median gap", "mean gap", "most", "CP-SAT ahead by > 0.5 %", "most", "behind")
+    heads = (
+        "durations",
+        "cases",
+        "proved",
+        "median gap",
+        "mean gap",
+        "most",
+        "CP-SAT ahead by > 0.5 %",
+        "most",
+        "behind",
+    )
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for group in [*sorted({row["group"] for row in rows}), "all"]:
         some = [row for row in rows if group in (row["group"], "all")]

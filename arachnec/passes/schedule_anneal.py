@@ -1,9 +1,12 @@
-"""Simulated annealing over degrees and order, decoded by list scheduling.
+"""Simulated annealing over degrees and order, decoded by list scheduling (``schedule_decode``).
 
-For tens of cascades on tens of GPUs, where a decoded schedule costs a few dozen microseconds and a local search that
-takes nothing worse soon stands still. A try changes degrees or moves a cascade in the order; a longer makespan is taken
-with probability exp(-excess / temperature), and the temperature falls from 3 % to 0.1 % of the makespan (Kirkpatrick,
-Gelatt and Vecchi, Science 1983).
+A try changes degrees or moves a job in the order. What is minimised is the GPU time above a horizon half-way between
+the lower bound and the shortest schedule seen; a try that leaves more of it is kept with probability
+exp(-excess / temperature), and the temperature falls (Kirkpatrick, Gelatt and Vecchi, Science 1983). When nothing is
+left above the horizon, the next one lies lower.
+
+``cool`` does that once. ``anneal_by_turns`` does it again and again from the shortest schedule seen, every other time
+from its end to its beginning: what is hard to fit last is then placed first.
 """
 
 from __future__ import annotations
@@ -12,32 +15,181 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from arachnec.passes.schedule_heuristics import list_schedule, nearest_order
-from arachnec.passes.schedule_problem import Problem, Schedule
+from arachnec.passes.bound import lower_bound
+from arachnec.passes.schedule_decode import Decoder
+from arachnec.passes.schedule_heuristics import nearest_order
+from arachnec.passes.schedule_problem import Job, Problem, Schedule
 
-HOT, COLD = 0.03, 0.001  # of the makespan
+HOT, COLD = 0.002, 0.00003  # of the shortest makespan, on all GPUs
+PARTS = (0.5, 0.8, 0.95)  # of the way from the bound to the shortest makespan: the horizon of each cooling
+TRIES_PER_JOB = 1000  # of one cooling
 STEPS = (-4, -2, -1, 1, 2, 4)  # places by which a degree changes
+NEAR = (-3, -2, -1, 1, 2, 3)  # places by which a job moves in the order
+LATEST = 0.1  # of the tries change a job that ends last, or what it waits for
+OFTEN = 1000  # jobs decoded, after which the effort is asked for
+
+Undo = list[tuple[bool, int, int]]  # whether it moved; the job; its pick or position before
 
 
-def anneal(problem: Problem, start: Schedule, dice: random.Random, used: Callable[[int], float]) -> Schedule:
-    """The shortest schedule seen; ``used(tries)`` is the part of the effort that is spent, 1 at the end."""
-    if not problem.jobs:
+class Cooling:
+    """One run of annealing; ``best`` is the shortest schedule seen and ``least`` its makespan."""
+
+    def __init__(
+        self, problem: Problem, start: Schedule, bound: int, dice: random.Random, part: float = PARTS[0]
+    ) -> None:
+        self.problem, self.bound, self.dice, self.part = problem, bound, dice, part
+        self.best, self.least = start, start.makespan(problem)
+        self.decoder = Decoder(problem, start.picks, start_order(start))
+        self.moldable = [j for j, job in enumerate(problem.jobs) if len(job.choices) > 1]
+        self._keep_if_shortest()
+        self._aim()
+
+    def run(self, used: Callable[[int], float]) -> Schedule:
+        """Until the bound is met, or ``used(tries)``, the part of the effort that is spent, is 1."""
+        dice, decoder = self.dice, self.decoder
+        tries, temperature = 0, 0.0
+        every = max(1, OFTEN // len(self.problem.jobs))
+        while self.least > self.bound:
+            if tries % every == 0:
+                spent = used(tries)
+                if spent >= 1:
+                    break
+                temperature = self.least * self.problem.gpus * HOT * (COLD / HOT) ** spent
+            tries += 1
+            undo = self._change()
+            if not undo:
+                continue
+            first = min(min(decoder.position[job], old) if moved else decoder.position[job] for moved, job, old in undo)
+            limit = decoder.now.above - temperature * math.log(1 - dice.random())
+            found = decoder.decode(first, limit)
+            if found is None:
+                self._revert(undo)
+                continue
+            decoder.now = found
+            if found.last < self.least:
+                self._keep_if_shortest()
+                if found.above == 0:
+                    self._aim()
+        return self.best
+
+    def _aim(self) -> None:
+        self.decoder.aim(min(int(self.bound + (self.least - self.bound) * self.part), self.least - 1))
+
+    def _keep_if_shortest(self) -> None:
+        if self.decoder.now.last < self.least:
+            self.best, self.least = self.decoder.schedule(), self.decoder.now.last
+
+    def _change(self) -> Undo:
+        """One or two jobs at another degree, or one elsewhere in the order, or both; what that changed."""
+        dice, decoder = self.dice, self.decoder
+        undo: Undo = []
+        kind, late = dice.random(), dice.random() < LATEST
+        if kind < 0.6 and self.moldable:
+            job = self._late() if late else dice.choice(self.moldable)
+            self._reshape(job, undo)
+            if kind < 0.2:
+                near = decoder.before[job] + decoder.after[job]
+                self._reshape(dice.choice(near if near and dice.random() < 0.5 else self.moldable), undo)
+        if kind > 0.45:
+            self._shift(self._late() if late else dice.randrange(len(decoder.order)), undo)
+        return undo
+
+    def _reshape(self, job: int, undo: Undo) -> None:
+        dice, old = self.dice, self.decoder.picks[job]
+        last = len(self.problem.jobs[job].choices) - 1
+        new = old + dice.choice((-1, 1)) if dice.random() < 0.8 else dice.randint(0, last)
+        if 0 <= new <= last and new != old:
+            undo.append((False, job, old))
+            self.decoder.set_pick(job, new)
+
+    def _shift(self, job: int, undo: Undo) -> None:
+        dice, old = self.dice, self.decoder.position[job]
+        first, last = self.decoder.span(job)
+        new = min(max(old + dice.choice(NEAR), first), last) if dice.random() < 0.5 else dice.randint(first, last)
+        if new != old:
+            undo.append((True, job, old))
+            self.decoder.move(job, new)
+
+    def _revert(self, undo: Undo) -> None:
+        for moved, job, old in reversed(undo):
+            if moved:
+                self.decoder.move(job, old)
+            else:
+                self.decoder.set_pick(job, old)
+
+    def _late(self) -> int:
+        """A job that ends last, or one some steps back on a chain of jobs each of which starts as another ends."""
+        dice, ends, ticks = self.dice, self.decoder.now.ends, self.decoder.ticks
+        job = ends.index(self.decoder.now.last)
+        for _ in range(dice.randrange(2 + len(ends) // 4)):
+            start = ends[job] - ticks[job]
+            if start not in ends:
+                break
+            job = ends.index(start)
+        return job
+
+
+def anneal(
+    problem: Problem,
+    start: Schedule,
+    dice: random.Random,
+    used: Callable[[int], float],
+    *,
+    bound: int | None = None,
+    part: float = PARTS[0],
+) -> Schedule:
+    """The shortest schedule seen in one cooling; ``used(tries)`` is the part of the effort that is spent, 1 at the end.
+
+    ``bound`` is a lower bound in ticks, by default the area bound.
+    """
+    if not problem.jobs or used(0) >= 1:
         return start
-    order = start_order(start)
-    current, now = start, start.makespan(problem)
-    best, least = current, now
-    tries = 0
-    while (spent := used(tries)) < 1:
-        tries += 1
-        picks, wished = neighbour(problem, current.picks, order, dice)
-        tried = list_schedule(problem, picks, wished)
-        reached = tried.makespan(problem)
-        temperature = least * HOT * (COLD / HOT) ** spent
-        if reached <= now or dice.random() < math.exp((now - reached) / temperature):
-            current, order, now = tried, wished, reached
-            if reached < least:
-                best, least = tried, reached
+    return Cooling(problem, start, lower_bound(problem) if bound is None else bound, dice, part).run(used)
+
+
+def anneal_by_turns(
+    problem: Problem, start: Schedule, bound: int, dice: random.Random, used: Callable[[int], float]
+) -> Schedule:
+    """One cooling after the other, each from the shortest schedule so far, every second from its end backwards."""
+    turned, best, before, turn = reversed_problem(problem), start, 0, 0
+    each = TRIES_PER_JOB * max(1, len(problem.jobs))
+    while (spent := used(before)) < 1 and best.makespan(problem) > bound:
+        tries = 0
+
+        def used_of_this(count: int, before: int = before, spent: float = spent) -> float:
+            nonlocal tries
+            tries = count
+            now = used(before + count)
+            return 1.0 if now >= 1 else max(count / each, (now - spent) / (1 - spent))
+
+        part = PARTS[turn % len(PARTS)]
+        if turn % 2:
+            found = anneal(turned, reversed_schedule(problem, best), dice, used_of_this, bound=bound, part=part)
+            best = reversed_schedule(turned, found)
+        else:
+            best = anneal(problem, best, dice, used_of_this, bound=bound, part=part)
+        before, turn = before + max(1, tries), turn + 1
     return best
+
+
+def reversed_problem(problem: Problem) -> Problem:
+    """The problem whose schedules are those of this one from end to beginning; its jobs have the reverse order."""
+    last = len(problem.jobs) - 1
+    return Problem(
+        tuple(
+            Job(job.choices, tuple(last - later for later in after))
+            for job, after in zip(reversed(problem.jobs), reversed(problem.after), strict=True)
+        ),
+        problem.gpus,
+    )
+
+
+def reversed_schedule(problem: Problem, schedule: Schedule) -> Schedule:
+    """Of a schedule of ``problem`` the one of its reverse."""
+    length = schedule.makespan(problem)
+    runs = zip(problem.jobs, schedule.picks, schedule.starts, strict=True)
+    starts = tuple(length - start - job.choices[pick].ticks for job, pick, start in runs)
+    return Schedule(schedule.picks[::-1], starts[::-1])
 
 
 def start_order(schedule: Schedule) -> list[int]:

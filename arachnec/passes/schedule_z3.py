@@ -14,6 +14,7 @@ proved optimal.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
+from arachnec.passes.schedule_anneal import anneal_by_turns
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import best_one_degree
-from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, improve, quick_list_schedule
+from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
 from arachnec.passes.schedule_mixed import best_on_mixed
 from arachnec.passes.schedule_module import problem_of, scheduled
 from arachnec.passes.schedule_placed import MOST, best_placed, better_placed
@@ -39,11 +41,15 @@ WHOLE = 24  # jobs that Z3 is given at once
 FEW = 8  # jobs up to which start times are quick
 WHOLE_PACKED = 40  # where none waits for another
 GOOD = 1.02  # times the bound
-CHAINED_SHARE = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
+SMALL_SHARE = 0.5  # of the budget for packings, where Z3 is given the whole
+CHAINED_SHARE = 0.2  # where jobs wait for others, or blocks of powers of 2 waste GPUs
+WASTE = 1.003  # times the least area, above which blocks do
 PACKING_SHARE = 0.1  # of what is left, for one question about the whole as a packing
 QUESTION_MS = 700  # of Z3 on two blocks
-TRIES = 4000  # of one local search, or of repacking what Z3 is given whole, where time allows
-TURN_SHARE = 0.25  # of what is left, for the local search of one turn
+TRIES = 4000  # of repacking what Z3 is given whole, where time allows
+TRIES_PER_STEP = 20  # of annealing, where steps are counted
+TRIES_OF_FEW = 40  # of annealing one job, doubled by every other one: few jobs are soon tried in all ways
+TURN_SHARE = 0.6  # of what is left, for the annealing of one turn
 MIN_SHARE = 50.0  # ms
 TAILS = (8, 12, 16)  # jobs
 TAIL_MS = 700  # of one question about a tail
@@ -52,6 +58,7 @@ FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: the
 Z3_STEPS_PER_STEP = 20_000
 BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
 GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
+PACKED_SHARE = 0.25  # of what is left, for annealing before Z3 is given a packing whole
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
 
@@ -152,6 +159,7 @@ def search(
     if options is not None and packed is not None:
         schedule = repack(problem, options, packed, schedule, bound, clock, seed)
     if options is not None and not _chained(problem) and FEW < len(problem.jobs) <= WHOLE_PACKED:
+        schedule = local_search(problem, schedule, bound, clock, seed, clock.left() * PACKED_SHARE)
         return prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed)
     if len(problem.jobs) > WHOLE:
         schedule = improve_by_turns(problem, schedule, bound, clock, seed)
@@ -180,7 +188,7 @@ def repack(
     tries = 0
     chained = _chained(problem)
     small = len(problem.jobs) <= (WHOLE if chained else WHOLE_PACKED)
-    share = CHAINED_SHARE if chained or small else 1.0
+    share = CHAINED_SHARE if chained or wasteful(problem, options) else SMALL_SHARE if small else 1.0
     floor = clock.left() * (1 - share)
 
     def stop() -> bool:
@@ -203,12 +211,21 @@ def repack(
     return min(schedule, realize(problem, search.packing()), key=lambda found: found.makespan(problem))
 
 
+def wasteful(problem: Problem, options: Options) -> bool:
+    """Whether blocks of powers of 2 need more area than the jobs' own degrees."""
+    least = sum(min(choice.area for choice in job.choices) for job in problem.jobs)
+    return sum(min(option.width * option.ticks for option in row) for row in options) > WASTE * least
+
+
 def local_search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int, share: float) -> Schedule:
-    """Local search for ``share`` ms, or for the steps of the clock."""
-    if clock.steps is not None:
-        return improve(problem, schedule, bound, seed=seed, steps=clock.steps)
-    floor = max(0.0, clock.left() - share)
-    return improve(problem, schedule, bound, seed=seed, steps=TRIES, stop=lambda: clock.left() <= floor)
+    """Annealing for ``share`` ms, or for the steps of the clock."""
+    most = clock.steps * TRIES_PER_STEP if clock.steps is not None else TRIES_OF_FEW * 2 ** min(len(problem.jobs), 30)
+    begin = clock.spent()
+
+    def used(tries: int) -> float:
+        return max(tries / max(1, most), 0.0 if clock.steps is not None else (clock.spent() - begin) / max(share, 1e-3))
+
+    return anneal_by_turns(problem, schedule, bound, random.Random(seed), used)
 
 
 def improve_by_turns(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int) -> Schedule:
