@@ -223,6 +223,10 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
         place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
         key = (handoff.source, handoff.producer)
         drops[key] = max(drops.get(key, place), place)
+    for p in {value for _, value in drops}:
+        # Ranks that share an encoder and neither read nor send what it made drop it at once.
+        for rank in order[p].ranks:
+            drops.setdefault((rank, p), (p, FREE_AFTER))
     return [(rank, place, order[value].name) for (rank, value), place in drops.items()]
 
 

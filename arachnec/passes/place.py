@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module, quantity
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.base import Pass
 from arachnec.passes.cost import GIB, CostModel
+from arachnec.passes.place_memory import Late, find_overflow, is_roomy, late_order
 from arachnec.passes.stage_sizes import times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-6  # ms
 LATE = 5e-4  # of the makespan, by which a placement may be longer before another is tried
+ROUNDS = 16  # in which more encoders are late, before all are
 WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
 
 
@@ -65,21 +68,64 @@ class Place(Pass):
     def _placements(self, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
         if self.topology:
             return best_placements(cascades, cost)
-        return placements(cascades, cost, topology=False)
+        return within_memory(cascades, placements(cascades, cost, topology=False), cost)
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """The shorter of two placements: ranks chosen from the first start on, and, where that is late, from the last end.
 
     What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards.
+
+    Raises UserError where the memory does not hold the values that encoders hand off.
     """
     forwards = placements(cascades, cost)
     planned = max((cascade.end for cascade in cascades), default=0.0)
     late = max((cascade.end for cascade in forwards), default=0.0)
-    if cost.kinds or late <= planned * (1 + LATE) + TOLERANCE:
-        return forwards
-    backwards = on_ranks(cascades, cost, ranks_from_the_end(cascades, cost.cluster))
-    return backwards if max(cascade.end for cascade in backwards) < late else forwards
+    if not cost.kinds and late > planned * (1 + LATE) + TOLERANCE:
+        backwards = on_ranks(cascades, cost, ranks_from_the_end(cascades, cost.cluster))
+        if max(cascade.end for cascade in backwards) < late:
+            return within_memory(cascades, backwards, cost)
+    return within_memory(cascades, forwards, cost)
+
+
+def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel) -> list[Cascade]:
+    """A placement of ``cascades``, or where it keeps more values waiting than a rank holds one that encodes later.
+
+    Encoders whose values wait longest where memory runs out are late first, in the end all of them.
+
+    Raises UserError where not even that fits.
+    """
+    if is_roomy(placed, cost):
+        return placed
+    scheduled = {cascade.name: cascade for cascade in cascades}
+    everything = {cascade.name for cascade in cascades if cascade.phase is Phase.ENCODE}
+    in_turn = [scheduled[cascade.name] for cascade in in_order(placed)]
+    ranks = {cascade.name: cascade.ranks for cascade in placed}
+    late: set[str] = set()
+    rounds = 0
+    while (overflow := find_overflow(placed, cost)) is not None:
+        if late == everything:
+            raise UserError(overflow.worst)
+        rounds += 1
+        more = overflow.waiting - late
+        late = late | more if more and rounds < ROUNDS else everything
+        placed = _encoded_late(late_order(in_turn, ranks, late, cost), cost)
+    return placed
+
+
+def _encoded_late(turns: Sequence[Late], cost: CostModel) -> list[Cascade]:
+    """Every cascade in its turn, as early as its inputs and ranks allow."""
+    free = [0.0] * cost.cluster.world
+    done: dict[str, Cascade] = {}
+    for turn in turns:
+        inputs = [done[name] for name in turn.cascade.inputs if name in done]
+        begin = max((free[rank] for rank in turn.behind), default=0.0)
+        for rank in turn.ranks:
+            free[rank] = max(free[rank], begin)
+        done[turn.cascade.name] = placed = _on(turn.cascade, turn.ranks, inputs, free, cost)
+        for rank in placed.ranks:
+            free[rank] = placed.end
+    return list(done.values())
 
 
 def on_ranks(cascades: Sequence[Cascade], cost: CostModel, ranks: Mapping[str, tuple[int, ...]]) -> list[Cascade]:

@@ -12,6 +12,7 @@ from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import RESERVE, CostModel
+from arachnec.passes.place_memory import in_turn
 from arachnec.passes.schedule_check import validate_schedule
 from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem, Schedule, Solution, violations
 from arachnec.passes.stage_sizes import shape_of, times_of
@@ -29,6 +30,20 @@ class FitsNoDegree(Diagnostic):
     degree: int
     room: float
     remedy: str
+
+
+@dataclass(frozen=True)
+class EncodersDoNotFit(Diagnostic):
+    title: ClassVar[str] = (
+        "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
+        "there are {room:.3f}"
+    )
+    label: ClassVar[str] = "does not fit beside the outputs of the others"
+    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
+    what: str
+    needed: float
+    others: float
+    room: float
 
 
 @dataclass(frozen=True)
@@ -69,33 +84,64 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
         raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
     memo: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+    others = beside(module, cost)
     jobs = []
     for cascade in module.cascades:
-        key = shape_of(cascade)
+        held = others.get(cascade.name, 0.0)
+        key = (*shape_of(cascade), held)
         if key not in memo:
-            memo[key] = choices_of(cascade, cost)
+            memo[key] = choices_of(cascade, cost, held)
         jobs.append(Job(memo[key], tuple(index[name] for name in cascade.inputs if name in index)))
     return Problem(tuple(jobs), cost.cluster.world)
 
 
-def choices_of(cascade: Cascade, cost: CostModel) -> tuple[Choice, ...]:
+def beside(module: Module, cost: CostModel) -> dict[str, float]:
+    """For every encoder the GiB of what others made of its clips before it, where one rank encodes all in turn."""
+    named = {cascade.name: cascade for cascade in module.cascades}
+    found: dict[str, float] = {}
+    for cascade in module.cascades:
+        encoders = [named[name] for name in cascade.inputs if name in named and named[name].phase is Phase.ENCODE]
+        made = 0.0
+        for each in in_turn(encoders, cost) if len(encoders) > 1 else ():
+            found[each.name] = max(found.get(each.name, 0.0), made)
+            made += cost.output(each)
+    return found
+
+
+def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Choice, ...]:
     """The degrees worth considering: they fit the memory, and each is faster than every smaller one.
 
-    Where it fits only with recomputation it recomputes. Raises UserError where there is no degree at all.
+    Where it fits only with recomputation it recomputes. ``held`` GiB lie beside it, and may take what
+    cascades leave free of a device. Raises UserError where there is no degree at all.
     """
     legal = cost.legal_degrees(cascade)
     if not legal:
         degrees = sorted(times_of(cascade)) or [0]
         listed = ", ".join(str(degree) for degree in degrees)
         raise UserError(NoDegree(cascade.span, describe(cascade), cost.cluster.world, listed, degrees[0]))
+    spare = RESERVE * cost.cluster.memory - held
+    options = cost.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
     choices: list[Choice] = []
-    for degree, time in cost.options(cascade).items():
+    for degree, time in options.items():
         ticks = max(1, math.ceil(time * TICKS - 1e-6))
         if not choices or ticks < choices[-1].ticks:
             choices.append(Choice(degree, ticks, cost.recompute_at(cascade, degree) is True))
+    if not choices and cost.options(cascade):
+        least = min(cost.memory(cascade, degree) for degree in legal)
+        room = cost.largest_memory - cost.resident
+        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), least, held, room))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))
     return tuple(choices)
+
+
+def _options_beside(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, float]:
+    """An encoder's degrees and their ms where it must leave ``-spare`` GiB of what cascades may use."""
+    return {
+        degree: cost.time(cascade, degree)
+        for degree in legal
+        if cost.memory(cascade, degree) <= cost.room_on(None, degree) + spare
+    }
 
 
 def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> FitsNoDegree:

@@ -8,11 +8,13 @@ the placed makespan as its measure.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, takewhile
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.bound import lower_bound
@@ -119,14 +121,17 @@ def placing_is_quick(problem: Problem) -> bool:
 
 
 class Measure:
-    """The placed makespan of schedules of one problem, in ms."""
+    """The placed makespan of schedules of one problem, in ms; infinite where the memory does not hold one placed."""
 
     def __init__(self, module: Module, cost: CostModel, problem: Problem) -> None:
         self.module, self.cost, self.problem = module, cost, problem
         self.chosen: dict[tuple[int, int], Cascade] = {}
 
     def of(self, schedule: Schedule) -> float:
-        placed = best_placements(self._cascades(schedule), self.cost)
+        try:
+            placed = best_placements(self._cascades(schedule), self.cost)
+        except UserError:
+            return math.inf
         return max((cascade.end for cascade in placed), default=0.0)
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:
