@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import difflib
+import functools
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +82,14 @@ class KeyTwice(Diagnostic):
 
 
 @dataclass(frozen=True)
+class RepeatedKey(Diagnostic):
+    title: ClassVar[str] = "`{key}` is given twice"
+    label: ClassVar[str] = "the second one"
+    help: ClassVar[str] = "keep one of them; to list another clip, write another row"
+    key: str
+
+
+@dataclass(frozen=True)
 class Row:
     """One row: its values under their first names, and where it stands. ``text`` is empty for Parquet."""
 
@@ -127,7 +137,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             continue
         remedy = "a manifest line is one complete JSON object"
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=functools.partial(_object, path, line, text))
         except json.JSONDecodeError as error:
             span = Span(str(path), line, error.colno, line, error.colno + 1)
             raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
@@ -143,16 +153,28 @@ def _jsonl(path: Path) -> Iterator[Row]:
         number += 1
 
 
+def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of the row; Python would keep the last of two values of one key and say nothing."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            places = [match.span() for match in re.finditer(rf'"{re.escape(key)}"(?=\s*:)', text)]
+            begin, end = places[1] if len(places) > 1 else (0, len(text))  # not there where it is written in escapes
+            raise UserError(RepeatedKey(Span(str(path), line, begin + 1, line, end + 1), key))
+        found[key] = value
+    return found
+
+
 def _csv(path: Path) -> Iterator[Row]:
     text = _text(path)
     lines = text.splitlines()
     reader = csv.reader(text.splitlines(keepends=True), strict=True)
     try:
         names = [name.strip() for name in next(reader, [])]
-        for name in names:
+        for column, name in enumerate(names):
             _known(name, _named_span(path, lines[0], name))
-            if names.count(name) > 1:
-                raise UserError(KeyTwice(_named_span(path, lines[0], name), name, name))
+            if name in names[:column]:
+                raise UserError(RepeatedKey(_named_span(path, lines[0], name, names[:column].count(name)), name))
         for number, fields in enumerate(row for row in reader if row):
             line = reader.line_num
             span = Span(str(path), line, 1, line, len(lines[line - 1]) + 1)
@@ -189,6 +211,9 @@ def _parquet(path: Path) -> Iterator[Row]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
+    for column, name in enumerate(table.column_names):
+        if name in table.column_names[:column]:
+            raise UserError(RepeatedKey(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name))
     for number, values in enumerate(table.to_pylist()):
         # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
         present = {key: None if value != value else value for key, value in values.items()}
@@ -218,6 +243,7 @@ def _known(key: str, span: Span) -> str:
     return name
 
 
-def _named_span(path: Path, header: str, name: str) -> Span:
-    column = header.find(name) + 1
+def _named_span(path: Path, header: str, name: str, before: int = 0) -> Span:
+    """The name in a CSV file's first line, behind so many fields of the same name."""
+    column = [match.start() for match in re.finditer(rf"\b{re.escape(name)}\b", header)][before] + 1
     return Span(str(path), 1, column, 1, column + len(name))

@@ -5,7 +5,8 @@
     {"unit": "ms", "tasks": [{"name": "D_97", "stages": [{"stage": "vae", "ms": {"1": 41200, "2": 25100}},
                                                          {"stage": "dit", "ms": {"1": 29840}}]}]}
 
-The stages of a task follow one another. The degrees listed are the legal ones; ``unit`` is ``ms`` or ``s``.
+The stages of a task follow one another. The degrees listed are the legal ones; ``unit`` is ``ms`` or ``s``, by default
+the key of the times.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,6 +70,14 @@ class UnknownTableKey(Diagnostic):
 
 
 @dataclass(frozen=True)
+class KeyTwice(Diagnostic):
+    title: ClassVar[str] = "`{key}` is given twice in one object"
+    label: ClassVar[str] = "the second one"
+    help: ClassVar[str] = "keep one of them"
+    key: str
+
+
+@dataclass(frozen=True)
 class NoTasks(Diagnostic):
     title: ClassVar[str] = "the table has no tasks"
     help: ClassVar[str] = "a table looks like {example}"
@@ -91,7 +101,7 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
         raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=partial(_once, file, text))
     except json.JSONDecodeError as error:
         span = Span(str(path), error.lineno, error.colno, error.lineno, error.colno + 1)
         raise UserError(NotJson(span, error.msg)) from error
@@ -102,6 +112,27 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     return _Reader(str(path), text).table(value, cluster)
 
 
+def _once(file: Path, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the table; Python would keep the last of two values of one key and say nothing."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(KeyTwice(_second(str(file), text, key), key))
+        found[key] = value
+    return found
+
+
+def _second(file: str, text: str, key: str) -> Span:
+    """Where an object without objects in it has the key for the second time; the first line where none has."""
+    for inner in re.finditer(r"\{[^{}]*\}", text):
+        places = list(re.finditer(rf'"{re.escape(key)}"(?=\s*:)', inner[0]))
+        if len(places) > 1:
+            at = inner.start() + places[1].start()
+            line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+            return Span(file, line, column, line, column + len(places[1][0]))
+    return Span(file, 1, 1, 1, 2)
+
+
 @dataclass(frozen=True)
 class _Reader:
     file: str
@@ -109,8 +140,8 @@ class _Reader:
 
     def table(self, value: Any, cluster: Cluster) -> Table:
         top = self._object(value, "the table", ("unit", "tasks"))
-        unit = top.get("unit", "ms")
-        if not isinstance(unit, str) or unit not in UNITS:
+        unit = top.get("unit")
+        if unit is not None and (not isinstance(unit, str) or unit not in UNITS):
             raise self._bad("`unit`", unit, "ms or s", "unit")
         tasks = top.get("tasks")
         if not isinstance(tasks, list):
@@ -129,7 +160,7 @@ class _Reader:
         stages = tuple(Stage(name, name in last, Attributes.of(costs="table")) for name in order)
         return Table(Module("plan", Level.COSTED, cluster, stages=stages, cascades=tuple(cascades)), names)
 
-    def _task(self, value: Any, number: int, unit: str, names: dict[str, str]) -> list[Cascade]:
+    def _task(self, value: Any, number: int, unit: str | None, names: dict[str, str]) -> list[Cascade]:
         where = f"task {number}"
         task = self._object(value, where, ("name", "stages"))
         name = task.get("name", str(number))
@@ -163,10 +194,15 @@ class _Reader:
             )
         return cascades
 
-    def _times(self, stage: Mapping[str, Any], where: str, unit: str, near: str) -> tuple[tuple[int, Quantity], ...]:
+    def _times(
+        self, stage: Mapping[str, Any], where: str, unit: str | None, near: str
+    ) -> tuple[tuple[int, Quantity], ...]:
         given = [key for key in ("ms", "s") if key in stage]
         if len(given) != 1:
-            raise self._bad(f"{where}", "without times" if not given else "given twice", f"one `{unit}`", near)
+            raise self._bad(f"{where}", "without times" if not given else "given twice", f"one `{unit or 'ms'}`", near)
+        if unit == "ms" and given != ["ms"]:
+            raise self._bad(f"`unit` beside the `s` of {where}", unit, "s, or `ms` in its place", near)
+        scale = UNITS[unit or given[0]]
         times = stage[given[0]]
         if not isinstance(times, dict) or not times:
             raise self._bad(f"`{given[0]}` of {where}", times, "an object from degree to time", near)
@@ -176,7 +212,7 @@ class _Reader:
                 raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
             if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < LONGEST:
                 raise self._bad(f"the time of {where} at degree {degree}", time, "a positive number", near)
-            pairs.append((int(degree), Quantity(float(time) * UNITS[unit], "ms")))
+            pairs.append((int(degree), Quantity(float(time) * scale, "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
     def _object(self, value: Any, where: str, known: tuple[str, ...], near: str = "") -> dict[str, Any]:

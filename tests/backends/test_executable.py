@@ -30,8 +30,20 @@ def test_clips_training_and_modules_are_read_back_as_they_were_written(folder: P
 
 
 def test_no_file_of_an_executable_is_binary(folder: Path) -> None:
+    """Weights, pickles and archives have bytes that no text has; a pickle of protocol 0 is text but not printable."""
+    names = {path.name for path in folder.iterdir()} - {"source.py"}
+    assert names == {
+        "executable.json",
+        "program.cascade",
+        "graphs.cascade",
+        "traced.cascade",
+        "clips.jsonl",
+        "model.py",
+    }
     for path in folder.iterdir():
-        path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        assert text.endswith("\n"), path
+        assert not [letter for letter in text if not letter.isprintable() and letter not in "\n\t"], path
 
 
 @pytest.mark.parametrize("name", ["model.py", "clips.jsonl", "traced.cascade"])

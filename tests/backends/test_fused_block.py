@@ -220,18 +220,27 @@ def test_a_compiled_region_equals_its_operations_in_output_and_gradients(
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
-def test_small_regions_run_as_they_are(wan: tuple[CapturedBlock, Graph, nn.Module]) -> None:
+def test_small_regions_run_as_they_are(
+    wan: tuple[CapturedBlock, Graph, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The guards in front of compiled code cost more than a few kilobytes of traffic."""
     captured, graph, block = wan
+    compiled: list[fx.GraphModule] = []
 
     def compiler(region: fx.GraphModule) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
-            raise AssertionError("compiled for a few kilobytes")
+            compiled.append(region)
+            return region(*values)
 
         return run
 
-    module = fuse_block(captured, graph, kernels=False, compiler=compiler)
-    lifted(captured, block, module)(*inputs_of(captured, 2, 24, 7))
+    module = lifted(captured, block, fuse_block(captured, graph, kernels=False, compiler=compiler))
+    inputs = inputs_of(captured, 2, 24, 7)
+    as_it_is = module(*inputs)
+    assert not compiled
+    monkeypatch.setattr(fused_block, "WORTH_COMPILING", 0)
+    torch.testing.assert_close(module(*inputs), as_it_is)
+    assert compiled, "one that is worth it does not"
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])

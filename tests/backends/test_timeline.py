@@ -75,7 +75,10 @@ def test_planned_and_measured_are_drawn_below_each_other_on_one_scale() -> None:
 
 def test_names_are_escaped_in_the_drawing() -> None:
     odd = Timeline("a < b & c", (Interval(0, "forward", "t0", 0.0, 60.0),))
-    ElementTree.fromstring(draw(wide(1), odd))
+    root = ElementTree.fromstring(draw(replace(wide(1), name="<m> & 'n'"), odd))
+    words = [node.text for node in root.iter(f"{SVG}text")]
+    assert "<m> & 'n'" in words
+    assert any(word is not None and word.startswith("a < b & c") for word in words)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 33, 1000])

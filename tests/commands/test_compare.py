@@ -17,41 +17,8 @@ from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
 from arachnec.passes.data_sheets import DATA_SHEETS
 from arachnec.passes.pipeline import Pipeline
+from tests.commands.small_model import MODEL
 
-MODEL = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in self.inner(x).chunk(3, dim=2))
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-def build():
-    return Net()
-
-def sample(clip, generator):
-    x = torch.randn(1, clip.frames * (clip.height // 16) * (clip.width // 16), 8, generator=generator)
-    return {"x": x}, x
-
-def loss(prediction, target):
-    return F.mse_loss(prediction, target)
-"""
 PIPELINES = ("data-parallel", "default", "same-bucket")
 
 

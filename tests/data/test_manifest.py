@@ -80,6 +80,16 @@ def test_normalised_manifest_reads_back_as_the_same_clips(tmp_path: Path) -> Non
 
 
 MISTAKES = {
+    "a key stands once in a row": (
+        '{"frames": 5, "height": 64, "caption": "\\"frames\\"", "width": 96, "frames": 9}',
+        """\
+error: `frames` is given twice
+  --> clips.jsonl:1:67
+   |
+ 1 | {"frames": 5, "height": 64, "caption": "\\"frames\\"", "width": 96, "frames": 9}
+   |                                                                   ^^^^^^^^ the second one
+  help: keep one of them; to list another clip, write another row""",
+    ),
     "an unknown key gets a suggestion": (
         '{"frames": 5, "hieght": 64, "width": 96, "text_tokens": 7}',
         """\

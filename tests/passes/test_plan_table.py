@@ -65,6 +65,15 @@ def test_seconds_and_tasks_of_one_name_are_understood(tmp_path: Path, capsys: py
     assert [row["name"] for row in report["cascades"]] == ["a", "a", "a"]
 
 
+def test_the_key_of_the_times_is_their_unit_where_the_table_names_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.json"
+    table.write_text('{"tasks": [{"name": "a", "stages": [{"stage": "dit", "s": {"1": 2}}]}]}')
+    assert run(["plan", str(table), "--cluster", "2:cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan_ms"] == pytest.approx(2000)
+
+
 def test_other_schedulers_plan_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
     passes = "schedule-static{degree=4},place"
     assert run(["plan", str(TABLE), "--cluster", "8:h100-80g", "--passes", passes, "--json"]) == 0
@@ -80,6 +89,9 @@ def test_other_schedulers_plan_the_same_table(capsys: pytest.CaptureFixture[str]
         ("[1, 2]", "the table is [1, 2], expected an object"),
         ('{"tasks": []}', "no tasks"),
         ('{"unit": "h", "tasks": [1]}', "`unit` is h, expected ms or s"),
+        ('{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "x", "s": {"1": 3}}]}]}', "beside the `s`"),
+        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": 3, "1": 4}}]}]}', ":1:68"),
+        ('{"tasks": [], "tasks": []}', "`tasks` is given twice"),
         ('{"task": []}', "did you mean `tasks`?"),
         ('{"tasks": [{"name": "a"}]}', "`stages` of task `a` is missing"),
         ('{"tasks": [{"name": "a", "stages": [{"stage": "x"}]}]}', "without times"),
