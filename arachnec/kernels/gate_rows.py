@@ -22,18 +22,24 @@ def gate_forward(
     inside = columns < F
     first, end, group = run_of_rows(tl.program_id(0), lengths, groups, group_rows, run, SEGMENTS)
     if not PER_ROW:
-        factor = tl.load(gate + group * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        factor = tl.load(gate + group.to(tl.int64) * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)[
+            None, :
+        ]
     for block in tl.range(first, end, ROWS, num_stages=STAGES):
         row = block + tl.arange(0, ROWS)
         there = (row < end)[:, None] & inside[None, :]
-        added = tl.load(branch + row[:, None] * branch_stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
-        stream = tl.load(residual + row[:, None] * residual_stride + columns[None, :], mask=there, other=0.0).to(
-            tl.float32
-        )
+        added = tl.load(
+            branch + row[:, None].to(tl.int64) * branch_stride + columns[None, :], mask=there, other=0.0
+        ).to(tl.float32)
+        stream = tl.load(
+            residual + row[:, None].to(tl.int64) * residual_stride + columns[None, :], mask=there, other=0.0
+        ).to(tl.float32)
         if PER_ROW:
-            factor = tl.load(gate + row[:, None] * gate_stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
+            factor = tl.load(
+                gate + row[:, None].to(tl.int64) * gate_stride + columns[None, :], mask=there, other=0.0
+            ).to(tl.float32)
         total = stream + factor * added
-        tl.store(h + row[:, None] * F + columns[None, :], total.to(h.dtype.element_ty), mask=there)
+        tl.store(h + row[:, None].to(tl.int64) * F + columns[None, :], total.to(h.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["groups", "group_rows", "run"])
@@ -47,26 +53,36 @@ def gate_backward(
     inside = columns < F
     first, end, group = run_of_rows(tl.program_id(0), lengths, groups, group_rows, run, SEGMENTS)
     if not PER_ROW:
-        factor = tl.load(gate + group * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        factor = tl.load(gate + group.to(tl.int64) * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)[
+            None, :
+        ]
     total = tl.zeros([ROWS, TILE], tl.float32)
     for block in tl.range(first, end, ROWS, num_stages=STAGES):
         row = block + tl.arange(0, ROWS)
         there = (row < end)[:, None] & inside[None, :]
-        outer = tl.load(dh + row[:, None] * dh_stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
+        outer = tl.load(dh + row[:, None].to(tl.int64) * dh_stride + columns[None, :], mask=there, other=0.0).to(
+            tl.float32
+        )
         if PER_ROW:
-            factor = tl.load(gate + row[:, None] * gate_stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
+            factor = tl.load(
+                gate + row[:, None].to(tl.int64) * gate_stride + columns[None, :], mask=there, other=0.0
+            ).to(tl.float32)
         tl.store(
-            dbranch + row[:, None] * F + columns[None, :], (factor * outer).to(dbranch.dtype.element_ty), mask=there
+            dbranch + row[:, None].to(tl.int64) * F + columns[None, :],
+            (factor * outer).to(dbranch.dtype.element_ty),
+            mask=there,
         )
         if SUM or dgate is not None:
-            added = tl.load(branch + row[:, None] * branch_stride + columns[None, :], mask=there, other=0.0).to(
-                tl.float32
-            )
+            added = tl.load(
+                branch + row[:, None].to(tl.int64) * branch_stride + columns[None, :], mask=there, other=0.0
+            ).to(tl.float32)
             if SUM:
                 total += outer * added
             if dgate is not None:
                 tl.store(
-                    dgate + row[:, None] * F + columns[None, :], (outer * added).to(dgate.dtype.element_ty), mask=there
+                    dgate + row[:, None].to(tl.int64) * F + columns[None, :],
+                    (outer * added).to(dgate.dtype.element_ty),
+                    mask=there,
                 )
     if SUM:
         tl.store(partials + tl.program_id(0).to(tl.int64) * F + columns, tl.sum(total, 0), mask=inside)

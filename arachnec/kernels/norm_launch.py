@@ -10,17 +10,15 @@ from arachnec.kernels.norm_rows import norm_backward, norm_forward
 from arachnec.kernels.row_groups import RowGroups
 from arachnec.kernels.row_launch import Launch, device_of, launch_of, sum_partials
 
-FORWARD_WAVES = 4  # programs of the forward write no partials, so more of them even out the multiprocessors for nothing
-
 
 def _step(vector: Tensor | None) -> int:
     return 0 if vector is None else vector.stride(0)
 
 
-def forward_launch(x: Tensor, branch: Tensor | None, vectors: Vectors, packed: bool) -> Launch:
+def forward_launch(x: Tensor, branch: Tensor | None, vectors: Vectors) -> Launch:
     constant = 1 + (vectors.shift is not None or vectors.bias is not None) + (vectors.gate is not None)
     inputs = 1 if branch is None else 2
-    return launch_of(x.shape[1], inputs + constant, inputs, x.element_size(), device_of(x), FORWARD_WAVES, packed)
+    return launch_of(x.shape[1], inputs + constant, inputs, x.element_size(), device_of(x), x.shape[0])
 
 
 def forward(
@@ -34,7 +32,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``norm_plain.forward``."""
     rows, hidden = x.shape
-    launch = launch or forward_launch(x, branch, vectors, groups.lengths is not None)
+    launch = launch or forward_launch(x, branch, vectors)
     h = x if branch is None else torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     y = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     mean = torch.empty(rows if layer else 0, dtype=torch.float32, device=x.device)
@@ -52,10 +50,10 @@ def forward(
     return h, y, mean, rstd
 
 
-def backward_launch(h: Tensor, dh: Tensor | None, branch: Tensor | None, sums: int, packed: bool) -> Launch:
+def backward_launch(h: Tensor, dh: Tensor | None, branch: Tensor | None, sums: int) -> Launch:
     inputs = 2 + (dh is not None) + (branch is not None)
     vectors = 3 + (branch is not None) + sums
-    return launch_of(h.shape[1], vectors, inputs, h.element_size(), device_of(h), packed=packed)
+    return launch_of(h.shape[1], vectors, inputs, h.element_size(), device_of(h))
 
 
 def backward(
@@ -81,7 +79,7 @@ def backward(
     sum_grad = sums and (bias is not None or (grouped and shift is not None))
     sum_gate = grouped and gated
     kinds = sum_product + sum_grad + sum_gate
-    launch = launch or backward_launch(h, dh, branch if gated else None, kinds, groups.lengths is not None)
+    launch = launch or backward_launch(h, dh, branch if gated else None, kinds)
     run = groups.run(launch.slots)
 
     def rows_like(tensor: Tensor | None, wanted: bool) -> Tensor | None:

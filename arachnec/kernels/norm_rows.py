@@ -55,28 +55,33 @@ def norm_forward(
     TILES: tl.constexpr = (H + TILE - 1) // TILE
     first, end, group = run_of_rows(tl.program_id(0), lengths, groups, group_rows, run, SEGMENTS)
     if not PER_ROW:
-        factors = _factors(weight, scale, group * scale_stride, H, TILE)
-        offsets = _offsets(bias, scale, group * scale_stride, shift, group * shift_stride, H, TILE)
+        factors = _factors(weight, scale, group.to(tl.int64) * scale_stride, H, TILE)
+        offsets = _offsets(
+            bias, scale, group.to(tl.int64) * scale_stride, shift, group.to(tl.int64) * shift_stride, H, TILE
+        )
         if gate is not None:
-            gates = load_tiles(gate + group * gate_stride, H, TILE)
+            gates = load_tiles(gate + group.to(tl.int64) * gate_stride, H, TILE)
     for row in tl.range(first, end, num_stages=STAGES):
-        values = load_tiles(x + row * x_stride, H, TILE)
+        at_row = tl.cast(row, tl.int64)
+        values = load_tiles(x + at_row * x_stride, H, TILE)
         if PER_ROW:
-            factors = _factors(weight, scale, row * scale_stride, H, TILE)
-            offsets = _offsets(bias, scale, row * scale_stride, shift, row * shift_stride, H, TILE)
+            factors = _factors(weight, scale, at_row * scale_stride, H, TILE)
+            offsets = _offsets(bias, scale, at_row * scale_stride, shift, at_row * shift_stride, H, TILE)
             if gate is not None:
-                gates = load_tiles(gate + row * gate_stride, H, TILE)
+                gates = load_tiles(gate + at_row * gate_stride, H, TILE)
         if branch is not None:
-            added = load_tiles(branch + row * branch_stride, H, TILE)
+            added = load_tiles(branch + at_row * branch_stride, H, TILE)
             if gate is not None:
                 stream = add_products(values, gates, added, TILES)
             else:
                 stream = add_tiles(values, added, TILES)
             # the norm reads what the residual stream stores, as eager does
+            rounded = ()
             values = ()
             for t in tl.static_range(TILES):
-                values = values + (stream[t].to(h.dtype.element_ty).to(tl.float32),)
-            store_tiles(h + row * H, values, H, TILE)
+                rounded = rounded + (stream[t].to(h.dtype.element_ty),)
+                values = values + (rounded[t].to(tl.float32),)
+            store_tiles(h + at_row * H, rounded, H, TILE)
         if LAYER:
             total = values[0]
             for t in tl.static_range(1, TILES):
@@ -96,7 +101,7 @@ def norm_forward(
         results = ()
         for t in tl.static_range(TILES):
             results = results + (values[t] * inverse * factors[t] + offsets[t],)
-        store_tiles(y + row * H, results, H, TILE)
+        store_tiles(y + at_row * H, results, H, TILE)
 
 
 @triton.jit(do_not_specialize=["groups", "group_rows", "run"])
@@ -115,9 +120,9 @@ def norm_backward(
     TILES: tl.constexpr = (H + TILE - 1) // TILE
     first, end, group = run_of_rows(tl.program_id(0), lengths, groups, group_rows, run, SEGMENTS)
     if not PER_ROW:
-        factors = _factors(weight, scale, group * scale_stride, H, TILE)
+        factors = _factors(weight, scale, group.to(tl.int64) * scale_stride, H, TILE)
         if gate is not None:
-            gates = load_tiles(gate + group * gate_stride, H, TILE)
+            gates = load_tiles(gate + group.to(tl.int64) * gate_stride, H, TILE)
     if SUM_PRODUCT:
         products = zero_tiles(H, TILE)
     if SUM_GRAD:
@@ -125,21 +130,36 @@ def norm_backward(
     if SUM_GATE:
         gate_sums = zero_tiles(H, TILE)
     for row in tl.range(first, end, num_stages=STAGES):
-        values = load_tiles(h + row * h_stride, H, TILE)
-        outer = load_tiles(dy + row * dy_stride, H, TILE)
+        at_row = tl.cast(row, tl.int64)
+        values = load_tiles(h + at_row * h_stride, H, TILE)
+        outer = load_tiles(dy + at_row * dy_stride, H, TILE)
         inverse = tl.load(rstd + row)
         center = 0.0
         if LAYER:
             center = tl.load(mean + row)
         if PER_ROW:
-            factors = _factors(weight, scale, row * scale_stride, H, TILE)
+            factors = _factors(weight, scale, at_row * scale_stride, H, TILE)
             if gate is not None:
-                gates = load_tiles(gate + row * gate_stride, H, TILE)
+                gates = load_tiles(gate + at_row * gate_stride, H, TILE)
         xhat = ()
         inner = ()
         for t in tl.static_range(TILES):
             xhat = xhat + ((values[t] - center) * inverse,)
             inner = inner + (outer[t] * factors[t],)
+        if dscale is not None:
+            normed = xhat
+            if weight is not None:
+                normed = add_products(zero_tiles(H, TILE), xhat, load_tiles(weight, H, TILE), TILES)
+            if bias is not None:
+                normed = add_tiles(normed, load_tiles(bias, H, TILE), TILES)
+            store_tiles(dscale + at_row * H, add_products(zero_tiles(H, TILE), outer, normed, TILES), H, TILE)
+        # the sums before the reductions: dy is no longer needed while these are waited for
+        if PER_ROW and scale is not None and (SUM_PRODUCT or SUM_GRAD):
+            outer = add_products(outer, outer, load_tiles(scale + at_row * scale_stride, H, TILE), TILES)
+        if SUM_PRODUCT:
+            products = add_products(products, outer, xhat, TILES)
+        if SUM_GRAD:
+            grads = add_tiles(grads, outer, TILES)
         along = inner[0] * xhat[0]
         for t in tl.static_range(1, TILES):
             along += inner[t] * xhat[t]
@@ -154,32 +174,19 @@ def norm_backward(
         for t in tl.static_range(TILES):
             dstream = dstream + ((inner[t] - xhat[t] * slope - level) * inverse,)
         if dh is not None:
-            dstream = add_tiles(dstream, load_tiles(dh + row * dh_stride, H, TILE), TILES)
-        store_tiles(dx + row * H, dstream, H, TILE)
+            dstream = add_tiles(dstream, load_tiles(dh + at_row * dh_stride, H, TILE), TILES)
+        store_tiles(dx + at_row * H, dstream, H, TILE)
         if dbranch is not None:
             passed = ()
             for t in tl.static_range(TILES):
                 passed = passed + (dstream[t] * gates[t],)
-            store_tiles(dbranch + row * H, passed, H, TILE)
+            store_tiles(dbranch + at_row * H, passed, H, TILE)
         if SUM_GATE or dgate is not None:
-            added = load_tiles(branch + row * branch_stride, H, TILE)
+            added = load_tiles(branch + at_row * branch_stride, H, TILE)
             if SUM_GATE:
                 gate_sums = add_products(gate_sums, dstream, added, TILES)
             if dgate is not None:
-                store_tiles(dgate + row * H, add_products(zero_tiles(H, TILE), dstream, added, TILES), H, TILE)
-        if dscale is not None:
-            normed = xhat
-            if weight is not None:
-                normed = add_products(zero_tiles(H, TILE), xhat, load_tiles(weight, H, TILE), TILES)
-            if bias is not None:
-                normed = add_tiles(normed, load_tiles(bias, H, TILE), TILES)
-            store_tiles(dscale + row * H, add_products(zero_tiles(H, TILE), outer, normed, TILES), H, TILE)
-        if PER_ROW and scale is not None and (SUM_PRODUCT or SUM_GRAD):
-            outer = add_products(outer, outer, load_tiles(scale + row * scale_stride, H, TILE), TILES)
-        if SUM_PRODUCT:
-            products = add_products(products, outer, xhat, TILES)
-        if SUM_GRAD:
-            grads = add_tiles(grads, outer, TILES)
+                store_tiles(dgate + at_row * H, add_products(zero_tiles(H, TILE), dstream, added, TILES), H, TILE)
     target = partials + tl.program_id(0).to(tl.int64) * (SUM_PRODUCT + SUM_GRAD + SUM_GATE) * H
     if SUM_PRODUCT:
         store_tiles(target, products, H, TILE)

@@ -13,7 +13,6 @@ from arachnec.kernels.row_groups import RowGroups
 from arachnec.kernels.row_launch import LARGEST_ROW, Launch, device_of, launch_of_tiles, sum_partials
 
 WIDEST_TILE = 2048
-FORWARD_WAVES = 4
 
 
 def head_tile(heads: int, size: int) -> tuple[int, int]:
@@ -32,10 +31,10 @@ def wide(table: Tensor | None, size: int) -> bool:
     return table is not None and table.shape[1] == size
 
 
-def rope_launch(x: Tensor, vectors: int, inputs: int, waves: int = 1) -> Launch:
+def rope_launch(x: Tensor, vectors: int, inputs: int, rows: int = 0) -> Launch:
     count, pairs = head_tile(x.shape[2], x.shape[3])
     lanes = math.ceil(x.shape[2] / count) * count * 2 * pairs
-    return launch_of_tiles(count * 2 * pairs, lanes, vectors, inputs * lanes * x.element_size(), device_of(x), waves)
+    return launch_of_tiles(count * 2 * pairs, lanes, vectors, inputs * lanes * x.element_size(), device_of(x), rows)
 
 
 def forward(
@@ -51,7 +50,8 @@ def forward(
     """As ``rope_plain.forward``; the mean has no elements for RMSNorm."""
     batch, sequence, heads, size = x.shape
     count, pairs = head_tile(heads, size)
-    launch = launch or rope_launch(x, 3 + rope.across * ((weight is not None) + (bias is not None)), 1, FORWARD_WAVES)
+    kept = rope.across * ((weight is not None) + (bias is not None))
+    launch = launch or rope_launch(x, 3 + kept, 1, batch * sequence)
     y = torch.empty_like(x)
     units = (batch, sequence, 1 if rope.across else heads)
     mean = torch.empty(units if rope.layer else 0, dtype=torch.float32, device=x.device)

@@ -61,16 +61,17 @@ def _angles(table, position, D: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.cons
 def _mean(tiles_lo, tiles_hi, size, TILES: tl.constexpr, ACROSS: tl.constexpr):
     """Per head [HEADS, 1] as a tuple, or across heads the same number in each place."""
     means = ()
-    for t in tl.static_range(TILES):
-        means = means + (tl.sum(tiles_lo[t] + tiles_hi[t], 1)[:, None] / size,)
     if ACROSS:
-        total = tl.sum(means[0], 0)[None, :]
+        # tile on tile first: one reduction, and its barriers, instead of one for each tile
+        total = tiles_lo[0] + tiles_hi[0]
         for t in tl.static_range(1, TILES):
-            total += tl.sum(means[t], 0)[None, :]
-        same = ()
+            total += tiles_lo[t] + tiles_hi[t]
+        mean = tl.sum(tl.ravel(total), 0) / size
         for _ in tl.static_range(TILES):
-            same = same + (total,)
-        means = same
+            means = means + (mean,)
+    else:
+        for t in tl.static_range(TILES):
+            means = means + (tl.sum(tiles_lo[t] + tiles_hi[t], 1)[:, None] / size,)
     return means
 
 
@@ -92,10 +93,11 @@ def rope_forward(
             weights = weights + (_load_pairs(weight, D if ACROSS else 0, t * HEADS, N_HEADS if ACROSS else HEADS, D, HEADS, PAIRS, INTERLEAVED),)  # fmt: skip
         if bias is not None:
             biases = biases + (_load_pairs(bias, D if ACROSS else 0, t * HEADS, N_HEADS if ACROSS else HEADS, D, HEADS, PAIRS, INTERLEAVED),)  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * run
+    first = tl.program_id(0) * run
     for token in tl.range(first, tl.minimum(first + run, tokens), num_stages=STAGES):
-        batch = token // sequence
-        place = token - batch * sequence
+        sample = token // sequence
+        batch = sample.to(tl.int64)
+        place = (token - sample * sequence).to(tl.int64)
         base = x + batch * x_batch + place * x_token
         los = ()
         his = ()
@@ -120,8 +122,9 @@ def rope_forward(
             high = high + (his[t] * his[t],)
         variances = _mean(low, high, size, TILES, ACROSS)
         if cos is not None:
-            cos_lo, cos_hi = _angles(cos, token % positions, D, PAIRS, WIDE, INTERLEAVED)
-            sin_lo, sin_hi = _angles(sin, token % positions, D, PAIRS, WIDE, INTERLEAVED)
+            position = tl.where(positions == sequence, place, tl.cast(token, tl.int64))
+            cos_lo, cos_hi = _angles(cos, position, D, PAIRS, WIDE, INTERLEAVED)
+            sin_lo, sin_hi = _angles(sin, position, D, PAIRS, WIDE, INTERLEAVED)
         target = y + batch * y_batch + place * y_token
         for t in tl.static_range(TILES):
             inverse = tl.rsqrt(variances[t] + eps)
@@ -138,13 +141,19 @@ def rope_forward(
             _store_pairs(target + t * HEADS * y_head, y_head, 0, N_HEADS - t * HEADS, lo, hi, D, HEADS, PAIRS, INTERLEAVED)  # fmt: skip
             if not ACROSS:
                 head = t * HEADS + tl.arange(0, HEADS)
-                tl.store(rstd + token * N_HEADS + head[:, None], inverse, mask=(head < N_HEADS)[:, None])
+                tl.store(
+                    rstd + tl.cast(token, tl.int64) * N_HEADS + head[:, None], inverse, mask=(head < N_HEADS)[:, None]
+                )
                 if LAYER:
-                    tl.store(mean + token * N_HEADS + head[:, None], means[t], mask=(head < N_HEADS)[:, None])
+                    tl.store(
+                        mean + tl.cast(token, tl.int64) * N_HEADS + head[:, None],
+                        means[t],
+                        mask=(head < N_HEADS)[:, None],
+                    )
         if ACROSS:
-            tl.store(rstd + token, tl.sum(tl.sum(tl.rsqrt(variances[0] + eps), 1), 0))
+            tl.store(rstd + token, tl.rsqrt(variances[0] + eps))
             if LAYER:
-                tl.store(mean + token, tl.sum(tl.sum(means[0], 1), 0))
+                tl.store(mean + token, means[0])
 
 
 @triton.jit(do_not_specialize=["tokens", "sequence", "positions", "run"])
@@ -168,15 +177,17 @@ def rope_backward(
     for _ in tl.static_range(SUMS):
         products = products + (tl.zeros([HEADS, PAIRS], tl.float32), tl.zeros([HEADS, PAIRS], tl.float32))
         grads = grads + (tl.zeros([HEADS, PAIRS], tl.float32), tl.zeros([HEADS, PAIRS], tl.float32))
-    first = tl.program_id(0).to(tl.int64) * run
+    first = tl.program_id(0) * run
     for token in tl.range(first, tl.minimum(first + run, tokens), num_stages=STAGES):
-        batch = token // sequence
-        place = token - batch * sequence
+        sample = token // sequence
+        batch = sample.to(tl.int64)
+        place = (token - sample * sequence).to(tl.int64)
         x_base = x + batch * x_batch + place * x_token
         dy_base = dy + batch * dy_batch + place * dy_token
         if cos is not None:
-            cos_lo, cos_hi = _angles(cos, token % positions, D, PAIRS, WIDE, INTERLEAVED)
-            sin_lo, sin_hi = _angles(sin, token % positions, D, PAIRS, WIDE, INTERLEAVED)
+            position = tl.where(positions == sequence, place, tl.cast(token, tl.int64))
+            cos_lo, cos_hi = _angles(cos, position, D, PAIRS, WIDE, INTERLEAVED)
+            sin_lo, sin_hi = _angles(sin, position, D, PAIRS, WIDE, INTERLEAVED)
         los = ()
         his = ()
         inner_lo = ()
@@ -198,9 +209,13 @@ def rope_backward(
                     hi = hi - center
             else:
                 head = t * HEADS + tl.arange(0, HEADS)
-                inverse = tl.load(rstd + token * N_HEADS + head, mask=head < N_HEADS, other=0.0)[:, None]
+                inverse = tl.load(rstd + tl.cast(token, tl.int64) * N_HEADS + head, mask=head < N_HEADS, other=0.0)[
+                    :, None
+                ]
                 if LAYER:
-                    center = tl.load(mean + token * N_HEADS + head, mask=head < N_HEADS, other=0.0)[:, None]
+                    center = tl.load(mean + tl.cast(token, tl.int64) * N_HEADS + head, mask=head < N_HEADS, other=0.0)[
+                        :, None
+                    ]
                     lo = lo - center
                     hi = hi - center
             lo = lo * inverse

@@ -21,9 +21,10 @@ from arachnec.kernels.row_tiles import column_sums
 LARGEST_ROW = 8192
 WIDEST = 4  # lanes of a tile per thread: 8 bytes of bf16, 16 of fp32
 OTHER_REGISTERS = 28  # a thread's: addresses, loop counters, the reduction
-PACKED_REGISTERS = 12  # more, where a program looks for its segment
 LEAST_WARPS = 16  # of a multiprocessor, so that one program's reductions hide behind another's loads
-SUM_ROWS, SUM_COLUMNS = 64, 32
+WAVES = 4  # programs for each that runs at a time, at most
+LEAST_ROWS = 8  # of a program, before there are more than run at a time: each reads its group's vectors first
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,23 @@ def tile_of(size: int) -> int:
     return min(widths, key=lambda width: (math.ceil(size / width) * width, -width))
 
 
-def launch_of(
-    size: int, vectors: int, inputs: int, itemsize: int, device: Device, waves: int = 1, packed: bool = False
-) -> Launch:
-    """For rows of ``size`` lanes with ``vectors`` of them live in fp32 registers and ``inputs`` read in each step."""
+def launch_of(size: int, vectors: int, inputs: int, itemsize: int, device: Device, rows: int = 0) -> Launch:
+    """For rows of ``size`` lanes with ``vectors`` of them live in fp32 registers and ``inputs`` read in each step.
+
+    With ``rows``, the number of them, up to WAVES times as many programs as run at a time: where a program writes no
+    partials, that evens out the multiprocessors for nothing.
+    """
     tile = tile_of(size)
     lanes = math.ceil(size / tile) * tile
-    return launch_of_tiles(tile, lanes, vectors, inputs * lanes * itemsize, device, waves, packed)
+    return launch_of_tiles(tile, lanes, vectors, inputs * lanes * itemsize, device, rows)
 
 
-def launch_of_tiles(
-    tile: int, lanes: int, vectors: int, read: int, device: Device, waves: int = 1, packed: bool = False
-) -> Launch:
+def launch_of_tiles(tile: int, lanes: int, vectors: int, read: int, device: Device, rows: int = 0) -> Launch:
     """As ``launch_of``, of rows that take ``lanes`` lanes in tiles, and ``read`` bytes in each step."""
     warps = max(1, tile // (32 * WIDEST))
-    other = OTHER_REGISTERS + (PACKED_REGISTERS if packed else 0)
 
     def resident() -> int:
-        registers = vectors * lanes // (32 * warps) + other
+        registers = vectors * lanes // (32 * warps) + OTHER_REGISTERS
         return min(device.registers // (32 * warps * registers), device.threads // (32 * warps), 16)
 
     while warps < 16 and resident() * warps < LEAST_WARPS:
@@ -108,7 +108,8 @@ def launch_of_tiles(
     registers = min(255, device.registers // (32 * warps * programs) // 8 * 8)
     buffer = read * programs
     stages = next((stages for stages in (3, 2) if (stages - 1) * buffer <= device.shared), 1)
-    return Launch(tile, warps, stages, registers, device.multiprocessors * programs * waves)
+    slots = device.multiprocessors * programs
+    return Launch(tile, warps, stages, registers, slots * max(1, min(WAVES, rows // (slots * LEAST_ROWS))))
 
 
 def sum_partials(partials: Tensor, groups: RowGroups, run: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, ...]:
@@ -123,6 +124,7 @@ def sum_partials(partials: Tensor, groups: RowGroups, run: int, dtypes: tuple[to
         column_sums[grid](
             partials, *sums, *(None for _ in range(3 - len(sums))),
             groups.lengths, groups.loops, groups.group_rows, run,
-            KINDS=len(sums), H=hidden, SEGMENTS=groups.segments, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4,
+            KINDS=len(sums), H=hidden, SEGMENTS=groups.segments, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS,
+            num_warps=SUM_WARPS,
         )  # fmt: skip
     return sums

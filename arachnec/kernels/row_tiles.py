@@ -16,22 +16,23 @@ def run_of_rows(program, lengths, groups, group_rows, run, SEGMENTS: tl.constexp
     """First row, end row and group of a program that takes at most ``run`` rows, all of one group.
 
     ``lengths``: cumulative lengths [groups + 1] of a packed sequence, or None where every group has ``group_rows`` rows.
-    SEGMENTS: a power of two of at least ``groups``. Programs past the last run get no rows.
+    SEGMENTS: a power of two of at least ``groups``. Programs past the last run get no rows. Rows are counted in 32 bits,
+    which costs half the registers; what a row starts at takes 64.
     """
     if lengths is not None:
         at = tl.arange(0, SEGMENTS)
-        start = tl.load(lengths + at, mask=at < groups, other=0).to(tl.int64)
-        stop = tl.load(lengths + at + 1, mask=at < groups, other=0).to(tl.int64)
+        start = tl.load(lengths + at, mask=at < groups, other=0).to(tl.int32)
+        stop = tl.load(lengths + at + 1, mask=at < groups, other=0).to(tl.int32)
         runs = (stop - start + run - 1) // run
         ends = tl.cumsum(runs, 0)
-        group = tl.sum((ends <= program).to(tl.int64), 0)
+        group = tl.sum((ends <= program).to(tl.int32), 0)
         here = at == group
         first = tl.sum(tl.where(here, start + (program - ends + runs) * run, 0), 0)
         end = tl.minimum(first + run, tl.sum(tl.where(here, stop, 0), 0))
         group = tl.minimum(group, groups - 1)
     else:
         runs_each = (group_rows + run - 1) // run
-        group = program.to(tl.int64) // runs_each
+        group = program // runs_each
         first = group * group_rows + (program - group * runs_each) * run
         end = tl.minimum(first + run, (group + 1) * group_rows)
     return first, end, group
@@ -42,15 +43,15 @@ def runs_of_group(group, lengths, groups, group_rows, run, SEGMENTS: tl.constexp
     """The programs, first and end, whose rows are those of a group: the inverse of ``run_of_rows``."""
     if lengths is not None:
         at = tl.arange(0, SEGMENTS)
-        start = tl.load(lengths + at, mask=at < groups, other=0).to(tl.int64)
-        stop = tl.load(lengths + at + 1, mask=at < groups, other=0).to(tl.int64)
+        start = tl.load(lengths + at, mask=at < groups, other=0).to(tl.int32)
+        stop = tl.load(lengths + at + 1, mask=at < groups, other=0).to(tl.int32)
         runs = (stop - start + run - 1) // run
         ends = tl.cumsum(runs, 0)
         end = tl.sum(tl.where(at == group, ends, 0), 0)
         first = tl.sum(tl.where(at == group, ends - runs, 0), 0)
     else:
         runs_each = (group_rows + run - 1) // run
-        first = group.to(tl.int64) * runs_each
+        first = group * runs_each
         end = first + runs_each
     return first, end
 
@@ -118,7 +119,7 @@ def column_sums(
     for block in tl.range(first, end, ROWS):
         rows = block + tl.arange(0, ROWS)
         read = (rows < end)[:, None] & inside[None, :]
-        at = (rows[:, None] * KINDS + kind) * H + columns[None, :]
+        at = (rows[:, None].to(tl.int64) * KINDS + kind) * H + columns[None, :]
         total += tl.load(partials + at, mask=read, other=0.0)
     result = tl.sum(total, 0)
     target = group.to(tl.int64) * H + columns

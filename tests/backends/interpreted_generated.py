@@ -12,6 +12,7 @@ import torch
 from arachnec.backends import generated_kernel
 from arachnec.backends.generated_region import Generated
 from tests.backends.generated_cases import CASES, region
+from tests.kernels.triton_interpreter import let_one_element_be_an_index
 
 
 def errors(name: str, dtype: torch.dtype, sizes: dict[str, int], tile: int = 8192) -> dict[str, float]:
@@ -35,6 +36,7 @@ def errors(name: str, dtype: torch.dtype, sizes: dict[str, int], tile: int = 819
 
 
 def main() -> None:
+    let_one_element_be_an_index()
     found = {f"fp64 {name}": errors(name, torch.float64, {"B": 2, "S": 5}) for name in CASES}
     found |= {f"fp32 {name} {tile}": errors(name, torch.float32, {"B": 1, "S": 3}, tile)
               for name, tile in (("row", 8192), ("heads", 8192))}  # fmt: skip

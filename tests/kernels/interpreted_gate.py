@@ -6,6 +6,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from triton_interpreter import let_one_element_be_an_index
 
 from arachnec.kernels import gate_residual
 from arachnec.kernels.row_groups import row_groups
@@ -32,6 +33,7 @@ def errors(grouping: str, width: int, dtype: str) -> dict[str, float]:
 
 
 def main() -> None:
+    let_one_element_be_an_index()
     cases = [("sample", 40, "fp32"), ("segment", 24, "fp32"), ("token", 16, "fp32"), ("all", 40, "bf16")]
     print(json.dumps({" ".join(map(str, case)): errors(*case) for case in cases}))
 

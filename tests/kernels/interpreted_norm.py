@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
+from triton_interpreter import let_one_element_be_an_index
 
 from arachnec.kernels import norm_launch
 from arachnec.kernels.norm_plain import Vectors
@@ -75,6 +76,7 @@ def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: 
 
 
 def main() -> None:
+    let_one_element_be_an_index()
     ways = itertools.product(["sample", "token", "packed"], ["layer", "rms"])
     cases = [(kind, norm, "wbstg", True, 40, "fp32", 6) for kind, norm in ways]
     cases += [(kind, "layer", "st", False, 48, dtype, 3) for kind, dtype in (("sample", "fp32"), ("packed", "bf16"))]

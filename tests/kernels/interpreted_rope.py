@@ -6,6 +6,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from triton_interpreter import let_one_element_be_an_index
 
 from arachnec.kernels import rope_launch, rope_plain
 from arachnec.kernels.rope_plain import Rope
@@ -49,6 +50,7 @@ def errors(
 
 
 def main() -> None:
+    let_one_element_be_an_index()
     cases = [
         (True, False, True, (2, 4, 3, 8), "shared", False, "fp32"),
         (True, False, False, (1, 5, 3, 6), "own", False, "fp32"),

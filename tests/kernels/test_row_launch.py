@@ -93,7 +93,7 @@ def test_as_many_programs_fit_a_multiprocessor_as_the_launch_counts_on(
     side = x if gated else None
     h, y, mean, rstd = norm_launch.forward(x, side, vectors, groups, True, 1e-6)
     norm_launch.backward(y, side, h, mean, rstd, side, vectors, groups, True, True)
-    launch = norm_launch.backward_launch(h, side, side, 3 if gated else 2, packed=True)
+    launch = norm_launch.backward_launch(h, side, side, 3 if gated else 2)
     for estimate in (*forward.estimates(), *backward.estimates()):
         assert estimate.spilled <= 32
     assert backward.estimates()[0].resident >= launch.slots // row_launch.Device().multiprocessors
