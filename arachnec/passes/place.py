@@ -72,20 +72,25 @@ class Place(Pass):
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """The shorter of two placements: ranks chosen from the first start on, and, where that is late, from the last end.
+    """The shortest of placements: ranks near inputs and each other, and, where that is late, ranks that idle least.
 
-    What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards.
+    What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards,
+    what runs wide before narrow if each takes those that were just left.
 
     Raises UserError where the memory does not hold the values that encoders hand off.
     """
     forwards = placements(cascades, cost)
     planned = max((cascade.end for cascade in cascades), default=0.0)
     late = max((cascade.end for cascade in forwards), default=0.0)
-    if not cost.kinds and late > planned * (1 + LATE) + TOLERANCE:
-        backwards = on_ranks(cascades, cost, ranks_from_the_end(cascades, cost.cluster))
-        if max(cascade.end for cascade in backwards) < late:
-            return within_memory(cascades, backwards, cost)
-    return within_memory(cascades, forwards, cost)
+    found = forwards
+    for ranks_of in (ranks_from_the_end, ranks_from_the_start):
+        if cost.kinds or late <= planned * (1 + LATE) + TOLERANCE:
+            break
+        tried = on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
+        end = max(cascade.end for cascade in tried)
+        if end < late:
+            found, late = tried, end
+    return within_memory(cascades, found, cost)
 
 
 def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel) -> list[Cascade]:
@@ -297,18 +302,28 @@ def ranks_from_the_end(cascades: Sequence[Cascade], cluster: Cluster) -> dict[st
 
     An aligned block where there is one, else ranks of one node, else whole nodes, else any.
     """
+    last = max((cascade.end for cascade in cascades), default=0.0)
+    return _ranks_in_turn([(last - each.end, last - each.start, each) for each in cascades], cluster)
+
+
+def ranks_from_the_start(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """For every cascade, first starts first, ranks that are free then, and have been for the shortest time."""
+    return _ranks_in_turn([(each.start, each.end, each) for each in cascades], cluster)
+
+
+def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Ranks for every cascade from its start to its end; of those that start together the widest is first."""
     import numpy as np
 
-    last = max((cascade.end for cascade in cascades), default=0.0)
-    until = np.full((cluster.nodes, cluster.gpus), last)  # ms; what comes later on each rank starts then
+    free = np.zeros((cluster.nodes, cluster.gpus))  # ms from which on each rank is
     found: dict[str, tuple[int, ...]] = {}
-    for cascade in sorted(cascades, key=lambda cascade: cascade.end, reverse=True):
+    for start, end, cascade in sorted(times, key=lambda row: (row[0], -row[2].degree)):
         degree = cascade.degree
-        idle = np.where(until >= cascade.end - TOLERANCE, until - cascade.end, np.inf)
+        idle = np.where(free <= start + TOLERANCE, start - free, np.inf)
         ranks = _least_idle(idle, degree, cluster.gpus)
         if ranks is None:
             ranks = pick_ranks(cluster, np.flatnonzero(np.isfinite(idle)).tolist(), degree, set())
-        until.reshape(-1)[list(ranks)] = cascade.start
+        free.reshape(-1)[list(ranks)] = end
         found[cascade.name] = ranks
     return found
 

@@ -1,5 +1,7 @@
 """Schedules in aligned blocks: a job of degree d = 1, 2, 4, ... holds d neighbouring GPUs from a multiple of d on.
 
+(Any widths of which each divides the next will do: ``schedule_widths``.)
+
 With such blocks nested in each other and nothing waiting for anything, no start time needs to be searched: every GPU
 runs its wide jobs before its narrow ones, all of a block at once, and the makespan is the largest sum of ticks over
 the blocks that hold a GPU. What is left is a packing: best fit by falling length, up to a horizon a little above the
@@ -55,12 +57,12 @@ class Packing:
 
 
 def options_of(problem: Problem) -> Options | None:
-    """Per job its choices of a power of 2, else all of them on the next wider block; None where a job fits no block."""
+    """Per job its choices of a block's width, else all on the next wider block; None where a job fits no block."""
     memo: dict[int, tuple[Option, ...]] = {}
     found = []
     for job in problem.jobs:
         if id(job.choices) not in memo:
-            every = [Option(1 << (c.degree - 1).bit_length(), c.ticks, k) for k, c in enumerate(job.choices)]
+            every = [Option(_width(problem, c.degree), c.ticks, k) for k, c in enumerate(job.choices)]
             exact = [option for option in every if option.width == job.choices[option.pick].degree]
             memo[id(job.choices)] = tuple(option for option in exact or every if option.width <= problem.gpus)
         options = memo[id(job.choices)]
@@ -68,6 +70,13 @@ def options_of(problem: Problem) -> Options | None:
             return None
         found.append(options)
     return tuple(found)
+
+
+def _width(problem: Problem, degree: int) -> int:
+    """The narrowest block that holds so many GPUs; wider than all GPUs where there is none."""
+    if problem.widths is None:
+        return 1 << (degree - 1).bit_length()
+    return next((width for width in problem.widths if width >= degree), problem.gpus + 1)
 
 
 def best_packing(problem: Problem, options: Options, bound: int) -> Packing:

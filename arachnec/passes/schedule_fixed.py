@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from arachnec.passes.schedule_blocks import SMALL
 from arachnec.passes.schedule_problem import Problem, Schedule
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def best_one_degree(problem: Problem) -> Schedule:
@@ -29,7 +36,7 @@ def deal(problem: Problem, picks: list[int], *, in_turn: bool) -> Schedule:
     sinks = [index for index in range(len(problem.jobs)) if not problem.after[index]]
     if not in_turn:
         sinks.sort(key=lambda j: (-widths[j], -problem.jobs[j].choices[picks[j]].ticks, j))
-    free = [0] * problem.gpus
+    free = _all_free(problem)
     starts = [-1] * len(problem.jobs)
     ends = [0] * len(problem.jobs)
     turn = 0
@@ -41,16 +48,33 @@ def deal(problem: Problem, picks: list[int], *, in_turn: bool) -> Schedule:
             first = turn
             turn = (turn + width) % problem.gpus
         else:
-            slots = range(0, problem.gpus - width + 1, width)
-            first = min(slots, key=lambda slot: (max(free[slot : slot + width]), slot))
+            first = _first_free(free, width)
         for j in chain:
-            ranks = range(first, first + widths[j])
+            ranks = slice(first, first + widths[j])
             ready = max((ends[i] for i in problem.jobs[j].before), default=0)
-            starts[j] = max(ready, max(free[rank] for rank in ranks))
+            starts[j] = max(ready, int(max(free[ranks])))
             ends[j] = starts[j] + problem.jobs[j].choices[picks[j]].ticks
-            for rank in ranks:
-                free[rank] = ends[j]
+            free[ranks] = [ends[j]] * widths[j]
     return Schedule(tuple(picks), tuple(starts))
+
+
+def _all_free(problem: Problem) -> list[int] | NDArray[np.int64]:
+    """When each GPU is free, in ticks: an array where there are many and 64 bits are enough."""
+    most = sum(job.choices[0].ticks for job in problem.jobs)
+    if problem.gpus <= SMALL or most >= 1 << 62:
+        return [0] * problem.gpus
+    import numpy as np
+
+    return np.zeros(problem.gpus, dtype=np.int64)
+
+
+def _first_free(free: list[int] | NDArray[np.int64], width: int) -> int:
+    """The first GPU of the run of so many, from a multiple of it on, that is free first."""
+    if isinstance(free, list):
+        slots = range(0, len(free) - width + 1, width)
+        return min(slots, key=lambda slot: (max(free[slot : slot + width]), slot))
+    rows = free[: len(free) - len(free) % width].reshape(-1, width)
+    return int(rows.max(axis=1).argmin()) * width
 
 
 def chain_of(problem: Problem, sink: int) -> list[int]:

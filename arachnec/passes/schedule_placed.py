@@ -17,11 +17,9 @@ from itertools import chain, islice, takewhile
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
-from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
 from arachnec.passes.schedule_anneal import anneal, neighbour, start_order
-from arachnec.passes.schedule_blocks import best_packing, options_of, realize
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
@@ -31,10 +29,9 @@ from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
-SOME = 4_194_304  # up to which it costs a second at most
-LONGER = 1.005  # times its own makespan: a schedule that placing makes so much longer is compared with others
+ANYWHERE = 40  # jobs up to which it does on any number of GPUs
 CANDIDATES = 24  # of the shortest, that are placed
-FEW = 4  # of the shortest, where placing one takes its time
+FEW = 4  # layouts, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
 ANNEALING = 0.25  # of FlexSP's time, for one of them
 TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
@@ -90,21 +87,26 @@ def best_placed(
     return best
 
 
-def better_placed(module: Module, cost: CostModel, problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule, or where placing makes it much longer a packing or a layout of groups that is shorter placed."""
-    if len(problem.jobs) * problem.gpus > SOME:
-        return schedule
-    measure = Measure(module, cost, problem)
-    best, length = schedule, measure.of(schedule)
-    if length <= schedule.makespan(problem) / TICKS * LONGER:
-        return best
-    options = options_of(problem)
-    packed = best_packing(problem, options, lower_bound(problem)) if options is not None else None
-    others = [*([realize(problem, packed)] if packed is not None else []), *group_layouts(problem, 0.0)]
-    for other in islice(sorted(others, key=lambda other: other.makespan(problem)), FEW):
-        if other.makespan(problem) / TICKS < length and (reached := measure.of(other)) < length:
-            best, length = other, reached
-    return best
+class Placing:
+    """The shortest placed of schedules; after the first none is placed for which no time is left.
+
+    ``left`` gives the ms that are left. ``length`` of the best and ``slowest``, the most that placing one took, in ms.
+    """
+
+    def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
+        self.measure, self.left = measure, left
+        began = time.perf_counter()
+        self.best, self.length = first, measure.of(first)
+        self.slowest = (time.perf_counter() - began) * 1e3
+
+    def offer(self, schedule: Schedule) -> None:
+        if schedule.makespan(self.measure.problem) / TICKS >= self.length or self.slowest > self.left():
+            return
+        began = time.perf_counter()
+        length = self.measure.of(schedule)
+        self.slowest = max(self.slowest, (time.perf_counter() - began) * 1e3)
+        if length < self.length:
+            self.best, self.length = schedule, length
 
 
 def effort(steps: int, seconds: float, stop: Callable[[], bool]) -> Callable[[int], float]:
@@ -117,7 +119,7 @@ def effort(steps: int, seconds: float, stop: Callable[[], bool]) -> Callable[[in
 
 def placing_is_quick(problem: Problem) -> bool:
     """Whether schedules can be placed by the dozen."""
-    return len(problem.jobs) * problem.gpus <= MOST
+    return len(problem.jobs) * problem.gpus <= MOST or len(problem.jobs) <= ANYWHERE
 
 
 class Measure:
@@ -159,6 +161,19 @@ def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
             yield in_rounds(problem, [groups])
     if seconds > 0:
         yield from solved(problem, seconds)
+
+
+def few_layouts(problem: Problem) -> Iterator[Schedule]:
+    """Of the layouts that give all jobs one degree those that need least time by area and longest job, least first."""
+    degrees = {choice.degree for job in problem.jobs for choice in job.choices}
+    picks = {degree: at_least(problem, degree) for degree in degrees}
+
+    def least(degree: int) -> float:
+        chosen = [job.choices[pick] for job, pick in zip(problem.jobs, picks[degree], strict=True)]
+        return max(sum(c.area for c in chosen) / problem.gpus, *(c.ticks for c in chosen))
+
+    for degree in sorted(degrees, key=least)[:FEW]:
+        yield deal(problem, picks[degree], in_turn=False)
 
 
 def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:

@@ -35,10 +35,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Problem:
-    """Jobs in an order in which every job stands after those it waits for."""
+    """Jobs in an order in which every job stands after those it waits for.
+
+    ``widths`` are those of the aligned blocks in which packings hold GPUs, each a divisor of the next; powers of 2
+    without.
+    """
 
     jobs: tuple[Job, ...]
     gpus: int
+    widths: tuple[int, ...] | None = None
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ from arachnec.passes.schedule_problem import Problem
 
 STALL = 150  # tries without progress
 MOST_FREE = 26  # jobs in one question to Z3
+WIDTHS = (2, 4, 8, 8, 16, 32, 64, 128)  # of the blocks that are packed anew, unless the problem has its own
 NARROW = 8  # GPUs: of blocks up to this width more than two are packed at once
 PERTURBED = (0.0, 0.1, 0.3, 0.6)  # of a job's length, by which its place in the order may change
 WIDENED = (0.0, 0.0, 0.05, 0.15)  # of the jobs
@@ -45,7 +46,8 @@ class Repacking:
             if not problem.after[placed.job]:
                 self.at[placed.first].append(placed)
         widest = max((option.width for row in options for option in row), default=1)
-        self.widths = [width for width in (2, 4, 8, 8, 16, 32, 64, 128) if width <= min(widest, problem.gpus)] or [1]
+        widths = problem.widths[1:] if problem.widths is not None else WIDTHS
+        self.widths = [width for width in widths if width <= min(widest, problem.gpus)] or [1]
         self.part = 0.5  # of the gap that the horizon leaves
         self._aim()
 

@@ -30,10 +30,11 @@ from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
 from arachnec.passes.schedule_mixed import best_on_mixed
 from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_placed import MOST, best_placed, better_placed
-from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
+from arachnec.passes.schedule_placed import Measure, Placing, best_placed, few_layouts, placing_is_quick
+from arachnec.passes.schedule_problem import TICKS, Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.schedule_repack import Repacking
 from arachnec.passes.schedule_tail import tail_of, with_tail
+from arachnec.passes.schedule_widths import Nested, nested
 from arachnec.passes.stage_sizes import times_of
 
 DEFAULT_BUDGET = Duration(2000.0)
@@ -58,6 +59,8 @@ FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: the
 Z3_STEPS_PER_STEP = 20_000
 BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
 GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
+PLACINGS = 1.3  # times what placing the first of many cascades took: set aside for placing the last
+LATE = 1.02  # times the bound: a placed schedule that ends later is compared with fixed layouts
 PACKED_SHARE = 0.25  # of what is left, for annealing before Z3 is given a packing whole
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
@@ -81,19 +84,17 @@ class ScheduleZ3(Pass):
         started = time.perf_counter()
         cost = CostModel(module)
         problem = problem_of(module, cost)
-        # of many cascades none is placed here, and measured ones take as long anywhere
+        # measured cascades take as long anywhere
         anywhere = not cost.kinds and all(map(times_of, module.cascades))
-        placing = len(problem.jobs) * problem.gpus <= MOST and not anywhere
-        share = BEFORE_PLACING if placing else 1.0
+        if anywhere:
+            return scheduled(module, cost, problem, solve(problem, Clock(started, self.budget, self.steps), self.seed))
+        if not cost.kinds and not placing_is_quick(problem):
+            return scheduled(module, cost, problem, self._on_nodes(module, cost, problem, started))
+        share = BEFORE_PLACING if placing_is_quick(problem) else 1.0
         found = solve(problem, Clock(started, self.budget * share, self.steps), self.seed)
         if cost.kinds and problem.jobs:
             schedule = best_on_mixed(module, cost, problem, found.schedule)
             found = replace(found, schedule=schedule, proved=False)
-        if not placing:
-            if self.budget > 0 and not anywhere and not cost.kinds and problem.jobs:
-                schedule = better_placed(module, cost, problem, found.schedule)
-                found = _with(found, schedule, problem)
-            return scheduled(module, cost, problem, found)
         # counted anew: whatever the search took, placing gets its share
         clock = Clock(time.perf_counter(), self.budget * (1 - BEFORE_PLACING), self.steps)
         schedule = best_placed(
@@ -108,6 +109,28 @@ class ScheduleZ3(Pass):
         )
         return scheduled(module, cost, problem, _with(found, schedule, problem))
 
+
+    def _on_nodes(self, module: Module, cost: CostModel, problem: Problem, started: float) -> Solution:
+        """Of many cascades: with degrees whose blocks nest, so that it can be placed as it is.
+
+        Two placements are measured, of the first schedule and of the last; the first one's time is set aside for the
+        last. Others follow where that is late and time is left.
+        """
+        bound = lower_bound(problem)
+        clock = Clock(started, self.budget, self.steps)
+        inside, first = first_nested(problem, cost.cluster.gpus, bound, clock)
+        if not _any_left(clock):
+            schedule = best_first(inside.problem, first.schedule, bound)
+            return Solution(inside.whole(schedule), bound, bound, schedule.makespan(inside.problem) <= bound, first.ms)
+        trial = Placing(Measure(module, cost, problem), inside.whole(first.schedule), clock.left)
+        until = replace(clock, budget=clock.budget - trial.slowest * PLACINGS)
+        schedule = best_first(inside.problem, first.schedule, bound)
+        found = search(inside.problem, first.options, first.packed, schedule, bound, until, self.seed)
+        trial.offer(inside.whole(found.schedule))
+        if trial.length > LATE * bound / TICKS:
+            for layout in few_layouts(problem):
+                trial.offer(layout)
+        return Solution(trial.best, bound, bound, trial.best.makespan(problem) <= bound, first.ms)
 
 def _with(found: Solution, schedule: Schedule, problem: Problem) -> Solution:
     """The solution with another schedule in the place of its own."""
@@ -139,11 +162,37 @@ def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     """The best schedule within the budget."""
     bound = lower_bound(problem)
     options = options_of(problem)
+    first = first_schedule(problem, bound, clock)
+    schedule = best_first(problem, first.schedule, bound)
+    return replace(search(problem, first.options, first.packed, schedule, bound, clock, seed), first_ms=first.ms)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first schedule and the packing it comes from; ``ms`` is when it was there."""
+
+    schedule: Schedule
+    options: Options | None
+    packed: Packing | None
+    ms: float
+
+
+def first_schedule(problem: Problem, bound: int, clock: Clock) -> First:
+    """A packing in aligned blocks where there is one, else a list schedule."""
     packed = best_packing(problem, options, bound) if options is not None and problem.jobs else None
     schedule = realize(problem, packed) if packed is not None else quick_list_schedule(problem, bound)
-    first_ms = clock.spent()
-    schedule = best_first(problem, schedule, bound)
-    return replace(search(problem, options, packed, schedule, bound, clock, seed), first_ms=first_ms)
+    return First(schedule, options, packed, clock.spent())
+
+
+def first_nested(problem: Problem, node: int, bound: int, clock: Clock) -> tuple[Nested, First]:
+    """The first schedule in blocks that nest: that of the chain of widths with the shortest packing."""
+    tried = []
+    for inside in nested(problem, node, bound) or [Nested.all_of(problem)]:
+        tried.append((inside, first_schedule(inside.problem, bound, clock)))
+        if not _any_left(clock):
+            break
+    inside, first = min(tried, key=lambda pair: pair[1].schedule.makespan(pair[0].problem))
+    return inside, replace(first, ms=tried[0][1].ms)
 
 
 def search(
