@@ -58,9 +58,9 @@ MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
 BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
-GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
 PLACINGS = 1.3  # times what placing the first of many cascades took: set aside for placing the last
 LATE = 1.02  # times the bound: a placed schedule that ends later is compared with fixed layouts
+GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
 PACKED_SHARE = 0.25  # of what is left, for annealing before Z3 is given a packing whole
 SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
 
@@ -109,7 +109,6 @@ class ScheduleZ3(Pass):
         )
         return scheduled(module, cost, problem, _with(found, schedule, problem))
 
-
     def _on_nodes(self, module: Module, cost: CostModel, problem: Problem, started: float) -> Solution:
         """Of many cascades: with degrees whose blocks nest, so that it can be placed as it is.
 
@@ -131,6 +130,7 @@ class ScheduleZ3(Pass):
             for layout in few_layouts(problem):
                 trial.offer(layout)
         return Solution(trial.best, bound, bound, trial.best.makespan(problem) <= bound, first.ms)
+
 
 def _with(found: Solution, schedule: Schedule, problem: Problem) -> Solution:
     """The solution with another schedule in the place of its own."""
@@ -161,7 +161,6 @@ class Clock:
 def solve(problem: Problem, clock: Clock, seed: int) -> Solution:
     """The best schedule within the budget."""
     bound = lower_bound(problem)
-    options = options_of(problem)
     first = first_schedule(problem, bound, clock)
     schedule = best_first(problem, first.schedule, bound)
     return replace(search(problem, first.options, first.packed, schedule, bound, clock, seed), first_ms=first.ms)
@@ -179,6 +178,7 @@ class First:
 
 def first_schedule(problem: Problem, bound: int, clock: Clock) -> First:
     """A packing in aligned blocks where there is one, else a list schedule."""
+    options = options_of(problem)
     packed = best_packing(problem, options, bound) if options is not None and problem.jobs else None
     schedule = realize(problem, packed) if packed is not None else quick_list_schedule(problem, bound)
     return First(schedule, options, packed, clock.spent())
