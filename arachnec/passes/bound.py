@@ -6,11 +6,13 @@ The bound is the least T for which all of this can be true (and each must be, in
 * the areas (degree x ticks), each job at the smallest of those choices, sum to at most GPUs x T;
 * jobs that hold more than half of the GPUs under each of those choices fit one after another.
 
-All three only get easier as T grows, so bisection finds it.
+All three only get easier as T grows, so bisection finds it. ``arachnec.passes.bound_chains`` adds what jobs that wait
+for each other cannot do.
 """
 
 from __future__ import annotations
 
+from arachnec.passes.bound_chains import chain_bound
 from arachnec.passes.schedule_problem import Problem
 
 
@@ -29,7 +31,7 @@ def lower_bound(problem: Problem) -> int:
             high = middle
         else:
             low = middle + 1
-    return low
+    return chain_bound(problem, low)
 
 
 def longest_chain(problem: Problem) -> int:

@@ -100,14 +100,13 @@ def _free(row: Value) -> Value:
 
 def _cause(problem: Problem, horizon: int) -> Cause:
     """What cannot be true of a schedule that ends at ``horizon``, which is below the bound."""
-    area = wide = 0
+    wide = 0
     for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True):
         allowed = [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
         if not allowed:
             return "chain"
-        area += min(choice.area for choice in allowed)
         wide += job.choices[-1].ticks if 2 * allowed[0].degree > problem.gpus else 0
-    return "work" if area > problem.gpus * horizon else "wide"
+    return "wide" if wide > horizon else "work"
 
 
 def _chain(problem: Problem) -> list[int]:
