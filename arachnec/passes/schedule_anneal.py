@@ -20,7 +20,7 @@ from arachnec.passes.schedule_decode import Decoder
 from arachnec.passes.schedule_heuristics import nearest_order
 from arachnec.passes.schedule_problem import Job, Problem, Schedule
 
-HOT, COLD = 0.002, 0.00003  # of the shortest makespan, on all GPUs
+HOT, COLD = 0.2, 0.002  # of the mean area of a job
 PARTS = (0.5, 0.8, 0.95)  # of the way from the bound to the shortest makespan: the horizon of each cooling
 TRIES_PER_JOB = 1000  # of one cooling
 STEPS = (-4, -2, -1, 1, 2, 4)  # places by which a degree changes
@@ -54,7 +54,7 @@ class Cooling:
                 spent = used(tries)
                 if spent >= 1:
                     break
-                temperature = self.least * self.problem.gpus * HOT * (COLD / HOT) ** spent
+                temperature = decoder.area / len(decoder.order) * HOT * (COLD / HOT) ** spent
             tries += 1
             undo = self._change()
             if not undo:

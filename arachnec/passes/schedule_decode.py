@@ -1,9 +1,9 @@
 """Degrees and an order of all jobs, decoded to a schedule again and again as a search changes a few of them.
 
 In order, every job takes the GPUs it needs among those that are free when it can start first, those that have been idle
-shortest. No GPU's idle time is filled later, yet nothing is lost by that: an optimal schedule's jobs, in order of start,
-decode to one as short (each can still start where it did). A GPU is thus one number, the moment from which it is
-free, and a job costs a microsecond of Python.
+shortest. No GPU's idle time is filled later, yet nothing is lost by that: the jobs of an optimal schedule, in order of
+start, decode to one as short (each can still start where it did). A GPU is thus one number, the moment from which it
+is free, and a job costs a microsecond of Python.
 
 What a search minimises is the work above a horizon that it sets below the shortest schedule it knows: unlike the
 makespan, that falls with every job that is drawn below it. Three things make a try cheap. It begins at the first
