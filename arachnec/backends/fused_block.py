@@ -105,11 +105,11 @@ def fuse_module(
     result = fx.GraphModule(module, fused)
     for region in graph.fused:
         members = [nodes[name] for name in region.ops if name in intact]
-        if use_kernels:
-            members = calls.put(region, members)
-        members = convex(with_sizes(members))
-        if sum(not is_view(node) for node in members) > 1:
-            partitions.append((region.name, dict.fromkeys(members)))
+        parts = [convex(with_sizes(part)) for part in (calls.put(region, members) if use_kernels else [members])]
+        parts = [part for part in parts if sum(not is_view(node) for node in part) > 1]
+        for number, part in enumerate(parts):
+            name = region.name if len(parts) == 1 else f"{region.name}_part_{number}"
+            partitions.append((name, dict.fromkeys(part)))
     result = fuse_by_partitions(result, [members for _, members in partitions])
     for number, (name, _) in enumerate(partitions):
         _replace(result, f"fused_{number}", name, compiler)

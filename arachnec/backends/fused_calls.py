@@ -13,6 +13,7 @@ from arachnec.backends.fused_kernels import KERNELS, Kernel
 from arachnec.ir.nodes import Fused
 from arachnec.passes.fuse_graph import FusionGraph
 from arachnec.passes.fuse_match import match_region
+from arachnec.passes.fuse_parts import rest_of
 from arachnec.passes.fuse_walk import Match
 from arachnec.passes.trace_captured import CapturedBlock
 
@@ -35,27 +36,34 @@ class KernelCalls:
         self.graph, self.known, self.captured, self.nodes = graph, known, captured, nodes
         self.intact, self.learned = intact, learned
 
-    def put(self, region: Fused, members: list[fx.Node]) -> list[fx.Node]:
-        """The region's nodes after what its matches stand for was replaced by calls."""
+    def put(self, region: Fused, members: list[fx.Node]) -> list[list[fx.Node]]:
+        """What is left of the region's nodes when calls have taken their places: the nodes of each further kernel."""
+        if region.attrs.get("kernel") == "generated":
+            return [members]
         mask = sum(1 << self.known.index[name] for name in region.ops)
-        for match in match_region(self.known, mask):
-            kernel = KERNELS[match.kernel]
-            operands = self._operands(match)
-            if operands is None or any(operands[x] in self.learned for x in kernel.constant if x in operands):
-                continue
-            gone = [self.nodes[name] for name in self._names(match.ops)]
-            if match.splits:
-                gone = [self.nodes[match.splits], *gone]
-                operands = self._without_bias(match, operands)
-            made = self._call(match, kernel, operands)
-            for role, name in match.results.items():
-                self.nodes[name].replace_all_uses_with(made[role])
-                self.nodes[name] = made[role]
-            for node in reversed(gone):
-                if not node.users:
-                    self.graph.erase_node(node)
-            members = [node for node in members if node not in gone] + list(made["calls"])
-        return members
+        put = tuple(match for match in match_region(self.known, mask) if self._put(match))
+        inside = set(members)
+        left = [[self.nodes[name] for name in self._names(part)] for part in rest_of(self.known, mask, put)]
+        return [[node for node in part if node in inside] for part in left]
+
+    def _put(self, match: Match) -> bool:
+        """Put the call of a kernel in the place of its operations, where it can stand for them."""
+        kernel = KERNELS[match.kernel]
+        operands = self._operands(match)
+        if operands is None or any(operands[x] in self.learned for x in kernel.constant if x in operands):
+            return False
+        gone = [self.nodes[name] for name in self._names(match.ops)]
+        if match.splits:
+            gone = [self.nodes[match.splits], *gone]
+            operands = self._without_bias(match, operands)
+        made = self._call(match, kernel, operands)
+        for role, name in match.results.items():
+            self.nodes[name].replace_all_uses_with(made[role])
+            self.nodes[name] = made[role]
+        for node in reversed(gone):
+            if not node.users:
+                self.graph.erase_node(node)
+        return True
 
     def _names(self, ops: int) -> list[str]:
         return [op.name for i, op in enumerate(self.known.ops) if ops >> i & 1]

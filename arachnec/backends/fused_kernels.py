@@ -23,20 +23,30 @@ class Kernel:
     constant: tuple[str, ...] = ()
 
 
-def _norm_modulate(**arguments: Any) -> Any:
-    return _kernel("norm_modulate", "norm_modulate")(**arguments)
+def _norm_modulate(x: Tensor, **arguments: Any) -> Any:
+    return _kernel("norm_modulate", "norm_modulate")(x=x, **_vectors(x, arguments))
 
 
-def _gate_residual_norm_modulate(**arguments: Any) -> Any:
-    return _kernel("norm_modulate", "gate_residual_norm_modulate")(**arguments)
+def _gate_residual_norm_modulate(residual: Tensor, **arguments: Any) -> Any:
+    call = _kernel("norm_modulate", "gate_residual_norm_modulate")
+    return call(residual=residual, **_vectors(residual, arguments))
 
 
 def _bias_gelu(**arguments: Any) -> Any:
     return _kernel("bias_gelu", "bias_gelu")(**arguments)
 
 
-def _gate_residual(**arguments: Any) -> Any:
-    return _kernel("gate_residual", "gate_residual")(**arguments)
+def _gate_residual(residual: Tensor, **arguments: Any) -> Any:
+    return _kernel("gate_residual", "gate_residual")(residual=residual, **_vectors(residual, arguments))
+
+
+def _vectors(x: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` whose vectors have as many dimensions as rows x have at most: [B, S, 1, H] is [B, S, H]."""
+    found = dict(arguments)
+    for role in ("scale", "shift", "gate"):
+        while role in found and found[role].dim() > x.dim():
+            found[role] = found[role].squeeze(-2)
+    return found
 
 
 def _norm_rope(
@@ -45,18 +55,24 @@ def _norm_rope(
     size: int,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    turns: Tensor | None = None,
     layout: str = "tokens",
     turned: str = "all",
+    pairs: bool = False,
+    number: bool = False,
     **how: Any,
 ) -> Any:
     """``x`` is [B, S, heads, size] or with the last two in one, or, where ``layout`` is "heads", [B, heads, S, size].
 
-    The result is [B, S, heads, size], like x where the layout is "heads" or "rows", or has its "pairs" apart,
-    [..., size / 2, 2]. Where not all tokens are ``turned``, the tables are of those in "front" or at the "back".
+    The result is [B, S, heads, size], or like x where the layout is "heads" or "rows"; with its ``pairs`` apart,
+    [..., size / 2, 2], or each a complex ``number``. ``turns`` are complex, cos + i sin. Where not all tokens are
+    ``turned``, the tables are of those in "front" or at the "back".
     """
     x = x.transpose(1, 2) if layout == "heads" else x
     batch, tokens = x.shape[:2]
     tables = {}
+    if turns is not None:
+        cos, sin = turns.real.float(), turns.imag.float()
     if cos is not None and sin is not None:
         tables = {
             role: _padded(table.flatten(0, -2), tokens, turned, still)
@@ -64,10 +80,13 @@ def _norm_rope(
         }
     y = _kernel("norm_rope", "norm_rope")(x.reshape(batch, tokens, heads, size), **tables, **how)
     if layout == "heads":
-        return y.transpose(1, 2)
-    if layout == "rows":
-        return y.reshape(x.shape)
-    return y.reshape(batch, tokens, heads, size // 2, 2) if layout == "pairs" else y
+        y = y.transpose(1, 2)
+    elif layout == "rows":
+        y = y.reshape(x.shape)
+    if not pairs and not number:
+        return y
+    apart = y.unflatten(-1, (size // 2, 2))
+    return torch.view_as_complex(apart) if number else apart
 
 
 def _padded(table: Tensor, tokens: int, turned: str, still: float) -> Tensor:
@@ -87,7 +106,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
 KERNELS = {
     "norm_modulate": Kernel(_norm_modulate, ("y",)),
     "gate_residual_norm_modulate": Kernel(_gate_residual_norm_modulate, ("h", "y")),
-    "norm_rope": Kernel(_norm_rope, ("y",), constant=("cos", "sin")),
+    "norm_rope": Kernel(_norm_rope, ("y",), constant=("cos", "sin", "turns")),
     "gate_residual": Kernel(_gate_residual, ("h",)),
     "bias_gelu": Kernel(_bias_gelu, ("y",)),
 }

@@ -45,7 +45,7 @@ class Fuse(Pass):
 def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidth: float | None = None) -> Graph:
     """``graph`` with its fused regions. ``likely`` are the sizes the cost model sees, ``bandwidth`` is in bytes/s."""
     from arachnec.passes.fuse_cost import Machine, RegionCost
-    from arachnec.passes.fuse_explain import reasons
+    from arachnec.passes.fuse_explain import left_alone, reasons
     from arachnec.passes.fuse_graph import FusionGraph, bits
     from arachnec.passes.fuse_match import biased_gelus
     from arachnec.passes.fuse_search import find_regions
@@ -66,28 +66,23 @@ def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidt
         _fused(known, cost, name, region, reasons(known, cost, region, [pair for pair in titled if pair[0] != name]))
         for name, region in titled
     ]
-    return replace(graph, fused=tuple(fused))
+    alone = left_alone(known, cost, titled)
+    return replace(graph, fused=tuple(fused), attrs=graph.attrs.updated(alone=alone or None))
 
 
 def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped: tuple[str, ...]) -> Fused:
     from arachnec.passes.fuse_backward import alone, together
     from arachnec.passes.fuse_cost import Price
     from arachnec.passes.fuse_graph import bits
-    from arachnec.passes.fuse_match import kernel_name, match_region
+    from arachnec.passes.fuse_match import kernel_name
+    from arachnec.passes.fuse_parts import chosen_matches, rest_of
 
     price = cost.price(region)
     assert isinstance(price, Price)
-    matches = match_region(graph, region)
-    before, after = cost.formula(region)
-    launches = price.launches_after
-    if matches:  # each is a kernel, and so is, at worst, every operation that they leave over
-        covered = [match.ops for match in matches]
-        parts = covered + [1 << i for i in bits(region & graph.core) if not any(mask >> i & 1 for mask in covered)]
-        after = sum(cost.formula(part)[1] for part in parts)
-        launches = len(parts)
-    parts = [match.ops for match in matches] or [region]
-    one = [together(cost, part, graph.bytes_of) for part in parts]
-    rest = alone(cost, region & ~sum(parts), graph.bytes_of)
+    matches = chosen_matches(cost, region)
+    parts = [*(match.ops for match in matches), *rest_of(graph, region, matches)]
+    before, after = cost.formula(region)[0], sum(cost.formula(part)[1] for part in parts)
+    backward = [together(cost, part, graph.bytes_of) for part in parts]
     many = alone(cost, region, graph.bytes_of)
     # a layer that keeps its bias reads the whole gradient once more, to add it up
     biases = sum(graph.bytes_of(match.operands["x"]) for match in matches if match.splits)
@@ -98,11 +93,11 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
         bytes_before=_gib(before, graph.sizes),
         bytes_after=_gib(after, graph.sizes),
         backward_before=_gib(many.moved + biases, graph.sizes),
-        backward_after=_gib(sum((x.moved for x in one), rest.moved), graph.sizes),
+        backward_after=_gib(sum(part.moved for part in backward), graph.sizes),
         kept_before=_gib(many.kept, graph.sizes),
-        kept_after=_gib(sum((x.kept for x in one), rest.kept), graph.sizes),
+        kept_after=_gib(sum(part.kept for part in backward), graph.sizes),
         launches_before=price.launches_before,
-        launches_after=launches,
+        launches_after=sum(map(cost.launches, parts)),
         registers=price.registers or None,
         stopped=stopped,
     )

@@ -62,7 +62,6 @@ def alone(cost: RegionCost, region: int, size: Callable[[str], Size]) -> Backwar
 
 def together(cost: RegionCost, region: int, size: Callable[[str], Size]) -> Backward:
     """The region as one pass, which computes again what stands between its inputs and its results."""
-    graph = cost.graph
     results = sum(size(name) for name in cost.written(region))
-    inputs = sum(size(base) for base in cost.read(region) if base in graph.sizes.shapes)
+    inputs = sum(size(name) for name in cost.loaded(region) if name in cost.graph.sizes.shapes)
     return Backward(results + 2 * inputs, inputs)

@@ -99,14 +99,21 @@ class RegionCost:
             return f"a program would hold {held:.0f} KiB, of {REGISTERS} in registers and {SHARED} in shared memory"
         core = list(bits(region & self.graph.core))
         before = sum(self.alone(i) for i in core)
-        after = sum(self._at(name) for name in self.written(region)) + sum(
-            min(self._at(base), sum(map(self._at, names))) for base, names in self.read(region).items()
-        )
+        after = self._moved(region)
         launches = self.launches(region)
         back = sum(self._backward[i] for i in core) - together(self, region, self._at).moved
         # the backward takes at least as many launches as the forward
         saved = (before - after + back) / self.machine.bandwidth + 2 * (len(core) - launches) * LAUNCH
         return Price(before, after, len(core), launches, round(held), saved)
+
+    def seconds(self, region: int) -> float:
+        """What one forward and backward of a region takes by this model."""
+        moved = self._moved(region) + together(self, region, self._at).moved
+        return float(moved / self.machine.bandwidth + 2 * self.launches(region) * LAUNCH)
+
+    def _moved(self, region: int) -> float:
+        """Bytes that one forward reads and writes."""
+        return sum(map(self._at, [*self.written(region), *self.loaded(region)]))
 
     def _at(self, name: str) -> float:
         return self._bytes.get(name, 0.0)
@@ -133,6 +140,14 @@ class RegionCost:
                     found[base].append(name)
         return found
 
+    def loaded(self, region: int) -> list[str]:
+        """The values that a region loads: the tensors it reads, or parts of them where these are less."""
+        found: list[str] = []
+        for base, names in self.read(region).items():
+            whole = self._at(base) <= sum(map(self._at, names)) and base in self._bytes
+            found.extend([base] if whole else names)
+        return found
+
     def written(self, region: int) -> list[str]:
         """What a region makes that is read outside it."""
         core = (i for i in bits(region & self.graph.core) if self.graph.escapes(i, region))
@@ -147,10 +162,7 @@ class RegionCost:
 
         core = list(bits(region & graph.core))
         before = sum((total(values_read(graph.ops[i])) + total(self.made(i)) for i in core), sympy.Integer(0))
-        after = total(self.written(region))
-        for base, names in self.read(region).items():
-            whole = self._at(base) <= sum(map(self._at, names)) and base in self._bytes
-            after += graph.bytes_of(base) if whole else total(names)
+        after = total([*self.written(region), *self.loaded(region)])
         return sympy.expand(before), sympy.expand(after)
 
     # whether it can be one kernel
@@ -161,27 +173,26 @@ class RegionCost:
         if back:
             heavy = next((i for i in bits(back) if not graph.core >> i & 1 and not graph.views >> i & 1), None)
             i = next(bits(back)) if heavy is None else heavy
-            what = (
-                f"`%{graph.ops[i].name}`, {graph.kinds[i].value}," if heavy is not None else f"`%{graph.ops[i].name}`"
-            )
-            return f"its value goes through {what} and comes back"
+            return f"a value would have to leave the kernel for `%{graph.ops[i].name}` and come back"
         groups = self.groups(region)
         rows_of = {i: group.rows for group in groups for i in group.ops}
         for group in groups:
             if not group.broadcast and self._feeds_others(group, rows_of):
                 name = next(graph.ops[i].name for i in group.ops if graph.escapes(i, region))
-                return f"`%{name}`, for all rows at once, is read elsewhere as well, and no one program could write it"
+                return f"`%{name}` is one for many rows and is read elsewhere, too: every row would make it again"
         for i in bits(region & graph.core):
             inner = [c for c in graph.consumers(i) if region >> c & 1]
             if graph.reduces_rows(i) and inner:
                 sums, reader = graph.ops[i].name, graph.ops[inner[0]].name
-                return f"`%{sums}` adds up rows of all programs, and `%{reader}` reads the sum"
+                return f"`%{sums}` sums over the rows of many programs, and `%{reader}` reads the sum"
             joined = graph.kinds[i] is Kind.JOIN and any(graph.kinds[c] is not Kind.JOIN for c in inner)
             if joined and any(region >> p & 1 and rows_of[p] != rows_of[i] for p in graph.producers(i)):
-                return f"`%{graph.ops[i].name}` joins rows that different programs make"
+                return (
+                    f"`%{graph.ops[i].name}` joins rows that different programs make, and more would read them joined"
+                )
         launched = {group.rows for group in groups if group.launches}
         if len(launched) > 1 and not self._joined(region, groups):
-            return f"it works on {' and on '.join(sorted(launched))} rows"
+            return f"it would run over {' and over '.join(sorted(launched))} rows, which nothing joins"
         return None
 
     def _feeds_others(self, group: Group, rows_of: dict[int, str]) -> bool:

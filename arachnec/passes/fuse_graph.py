@@ -49,7 +49,9 @@ class FusionGraph:
         self.views = sum(1 << i for i, kind in enumerate(self.kinds) if kind is Kind.VIEW)
 
     def _kind(self, op: GraphOp) -> Kind:
-        kind = kind_of(op) if op.operands else Kind.OTHER
+        kind = kind_of(op)
+        if not op.operands and kind in (*FUSIBLE, Kind.VIEW):
+            kind = Kind.SOURCE
         if kind is not Kind.VIEW:
             rank = len(self.sizes.shapes.get(op.name, ()))
             # fused attention lays its result out as [B, S, H, D], so that the transpose back is dense

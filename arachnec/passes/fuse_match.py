@@ -9,9 +9,12 @@ from collections import Counter
 from dataclasses import replace
 
 from arachnec.passes.fuse_graph import FusionGraph, bits
-from arachnec.passes.fuse_match_rope import joined_rope, norm_alone, norm_rope, wide_rope
+from arachnec.passes.fuse_match_norm import Norm, find_norm
+from arachnec.passes.fuse_match_rope import complex_rope, joined_rope, norm_alone, norm_rope, wide_rope
 from arachnec.passes.fuse_ops import Kind, stem
-from arachnec.passes.fuse_walk import Match, Norm, Walk, find_norm, same_dtype
+from arachnec.passes.fuse_walk import Match, Walk, same_dtype
+
+WIDEST = 8192  # values of a row that the hand-written norms take
 
 
 def match_region(graph: FusionGraph, region: int) -> tuple[Match, ...]:
@@ -23,7 +26,7 @@ def match_region(graph: FusionGraph, region: int) -> tuple[Match, ...]:
             continue
         for pattern in _PATTERNS:
             match = pattern(Walk(graph, free), graph.ops[i].name)
-            if match is not None and _is_closed(graph, match, region):
+            if match is not None and _is_closed(graph, match, region) and _fits(graph, match):
                 found.append(match)
                 free &= ~match.ops
                 break
@@ -31,13 +34,13 @@ def match_region(graph: FusionGraph, region: int) -> tuple[Match, ...]:
 
 
 def kernel_name(graph: FusionGraph, region: int, matches: tuple[Match, ...]) -> str:
-    """``"norm_modulate"``, ``"2 norm_modulate"``, ``"generated"``: what does all of the region but its joins."""
+    """``"norm_modulate"``, ``"2 norm_rope + generated"``: what does the region; beside kernels, joins are not named."""
     rest = region & graph.core
     for match in matches:
         rest &= ~match.ops
     counts = Counter(match.kernel for match in matches)
     names = [name if n == 1 else f"{n} {name}" for name, n in counts.items()]
-    if any(graph.kinds[i] is not Kind.JOIN for i in bits(rest)):
+    if not matches or any(graph.kinds[i] is not Kind.JOIN for i in bits(rest)):
         names.append("generated")
     return " + ".join(names)
 
@@ -48,24 +51,39 @@ def _is_closed(graph: FusionGraph, match: Match, region: int) -> bool:
     return not any(i not in results and graph.escapes(i, match.ops) for i in bits(match.ops & graph.core))
 
 
+def _fits(graph: FusionGraph, match: Match) -> bool:
+    """Whether the kernel holds rows this wide: a norm keeps all of its row in registers."""
+    if not match.kernel.endswith(("norm_modulate", "norm_rope")):
+        return True
+    heads, size = match.options.get("heads"), match.options.get("size")
+    if isinstance(heads, int) and isinstance(size, int):
+        return heads * size <= WIDEST
+    width = graph.sizes.shapes[match.results["y"]][-1]
+    return bool(width.is_Integer and width <= WIDEST)
+
+
 def _modulated(walk: Walk, name: str) -> tuple[Norm, dict[str, str]] | None:
-    """``norm * (1 + scale) + shift``, or a norm alone."""
+    """``norm * (1 + scale) + shift``, one of them or none."""
     inner, casts = walk.uncast(name)
-    found = walk.op(inner, "add")
-    if found is not None:
-        for product, shift in walk.pairs(found[0]):
-            product, more = walk.uncast(product)
-            times = walk.op(product, "mul")
-            for left, right in walk.pairs(times[0]) if times else ():
-                norm, scale = find_norm(walk, left), walk.one_plus(right)
-                if times and norm is not None and scale is not None:
-                    moved, moves = walk.vector(shift)
-                    if not walk.one_kind(walk.dims(name), scale[0], moved):
-                        continue
-                    ops = norm.ops | scale[1] | moves | found[1] | times[1] | casts | more
-                    return replace(norm, ops=ops), {"scale": scale[0], "shift": moved}
-    norm = find_norm(walk, name)
-    return None if norm is None else (norm, {})
+    for addend, left, right, ops in walk.multiply_add(inner):
+        norm, scale = find_norm(walk, left), walk.one_plus(right)
+        moved, moves = walk.vector(addend)
+        if norm is not None and scale is not None and walk.one_kind(walk.dims(name), scale[0], moved):
+            ops |= norm.ops | scale[1] | moves | casts
+            return replace(norm, ops=ops), {"scale": scale[0], "shift": moved}
+    times = walk.op(inner, "mul")
+    for left, right in walk.pairs(times[0]) if times else ():
+        norm, scale = find_norm(walk, left), walk.one_plus(right)
+        if times and norm is not None and scale is not None and walk.one_kind(walk.dims(name), scale[0]):
+            return replace(norm, ops=norm.ops | scale[1] | times[1] | casts), {"scale": scale[0]}
+    if (norm := find_norm(walk, name)) is not None:
+        return norm, {}
+    total = walk.op(inner, "add")
+    for left, right in walk.pairs(total[0]) if total else ():
+        norm, (moved, moves) = find_norm(walk, left), walk.vector(right)
+        if total and norm is not None and walk.one_kind(walk.dims(name), moved):
+            return replace(norm, ops=norm.ops | moves | total[1] | casts), {"shift": moved}
+    return None
 
 
 def _norm_modulate(walk: Walk, name: str) -> Match | None:
@@ -88,49 +106,40 @@ def _gate_residual_norm_modulate(walk: Walk, name: str) -> Match | None:
     if h is None:
         return None
     inner, more = walk.uncast(h)
-    total, casts, dims = walk.op(inner, "add"), casts | more, walk.dims(h)
-    if total is None:
+    casts |= more | norm.ops
+    if (gated := _gated_sum(walk, inner, h, *vectors.values())) is None:
+        total, dims = walk.op(inner, "add"), walk.dims(h)
+        for residual, side in walk.pairs(total[0]) if total else ():
+            stream, more = same_dtype(walk, residual, h)
+            if total and stream is not None and walk.dims(residual) == walk.dims(side) == dims:
+                side, idle = walk.uncast(side)
+                gated = {"branch": side, "residual": stream}, total[1] | more | idle
+                break
+    if gated is None:
         return None
-    plain: Match | None = None
-    for residual, side in walk.pairs(total[0]):
-        if walk.dims(residual) != dims or walk.dims(side) != dims:
-            continue
-        residual, more = same_dtype(walk, residual, h)  # type: ignore[assignment]
-        if residual is None:
-            continue
-        ops = norm.ops | casts | more | total[1]
-        operands = {"branch": side, "residual": residual, **norm.operands, **vectors}
-        plain = plain or Match("gate_residual_norm_modulate", {"h": h, "y": name}, operands, norm.options, ops)
-        product, side_casts = walk.uncast(side)
-        times = walk.op(product, "mul")
-        for branch, gate in walk.pairs(times[0]) if times else ():
-            if times and walk.dims(branch) == dims and walk.dims(gate) != dims:
-                vector, moves = walk.vector(gate)
-                if not walk.one_kind(dims, vector, *vectors.values()):
-                    continue
-                branch, branch_casts = walk.uncast(branch)
-                ops |= times[1] | moves | side_casts | branch_casts
-                return replace(plain, operands={**operands, "branch": branch, "gate": vector}, ops=ops)
-    return plain
+    operands, ops = gated
+    operands |= {**norm.operands, **vectors}
+    return Match("gate_residual_norm_modulate", {"h": h, "y": name}, operands, norm.options, casts | ops)
 
 
 def _gate_residual(walk: Walk, name: str) -> Match | None:
     """``residual + gate * branch`` with no norm behind it."""
     inner, casts = walk.uncast(name)
-    total, dims = walk.op(inner, "add"), walk.dims(name)
-    for residual, side in walk.pairs(total[0]) if total else ():
-        stream, more = same_dtype(walk, residual, name)
-        product, side_casts = walk.uncast(side)
-        times = walk.op(product, "mul")
-        if total is None or times is None or stream is None or walk.dims(residual) != dims:
+    found = _gated_sum(walk, inner, name)
+    return None if found is None else Match("gate_residual", {"h": name}, found[0], {}, casts | found[1])
+
+
+def _gated_sum(walk: Walk, name: str, like: str, *vectors: str) -> tuple[dict[str, str], int] | None:
+    """Branch, residual and gate of ``residual + gate * branch``, whose gate is of one kind with ``vectors``."""
+    dims = walk.dims(like)
+    for residual, branch, gate, ops in walk.multiply_add(name):
+        stream, more = same_dtype(walk, residual, like)
+        if stream is None or walk.dims(residual) != dims or walk.dims(branch) != dims:
             continue
-        for branch, gate in walk.pairs(times[0]):
-            vector, moves = walk.vector(gate)
-            if walk.dims(branch) == dims and walk.dims(gate) != dims and walk.one_kind(dims, vector):
-                branch, branch_casts = walk.uncast(branch)
-                ops = casts | total[1] | more | side_casts | times[1] | moves | branch_casts
-                operands = {"branch": branch, "residual": stream, "gate": vector}
-                return Match("gate_residual", {"h": name}, operands, {}, ops)
+        vector, moves = walk.vector(gate)
+        if walk.one_kind(dims, vector, *vectors):
+            branch, casts = walk.uncast(branch)
+            return {"branch": branch, "residual": stream, "gate": vector}, ops | more | moves | casts
     return None
 
 
@@ -174,6 +183,6 @@ def biased_gelus(graph: FusionGraph, regions: list[int]) -> list[int]:
 
 
 _PATTERNS = (
-    _gate_residual_norm_modulate, _norm_modulate, joined_rope, wide_rope, norm_rope, _gate_residual, _bias_gelu,
-    norm_alone,
+    _gate_residual_norm_modulate, _norm_modulate, joined_rope, wide_rope, norm_rope, complex_rope, _gate_residual,
+    _bias_gelu, norm_alone,
 )  # fmt: skip

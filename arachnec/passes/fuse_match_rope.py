@@ -12,8 +12,12 @@ import sympy
 
 from arachnec.ir.nodes import GraphOp
 from arachnec.ir.values import Value
+from arachnec.passes.fuse_match_norm import find_norm
 from arachnec.passes.fuse_ops import stem
-from arachnec.passes.fuse_walk import Match, Norm, Walk, find_norm, same_dtype
+from arachnec.passes.fuse_walk import Match, Walk, same_dtype
+
+COMPLEX = ("complex64", "complex128")
+_VIEWED = ("reshape", "view", "_unsafe_view", "flatten", "unflatten")
 
 
 @dataclass(frozen=True)
@@ -28,20 +32,46 @@ class _Turn:
 
 
 def norm_rope(walk: Walk, name: str) -> Match | None:
-    """Neighbouring pairs apart, one angle for a pair: ``stack(even * cos - odd * sin, even * sin + odd * cos)``."""
-    found = _rotated_halves(walk, name)
+    """One angle for a pair, of neighbours or of halves: ``first * cos - second * sin, first * sin + second * cos``."""
+    found = _rotated_pairs(walk, name)
     if found is None:
         return None
-    source, tables, ops = found
+    source, tables, interleaved, ops = found
     dims = walk.dims(name)
-    if len(dims) != 5 or dims[4] != 2:
+    if interleaved:  # a pair is a dimension of its own
+        dims = (*dims[:-2], 2 * dims[-2])
+    tokens = _tokens(walk, (*dims[:-1], dims[-1] / 2), tables["cos"], tables["sin"])
+    if tokens is None:
         return None
-    table = {walk.dims(tables[role]) for role in ("cos", "sin")}
-    if table - {(1, dims[1], 1, dims[3]), (dims[1], 1, dims[3])}:
-        return None
-    inner, moves = _unviewed(walk, source)
-    turn = _Turn(inner, tables, 1, True, ops | moves)
-    return _on_norm(walk, name, turn, (*dims[:3], 2 * dims[3]), {"layout": "pairs"})
+    turn = _Turn(source, tables, tokens, interleaved, ops)
+    return _on_norm(walk, name, turn, dims, {"pairs": True} if interleaved else {})
+
+
+def complex_rope(walk: Walk, name: str) -> Match | None:
+    """A pair of neighbours as a complex number, times one: ``view_as_complex(pairs of x) * turns``.
+
+    ``name`` is the product, or the row that it is viewed as and cast to.
+    """
+    inner, ops = walk.uncast(name)
+    while (view := walk.op(inner, *_VIEWED, "view_as_real")) is not None:
+        inner, ops = view[0].operands[0], ops | view[1]
+    product = walk.op(inner, "mul")
+    for left, turns in walk.pairs(product[0]) if product else ():
+        number, casts = walk.uncast(left)
+        if product is None or (seen := walk.op(number, "view_as_complex")) is None:
+            continue
+        *rows, half = walk.dims(number)
+        if inner != name and walk.dims(name) != (*rows, 2 * half):
+            return None
+        tokens = _tokens(walk, (*rows, half), turns, turns)
+        if tokens is None or walk.graph.dtypes.get(turns) not in COMPLEX:
+            continue
+        pairs, (moved, more) = seen[0].operands[0], _unviewed(walk, seen[0].operands[0])
+        source, rest = walk.uncast(moved)
+        turn = _Turn(source, {"turns": turns}, tokens, True, ops | product[1] | casts | seen[1] | more | rest)
+        options: dict[str, Value] = {"number": True} if inner == name else {}
+        return _on_norm(walk, name, turn, (*rows, 2 * half), options, like=pairs if inner == name else name)
+    return None
 
 
 def wide_rope(walk: Walk, name: str) -> Match | None:
@@ -99,28 +129,31 @@ def norm_alone(walk: Walk, name: str) -> Match | None:
     if norm is None or (norm.ops & walk.graph.core).bit_count() < 2:
         return None
     x, casts = same_dtype(walk, norm.x, name)
-    dims, over = walk.dims(name), walk.dims(name)[-1:]
+    dims = walk.dims(name)
     if x is None or walk.dims(norm.x) != dims:
         return None
     if len(dims) != 4:
         return Match("norm_modulate", {"y": name}, {"x": x, **norm.operands}, norm.options, norm.ops | casts)
-    if not (dims[2].is_Integer and over[0].is_Integer and int(over[0]) % 2 == 0):
+    heads = next((i for i in (2, 1) if dims[i].is_Integer), None)
+    if heads is None or not dims[3].is_Integer or int(dims[3]) % 2:
         return None
-    options: dict[str, Value] = {**norm.options, "heads": int(dims[2]), "size": int(over[0])}
+    options: dict[str, Value] = {**norm.options, "heads": int(dims[heads]), "size": int(dims[3])}
+    if heads == 1:
+        options["layout"] = "heads"
     return Match("norm_rope", {"y": name}, {"x": x, **norm.operands}, options, norm.ops | casts)
 
 
 def _on_norm(
-    walk: Walk, name: str, turn: _Turn, dims: tuple[sympy.Expr, ...], options: dict[str, Value]
+    walk: Walk, name: str, turn: _Turn, dims: tuple[sympy.Expr, ...], options: dict[str, Value], like: str = ""
 ) -> Match | None:
     """The kernel for ``turn`` on a norm, whose rows are ``dims``: tokens before heads, after them, or without any."""
     inner, moves = _unviewed(walk, turn.source)
-    norm: Norm | None = find_norm(walk, inner)
+    norm = find_norm(walk, inner)
     if norm is None:
         return None
     heads = sympy.Integer(1) if len(dims) == 3 else dims[3 - turn.tokens]
     size, read = dims[-1], walk.dims(norm.x)
-    x, casts = same_dtype(walk, norm.x, name)
+    x, casts = same_dtype(walk, norm.x, like or name)
     if x is None or not (heads.is_Integer and size.is_Integer) or int(size) % 2 or len(dims) not in (3, 4):
         return None
     across = len(read) == 3 and len(dims) == 4
@@ -141,7 +174,7 @@ def _on_norm(
 
 def _unviewed(walk: Walk, name: str) -> tuple[str, int]:
     moves = 0
-    while (view := walk.op(name, "reshape", "view", "unflatten")) is not None:
+    while (view := walk.op(name, *_VIEWED)) is not None:
         name, moves = view[0].operands[0], moves | view[1]
     return name, moves
 
@@ -182,16 +215,16 @@ def _rotated_whole(walk: Walk, name: str) -> _Turn | None:
                 continue
             for x, cos in walk.pairs(plain[0]):
                 source, more = walk.uncast(x)
-                tokens = _tokens(walk, source, (cos, sin))
+                tokens = _tokens(walk, walk.dims(source), cos, sin)
                 if source == found[0] and tokens is not None:
                     return _Turn(source, {"cos": cos, "sin": sin}, tokens, found[1], ops | found[2] | more)
     return None
 
 
-def _tokens(walk: Walk, source: str, tables: tuple[str, str]) -> int | None:
-    """The dimension that tables have in common with ``source`` [B, S, H], [B, S, heads, D] or [B, heads, S, D]."""
-    dims, table = walk.dims(source), walk.dims(tables[0])
-    if table != walk.dims(tables[1]) or len(dims) not in (3, 4) or table[-1:] != dims[-1:] or len(table) > len(dims):
+def _tokens(walk: Walk, dims: tuple[sympy.Expr, ...], cos: str, sin: str) -> int | None:
+    """The dimension that tables have in common with ``dims`` [B, S, H], [B, S, heads, D] or [B, heads, S, D]."""
+    table = walk.dims(cos)
+    if table != walk.dims(sin) or len(dims) not in (3, 4) or table[-1:] != dims[-1:] or len(table) > len(dims):
         return None
     one = sympy.Integer(1)
     batch, *middle, _ = (one,) * (len(dims) - len(table)) + table
@@ -236,7 +269,12 @@ def _place(walk: Walk, name: str, interleaved: bool) -> tuple[str, int, int] | N
 
 
 def _half(walk: Walk, name: str) -> tuple[str, int, int] | None:
-    """The even (0) or odd (1) places of a value: ``unbind(reshape(x, ..., -1, 2), -1)[i]``."""
+    """The even (0) or odd (1) places of a value: ``x[..., i::2]``, or ``unbind(reshape(x, ..., -1, 2), -1)[i]``."""
+    if (cut := walk.op(name, "slice")) is not None:
+        source, start = cut[0].operands[0], cut[0].attrs.get("start", 0)
+        along = cut[0].attrs.get("dim", 0) in (-1, len(walk.dims(source)) - 1)
+        if along and cut[0].attrs.get("step", 1) == 2 and 2 * walk.dims(name)[-1] == walk.dims(source)[-1]:
+            return (source, start, cut[1]) if type(start) is int else None
     return _unbound(walk, name, -1)
 
 
@@ -278,11 +316,17 @@ def _side_of_head(walk: Walk, name: str) -> tuple[str, int, int] | None:
     return (source, index, part[1] | whole[1]) if type(index) is int else None
 
 
-def _rotated_halves(walk: Walk, name: str) -> tuple[str, dict[str, str], int] | None:
-    """``stack(even * cos - odd * sin, even * sin + odd * cos)``, tables of half the width."""
-    stack = walk.op(name, "stack")
+def _rotated_pairs(walk: Walk, name: str) -> tuple[str, dict[str, str], bool, int] | None:
+    """``(first * cos - second * sin, first * sin + second * cos)``, tables of half the width.
+
+    Neighbours are stacked, halves are put one behind the other: source, tables, whether of neighbours, operations.
+    """
+    stack = walk.op(name, "stack", "cat")
     if stack is None or len(stack[0].operands) != 2:
         return None
+    if stack[0].attrs.get("dim", 0) not in (-1, len(walk.dims(name)) - 1):
+        return None
+    interleaved = stem(stack[0]) == "stack"
     first, second = (walk.uncast(x) for x in stack[0].operands)
     minus, plus = walk.op(first[0], "sub"), walk.op(second[0], "add")
     products = [walk.op(x, "mul") for found in (minus, plus) if found for x in found[0].operands]
@@ -294,7 +338,7 @@ def _rotated_halves(walk: Walk, name: str) -> tuple[str, dict[str, str], int] | 
         assert product is not None
         for half, table in walk.pairs(product[0]):
             inner, casts = walk.uncast(half)
-            if (place := _half(walk, inner)) is not None:
+            if (place := _place(walk, inner, interleaved)) is not None:
                 taken.append((place[0], place[1], table))
                 ops |= product[1] | place[2] | casts
                 break
@@ -304,7 +348,7 @@ def _rotated_halves(walk: Walk, name: str) -> tuple[str, dict[str, str], int] | 
     tables = {(place, _table_key(walk, table)) for _, place, table in rest}
     if (p0, p1) != (0, 1) or tables != {(0, _table_key(walk, sin)), (1, _table_key(walk, cos))}:
         return None
-    return source, {"cos": cos, "sin": sin}, ops
+    return source, {"cos": cos, "sin": sin}, interleaved, ops
 
 
 def _table_key(walk: Walk, name: str) -> tuple[object, ...]:

@@ -12,15 +12,18 @@ from arachnec.ir.nodes import GraphOp
 
 
 class Kind(Enum):
-    """What fusion may do with an operation."""
+    """What fusion may do with an operation; of those that stay outside, why."""
 
     VIEW = "a view"
     POINTWISE = "element-wise"
     REDUCTION = "a reduction"
     JOIN = "a write of slices"
-    HEAVY = "compute-intensive"
-    RANDOM = "random"
-    OTHER = "not known to be memory-intensive"
+    HEAVY = "products, convolutions and attention are kernels of their own"
+    GLOBAL = "it takes numbers of all rows before any row is done"
+    LOOKUP = "reads by an index are not fused"
+    SOURCE = "tensors made of sizes alone are not fused"
+    RANDOM = "random numbers stay those that the model would draw"
+    OTHER = "not in the table of operations that share kernels"
 
 
 _VIEWS = """reshape view _unsafe_view unsqueeze squeeze expand expand_as permute transpose t slice select unbind split
@@ -31,13 +34,19 @@ _POINTWISE = """add sub rsub mul div pow neg abs sign exp exp2 expm1 log log2 lo
     maximum minimum clamp clamp_min clamp_max where to _to_copy type_as clone copy lerp addcmul addcdiv masked_fill
     logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not eq ne lt le gt ge isnan isinf floor ceil round
     trunc fmod remainder float half bfloat16 contiguous glu zeros_like ones_like full_like sgn frac nan_to_num threshold
-    log_sigmoid hypot xlogy"""
+    log_sigmoid hypot xlogy polar complex conj"""
 _REDUCTIONS = """layer_norm native_layer_norm rms_norm _fused_rms_norm softmax _softmax log_softmax _log_softmax
     mean sum amax amin var std var_mean std_mean norm linalg_vector_norm logsumexp"""
 _JOINS = "cat stack slice_scatter select_scatter constant_pad_nd pad repeat repeat_interleave flip roll"
 _HEAVY = """linear mm bmm matmul addmm baddbmm einsum scaled_dot_product_attention convolution conv1d conv2d conv3d
     conv_transpose1d conv_transpose2d conv_transpose3d _scaled_dot_product_flash_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention dot mv addmv outer fft_fft fft_rfft"""
+_GLOBAL = """group_norm native_group_norm batch_norm native_batch_norm instance_norm cumsum cumprod sort argsort topk
+    argmax argmin unique nonzero"""
+_LOOKUP = (
+    "embedding index index_select gather take scatter scatter_add index_add index_put masked_select take_along_dim"
+)
+_SOURCE = "arange zeros ones full empty new_zeros new_ones new_full new_empty empty_like eye linspace scalar_tensor"
 _RANDOM = "rand randn randint rand_like randn_like bernoulli dropout native_dropout multinomial randperm normal"
 
 _KINDS = {
@@ -48,6 +57,9 @@ _KINDS = {
         (Kind.REDUCTION, _REDUCTIONS),
         (Kind.JOIN, _JOINS),
         (Kind.HEAVY, _HEAVY),
+        (Kind.GLOBAL, _GLOBAL),
+        (Kind.LOOKUP, _LOOKUP),
+        (Kind.SOURCE, _SOURCE),
         (Kind.RANDOM, _RANDOM),
     )
     for name in names.split()

@@ -23,7 +23,7 @@ def find_regions(graph: FusionGraph, cost: RegionCost) -> list[int]:
     """Disjoint regions of two or more kernels that save time, in the order of the graph. None waits for itself."""
     candidates = _candidates(graph, cost)
     chosen = _choose(graph, cost, candidates)
-    return sorted(_packed(graph, cost, chosen), key=lambda region: next(bits(region)))
+    return sorted(_grown(graph, cost, _packed(graph, cost, chosen)), key=lambda region: next(bits(region)))
 
 
 def _candidates(graph: FusionGraph, cost: RegionCost) -> dict[int, list[int]]:
@@ -122,6 +122,35 @@ def _packed(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> lis
         if better and not any(both & region for region in rest) and not waits_for_itself(graph, [both, *rest]):
             packed = [*rest, both]
     return packed
+
+
+def _grown(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list[int]:
+    """``regions`` with neighbours that the beam lost sight of: what still saves something together is put together."""
+    grown = list(regions)
+    for region in list(grown):
+        while region in grown:
+            better = max(_joined(graph, cost, region, grown), key=lambda found: found[0], default=None)
+            if better is None:
+                break
+            _, both = better
+            grown = [other for other in grown if not other & both] + [both]
+            region = both
+    return grown
+
+
+def _joined(graph: FusionGraph, cost: RegionCost, region: int, regions: list[int]) -> Iterator[tuple[float, int]]:
+    """What is gained, and the region, where one more neighbour or its region comes in."""
+    core = list(bits(region & graph.core))
+    beside = {i for c in core for i in (*graph.producers(c), *graph.consumers(c))}
+    for i in beside:
+        if region >> i & 1 or not graph.core >> i & 1:
+            continue
+        other = next((mask for mask in regions if mask >> i & 1), 0)
+        both = graph.with_views(region | other | 1 << i)
+        gain = cost.saved(both) - cost.saved(region) - (cost.saved(other) if other else 0.0)
+        rest = [mask for mask in regions if mask not in (region, other)]
+        if gain > 0 and not any(both & mask for mask in rest) and not waits_for_itself(graph, [both, *rest]):
+            yield gain, both
 
 
 def _shape(graph: FusionGraph, region: int) -> tuple[tuple[str, Kind, str], ...]:

@@ -1,4 +1,4 @@
-"""Walking a region of a graph from its end: what patterns are made of, and norms, whole or written out.
+"""Walking a region of a graph from its end: what patterns are made of.
 
 Casts and views of the per-sample vectors are looked through. What a kernel calls its arguments is written down.
 """
@@ -6,7 +6,7 @@ Casts and views of the per-sample vectors are looked through. What a kernel call
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import sympy
 
@@ -16,6 +16,8 @@ from arachnec.passes.fuse_graph import FusionGraph
 from arachnec.passes.fuse_ops import stem
 
 CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
+NEUTRAL = {"div": 1, "mul": 1, "add": 0, "sub": 0}  # the second operand that changes nothing
+COPIES = ("clone", "contiguous", "copy")
 MOVES = ("unsqueeze", "squeeze", "slice", "reshape", "view", "expand")  # of a vector: not of the tokens
 
 
@@ -36,16 +38,6 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm as it stands in the graph: of ``x``, with what ``weight`` and ``bias`` it has."""
-
-    x: str
-    operands: dict[str, str]
-    options: dict[str, Value]
-    ops: int
-
-
-@dataclass(frozen=True)
 class Walk:
     """Looks at operations of a region from their results."""
 
@@ -60,9 +52,9 @@ class Walk:
         return self.graph.ops[i], 1 << i
 
     def uncast(self, name: str) -> tuple[str, int]:
-        """The value before casts inside the region."""
+        """The value before casts, copies, and arithmetic that changes nothing, inside the region."""
         ops = 0
-        while (found := self.op(name, *CASTS)) is not None:
+        while (found := self.op(name, *CASTS, *COPIES, *NEUTRAL)) is not None and _is_idle(found[0]):
             name, ops = found[0].operands[0], ops | found[1]
         return name, ops
 
@@ -70,7 +62,7 @@ class Walk:
         """The value before casts and moves inside the region that keep all of it."""
         count = self.graph.sizes.count(name)
         ops = 0
-        while (found := self.op(name, *CASTS, *MOVES)) is not None:
+        while (found := self.op(name, *CASTS, *COPIES, *NEUTRAL, *MOVES)) is not None and _is_idle(found[0]):
             before = found[0].operands[0]
             if self.graph.sizes.count(before) != count:
                 break
@@ -82,6 +74,19 @@ class Walk:
         if len(op.operands) == 2 and op.attrs.get("alpha", 1) == 1:
             yield op.operands[0], op.operands[1]
             yield op.operands[1], op.operands[0]
+
+    def multiply_add(self, name: str) -> Iterator[tuple[str, str, str, int]]:
+        """(c, a, b) of ``c + a * b``, in every order, as a sum of a product or in one operation."""
+        if (found := self.op(name, "addcmul")) is not None and found[0].attrs.get("value", 1) == 1:
+            addend, *factors = found[0].operands
+            for a, b in (factors, factors[::-1]) if len(factors) == 2 else ():
+                yield addend, a, b, found[1]
+        total = self.op(name, "add")
+        for side, addend in self.pairs(total[0]) if total else ():
+            product, casts = self.uncast(side)
+            times = self.op(product, "mul")
+            for a, b in self.pairs(times[0]) if total and times else ():
+                yield addend, a, b, total[1] | casts | times[1]  # type: ignore[index]
 
     def one_plus(self, name: str) -> tuple[str, int] | None:
         """s of ``1 + s``, however it is moved."""
@@ -108,59 +113,11 @@ class Walk:
         return self.graph.sizes.shapes.get(name, ())
 
 
-def find_norm(walk: Walk, name: str) -> Norm | None:
-    """LayerNorm or RMSNorm over the last dimension, whole or written out."""
-    name, casts = walk.uncast(name)
-    if (found := walk.op(name, "layer_norm", "rms_norm")) is not None:
-        op, bit = found
-        shape = op.attrs.get("normalized_shape")
-        if not isinstance(shape, tuple) or len(shape) != 1:
-            return None
-        kind = "layer" if stem(op) == "layer_norm" else "rms"
-        eps = op.attrs.get("eps", 1e-5 if kind == "layer" else None)
-        if eps is None:
-            return None
-        ops, vectors = casts | bit, {}
-        for role, vector in zip(("weight", "bias"), op.operands[1:], strict=False):
-            vectors[role], more = walk.uncast(vector)
-            ops |= more
-        return Norm(op.operands[0], vectors, {"norm": kind, "eps": eps}, ops)
-    if (found := walk.op(name, "mul")) is None:
-        return None
-    for left, right in walk.pairs(found[0]):
-        if (root := _root_mean_square(walk, left, right)) is not None:
-            return replace(root, ops=root.ops | casts | found[1])
-        weight_is_vector = len(walk.dims(right)) == 1
-        inner = find_norm(walk, left) if weight_is_vector else None
-        if inner is not None and inner.options["norm"] == "rms" and not inner.operands:
-            return Norm(inner.x, {"weight": right}, inner.options, inner.ops | casts | found[1])
-    return None
-
-
-def _root_mean_square(walk: Walk, x: str, factor: str) -> Norm | None:
-    """``x * rsqrt(mean(x^2) + eps)``, given x and the other factor."""
-    source, ops = walk.uncast(x)
-    name = factor
-    steps: list[GraphOp] = []
-    for wanted in ("rsqrt", "add", "mean", "pow"):
-        name, casts = walk.uncast(name)
-        if (found := walk.op(name, wanted)) is None or len(found[0].operands) != 1:
-            return None
-        steps.append(found[0])
-        ops |= found[1] | casts
-        name = found[0].operands[0]
-    squared, casts = walk.uncast(name)
-    _, plus, mean, power = steps
-    last = mean.attrs.get("dim") in ((-1,), (len(walk.dims(mean.name)) - 1,))
-    if (
-        squared != source
-        or power.attrs.get("exponent") not in (2, 2.0)
-        or not last
-        or mean.attrs.get("keepdim") is not True
-    ):
-        return None
-    eps = plus.attrs.get("other")
-    return Norm(x, {}, {"norm": "rms", "eps": eps}, ops | casts) if type(eps) is float else None
+def _is_idle(op: GraphOp) -> bool:
+    """Whether an operation that is arithmetic by its name gives back what it is given, but for the dtype."""
+    if stem(op) not in NEUTRAL:
+        return True
+    return len(op.operands) == 1 and op.attrs.get("other") == NEUTRAL[stem(op)] and "rounding_mode" not in op.attrs
 
 
 def same_dtype(walk: Walk, name: str, like: str) -> tuple[str | None, int]:
@@ -170,4 +127,6 @@ def same_dtype(walk: Walk, name: str, like: str) -> tuple[str | None, int]:
         if (cast := walk.op(name, *CASTS)) is None:
             return None, 0
         name, ops = cast[0].operands[0], ops | cast[1]
+    while (found := walk.op(name, *COPIES, *NEUTRAL)) is not None and _is_idle(found[0]):
+        name, ops = found[0].operands[0], ops | found[1]
     return name, ops

@@ -73,7 +73,7 @@ def test_regions_of_any_graph_are_disjoint_can_run_and_save_something(graph: Gra
 def test_fusing_twice_is_fusing_once(graph: Graph) -> None:
     once = fuse_graph(graph)
     assert fuse_graph(once) == once
-    assert replace(once, fused=()) == graph
+    assert replace(once, fused=(), attrs=once.attrs.updated(alone=None)) == graph
 
 
 def test_fuse_stands_in_a_pipeline_by_its_name() -> None:
@@ -185,4 +185,144 @@ def test_every_reason_names_a_neighbour() -> None:
         NORM, FACTOR, ("m", "mul.Tensor", ("n", "f"), ROWS, {}), ("l", "linear.default", ("m", "c"), ROWS, {})
     )
     (region,) = fuse_graph(graph).fused
-    assert region.attrs["stopped"] == ("`%l`: reads its result: compute-intensive",)
+    assert region.attrs["stopped"] == (
+        "`%l` reads its result: products, convolutions and attention are kernels of their own",
+    )
+
+
+# norms, gates and rotary positions in the forms in which models write them
+
+
+def heads(*ops: tuple[str, str, tuple[str, ...], TensorType, dict[str, object]]) -> Graph:
+    """Of ``x`` [B, S, 4, 16], tables ``cos`` and ``sin`` of half its width, a weight ``g`` and numbers ``turns``."""
+    graph = block(*ops)
+    inputs = (
+        GraphInput("x", HEADS), GraphInput("g", TensorType("f32", (16,))),
+        GraphInput("cos", TensorType("f32", ("S", 1, 8))), GraphInput("sin", TensorType("f32", ("S", 1, 8))),
+        GraphInput("turns", TensorType("complex64", ("S", 1, 8))),
+    )  # fmt: skip
+    return replace(graph, inputs=inputs)
+
+
+HEADS, HALF = TensorType("f32", ("B", "S", 4, 16)), TensorType("f32", ("B", "S", 4, 8))
+PAIRS, NUMBERS = TensorType("f32", ("B", "S", 4, 8, 2)), TensorType("complex64", ("B", "S", 4, 8))
+ROOT = TensorType("f32", ("B", "S", 1))
+Step = tuple[str, str, tuple[str, ...], TensorType, dict[str, object]]
+QK_NORM: Step = ("n", "rms_norm.default", ("x", "g"), HEADS, {"normalized_shape": (16,)})
+
+
+def turned(join: str) -> tuple[Step, ...]:
+    return (
+        ("ac", "mul.Tensor", ("a", "cos"), HALF, {}), ("bs", "mul.Tensor", ("b", "sin"), HALF, {}),
+        ("one", "sub.Tensor", ("ac", "bs"), HALF, {}),
+        ("as", "mul.Tensor", ("a", "sin"), HALF, {}), ("bc", "mul.Tensor", ("b", "cos"), HALF, {}),
+        ("two", "add.Tensor", ("bc", "as"), HALF, {}),
+        ("y", f"{join}.default", ("one", "two"), PAIRS if join == "stack" else HEADS, {"dim": -1}),
+    )  # fmt: skip
+
+
+def cut(name: str, **attrs: object) -> Step:
+    return (name, "slice.Tensor", ("n",), HALF, {"dim": 3, **attrs})
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (QK_NORM, cut("a", start=0, step=2), cut("b", start=1, step=2), *turned("stack")),
+        (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *turned("cat")),
+        (
+            QK_NORM, ("p", "reshape.default", ("n",), PAIRS, {"shape": ("B", "S", 4, 8, 2)}),
+            ("z", "view_as_complex.default", ("p",), NUMBERS, {}), ("y", "mul.Tensor", ("z", "turns"), NUMBERS, {}),
+        ),
+    ],
+    ids=["every second place", "halves", "complex numbers"],
+)  # fmt: skip
+def test_rotary_positions_are_found_however_pairs_are_written(ops: tuple[Step, ...]) -> None:
+    assert kernels(heads(*ops)) == ["norm_rope"]
+
+
+def test_halves_stacked_are_no_rotation_of_neighbours() -> None:
+    ops = (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *turned("stack"))
+    assert kernels(heads(*ops)) == ["generated"]
+
+
+def written_out(*steps: Step) -> tuple[Step, ...]:
+    """A norm by its formula, modulated by a scale alone."""
+    return (*steps, FACTOR, ("y", "mul.Tensor", ("n", "f"), ROWS, {}))
+
+
+MEAN = {"dim": (-1,), "keepdim": True}
+SQUARE: Step = ("q", "mul.Tensor", ("x", "x"), ROWS, {})
+SPREAD: tuple[Step, ...] = (("v", "mean.dim", ("q",), ROOT, MEAN), ("e", "add.Tensor", ("v",), ROOT, {"other": 1e-6}))
+CENTRED: Step = ("k", "sub.Tensor", ("x", "u"), ROWS, {})
+FIRST: Step = ("u", "mean.dim", ("x",), ROOT, MEAN)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (SQUARE, *SPREAD, ("r", "sqrt.default", ("e",), ROOT, {}), ("n", "div.Tensor", ("x", "r"), ROWS, {})),
+        (SQUARE, *SPREAD, ("r", "pow.Tensor_Scalar", ("e",), ROOT, {"exponent": -0.5}),
+         ("n", "mul.Tensor", ("r", "x"), ROWS, {})),
+        (FIRST, ("v", "var.correction", ("x",), ROOT, {"correction": 0, **MEAN}), SPREAD[1], CENTRED,
+         ("r", "sqrt.default", ("e",), ROOT, {}), ("n", "div.Tensor", ("k", "r"), ROWS, {})),
+        (FIRST, CENTRED, ("q", "pow.Tensor_Scalar", ("k",), ROWS, {"exponent": 2}), *SPREAD,
+         ("r", "rsqrt.default", ("e",), ROOT, {}), ("n", "mul.Tensor", ("k", "r"), ROWS, {})),
+    ],
+    ids=["x / rms", "x times rms^-0.5", "variance", "mean of centred squares"],
+)  # fmt: skip
+def test_norms_are_found_by_their_formula(ops: tuple[Step, ...]) -> None:
+    assert kernels(block(*written_out(*ops))) == ["norm_modulate"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (FIRST, ("v", "var.correction", ("x",), ROOT, {"correction": 1, **MEAN})),
+        (("u", "mean.dim", ("y0",), ROOT, MEAN), ("v", "var.correction", ("x",), ROOT, {"correction": 0, **MEAN})),
+    ],
+    ids=["unbiased variance", "mean of something else"],
+)  # fmt: skip
+def test_what_only_looks_like_a_norm_is_generated(wrong: tuple[Step, ...]) -> None:
+    ops = (*wrong, SPREAD[1], CENTRED, ("r", "sqrt.default", ("e",), ROOT, {}),
+           ("n", "div.Tensor", ("k", "r"), ROWS, {}))  # fmt: skip
+    graph = block(*written_out(*ops))
+    assert kernels(replace(graph, inputs=(*graph.inputs, GraphInput("y0", ROWS)))) == ["generated"]
+
+
+def test_arithmetic_that_changes_nothing_is_looked_through() -> None:
+    """Diffusers divides what attention returns by a factor that is 1."""
+    graph = block(
+        ("d", "div.Tensor", ("x",), ROWS, {"other": 1.0}), ("m", "mul.Tensor", ("d", "g"), ROWS, {}),
+        ("y", "add.Tensor", ("r", "m"), ROWS, {}),
+    )  # fmt: skip
+    graph = replace(graph, inputs=(*graph.inputs, GraphInput("g", VECTOR), GraphInput("r", ROWS)))
+    assert kernels(graph) == ["gate_residual"]
+
+
+def test_a_part_by_hand_gives_way_to_all_of_it_in_one_kernel() -> None:
+    """Of a norm, a tanh and a sum after it: a call of the norm's kernel would write and read the row once more."""
+    graph = block(
+        NORM, ("w", "mul.Tensor", ("n", "c"), ROWS, {}), ("t", "tanh.default", ("w",), ROWS, {}),
+        ("y", "add.Tensor", ("t", "x"), ROWS, {}),
+    )  # fmt: skip
+    assert kernels(graph) == ["generated"]
+
+
+def test_a_norm_wider_than_the_kernels_rows_is_generated() -> None:
+    from arachnec.kernels.row_launch import LARGEST_ROW
+    from arachnec.passes.fuse_match import WIDEST
+
+    assert WIDEST == LARGEST_ROW
+    wide, each = TensorType("f32", ("B", "S", 8448)), TensorType("f32", ("B", 1, 8448))
+    graph = block(
+        ("n", "layer_norm.default", ("x",), wide, {"normalized_shape": (8448,), "eps": 1e-6}),
+        ("f", "add.Tensor", ("a",), each, {"other": 1}), ("y", "mul.Tensor", ("n", "f"), wide, {}),
+    )  # fmt: skip
+    graph = replace(graph, inputs=(GraphInput("x", wide), GraphInput("a", each)))
+    assert kernels(graph) == ["generated"]
+
+
+def test_an_operation_in_no_region_says_why() -> None:
+    graph = block(("l", "linear.default", ("x", "c"), ROWS, {}), ("y", "tanh.default", ("l",), ROWS, {}))
+    assert fuse_graph(graph).attrs["alone"] == ("`%y`: nothing beside it could share its kernel",)
