@@ -16,9 +16,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_decode import Decoder
+from arachnec.passes.schedule_decode import Decoder, reversed_problem, reversed_schedule, start_order
 from arachnec.passes.schedule_heuristics import nearest_order
-from arachnec.passes.schedule_problem import Job, Problem, Schedule
+from arachnec.passes.schedule_problem import Problem, Schedule
 
 HOT, COLD = 0.2, 0.002  # of the mean area of a job
 PARTS = (0.5, 0.8, 0.95)  # of the way from the bound to the shortest makespan: the horizon of each cooling
@@ -170,30 +170,6 @@ def anneal_by_turns(
             best = anneal(problem, best, dice, used_of_this, bound=bound, part=part)
         before, turn = before + max(1, tries), turn + 1
     return best
-
-
-def reversed_problem(problem: Problem) -> Problem:
-    """The problem whose schedules are those of this one from end to beginning; its jobs have the reverse order."""
-    last = len(problem.jobs) - 1
-    return Problem(
-        tuple(
-            Job(job.choices, tuple(last - later for later in after))
-            for job, after in zip(reversed(problem.jobs), reversed(problem.after), strict=True)
-        ),
-        problem.gpus,
-    )
-
-
-def reversed_schedule(problem: Problem, schedule: Schedule) -> Schedule:
-    """Of a schedule of ``problem`` the one of its reverse."""
-    length = schedule.makespan(problem)
-    runs = zip(problem.jobs, schedule.picks, schedule.starts, strict=True)
-    starts = tuple(length - start - job.choices[pick].ticks for job, pick, start in runs)
-    return Schedule(schedule.picks[::-1], starts[::-1])
-
-
-def start_order(schedule: Schedule) -> list[int]:
-    return sorted(range(len(schedule.starts)), key=lambda j: (schedule.starts[j], j))
 
 
 def neighbour(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from arachnec.passes.schedule_problem import Problem, Schedule
+from arachnec.passes.schedule_problem import Job, Problem, Schedule
 
 SNAPSHOTS = 16  # of one decoding
 FEWEST = 4  # jobs between two
@@ -136,3 +136,46 @@ class Decoder:
 
     def schedule(self) -> Schedule:
         return Schedule(tuple(self.picks), tuple(map(int.__sub__, self.now.ends, self.ticks)))
+
+
+def start_order(schedule: Schedule) -> list[int]:
+    return sorted(range(len(schedule.starts)), key=lambda j: (schedule.starts[j], j))
+
+
+def reversed_problem(problem: Problem) -> Problem:
+    """The problem whose schedules are those of this one from end to beginning; its jobs have the reverse order."""
+    last = len(problem.jobs) - 1
+    return Problem(
+        tuple(
+            Job(job.choices, tuple(last - later for later in after))
+            for job, after in zip(reversed(problem.jobs), reversed(problem.after), strict=True)
+        ),
+        problem.gpus,
+        problem.widths,
+    )
+
+
+def reversed_schedule(problem: Problem, schedule: Schedule) -> Schedule:
+    """Of a schedule of ``problem`` the one of its reverse."""
+    length = schedule.makespan(problem)
+    runs = zip(problem.jobs, schedule.picks, schedule.starts, strict=True)
+    starts = tuple(length - start - job.choices[pick].ticks for job, pick, start in runs)
+    return Schedule(schedule.picks[::-1], starts[::-1])
+
+
+def justified(problem: Problem, schedule: Schedule) -> Schedule:
+    """All jobs as late as they can run in the order of their ends, then as early, and so on while that is shorter.
+
+    Justification: Valls, Ballestin and Quintanilla, EJOR 2005.
+    """
+    turned = reversed_problem(problem)
+    while True:
+        late = _decoded(turned, reversed_schedule(problem, schedule))
+        early = _decoded(problem, reversed_schedule(turned, late))
+        if early.makespan(problem) >= schedule.makespan(problem):
+            return schedule
+        schedule = early
+
+
+def _decoded(problem: Problem, schedule: Schedule) -> Schedule:
+    return Decoder(problem, schedule.picks, start_order(schedule)).schedule()

@@ -19,7 +19,8 @@ from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
-from arachnec.passes.schedule_anneal import anneal, neighbour, start_order
+from arachnec.passes.schedule_anneal import anneal, neighbour
+from arachnec.passes.schedule_decode import start_order
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
