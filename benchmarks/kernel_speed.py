@@ -4,9 +4,11 @@
     python benchmarks/kernel_speed.py --tune                                       # on a GPU: search the launches
     python benchmarks/kernel_speed.py                                              # elsewhere: registers and bytes only
 
-A time is the median of triton.testing.do_bench, with a cold L2 cache and what PyTorch takes to launch included. The
-fraction is the bytes that one pass must move, over the time, over what a copy of 1 GiB moves in a second. Beside the
-kernels: eager, torch.compile with max-autotune at the sizes of --compile-at, and Liger's layer norm where installed.
+A time is the median of what the GPU took for a call, with a cold L2 cache and without the host's launching. The
+fraction is the bytes that one pass must move, over the time, over what a copy of 1 GiB moves in a second; beside it the
+time of a copy of as many bytes over the time, for small ones. Beside the kernels: eager, Liger's layer norm where it is
+installed, and torch.compile with max-autotune at the sizes of --compile-at, as far as --minutes allow: --hidden 5120
+alone leaves it three times as long.
 """
 
 from __future__ import annotations
@@ -16,28 +18,33 @@ import importlib.util
 import itertools
 import json
 import math
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
 sys.path.insert(0, str(Path(__file__).parent))
-from kernels_cases import LAYOUTS, Case, cases
+from kernels_cases import KERNELS, LAYOUTS, Case, cases, segment_of
+from kernels_estimates import without_gpu
 
-from arachnec.kernels import bias_gelu, norm_launch, rope_launch, row_launch
-from arachnec.kernels.compile_estimate import Recorder
+from arachnec.kernels import norm_launch, row_launch
 from arachnec.kernels.row_launch import Launch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PACKED_CHECK = 34328  # 1 + 1560 + 7 + 32760
+DEVICE = torch.device("cuda")
+CHECKED = {"batch 1": 1560, "batch 4": 1560, "packed": 1 + 1560 + 7 + 32760}  # tokens
+COPIED = 1 << 30  # bytes
 
 
 def main() -> None:
@@ -47,66 +54,137 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--compile-at", type=int, nargs="*", default=[32760], help="tokens to time torch.compile at")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that may end later")
     parser.add_argument("--tune", action="store_true", help="search the launches of the norm kernels instead")
     parser.add_argument("--output", type=Path, help="keep the results here as JSON")
     arguments = parser.parse_args()
-    for found in on_gpu(arguments) if torch.cuda.is_available() else [without_gpu(arguments)]:
+    found: dict[str, Any] = {}
+    for found in on_gpu(arguments) if torch.cuda.is_available() else [without_gpu(arguments, DTYPES[arguments.dtype])]:
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    if found.get("wrong"):
+        sys.exit("wrong: " + "; ".join(found["wrong"]))
 
 
 def on_gpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that was found so far, again and again, so that a call that is cut off leaves what it had."""
+    """All that was found so far, again and again, so that a call that is cut off leaves what it had.
+
+    First every kernel is checked, then kernels, eager and Liger are timed, and in the time that is left torch.compile.
+    """
+    end = time.monotonic() + 60 * arguments.minutes
     torch._functorch.config.donated_buffer = False  # else a compiled backward cannot be timed by itself
     torch._dynamo.config.recompile_limit = 256
-    device, dtype = torch.device("cuda"), DTYPES[arguments.dtype]
-    copy = copy_bandwidth(device)
+    device, dtype = DEVICE, DTYPES[arguments.dtype]
+    stopwatch = Stopwatch(device)
+    copy = stopwatch.copy_bandwidth()
     head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     head |= {"dtype": arguments.dtype, "copy_bytes_per_second": copy}
     print(f"{head['device']}, torch {torch.__version__}, triton {triton.__version__}; copy {copy / 1e12:.2f} TB/s")
     if arguments.tune:
-        tuned = []
-        for row in tune(arguments, dtype, device, copy):
+        tuned: list[dict[str, Any]] = []
+        for row in tune(arguments, dtype, device, stopwatch, end):
             tuned.append(row)
             yield {**head, "tuned": tuned}
         return
-    head["worst_error"] = check(arguments.hidden, dtype, device)
-    results = []
+    worst, wrong = check(arguments.hidden, arguments.layouts, dtype, device)
+    head |= {"worst_error": worst, "wrong": wrong}
+    rows: list[dict[str, Any]] = []
+    yield {**head, "results": rows}
     for hidden, layout, tokens in itertools.product(arguments.hidden, arguments.layouts, arguments.tokens):
         for case in cases(tokens, hidden, layout, dtype, device):
-            results.append(measure(case, copy, tokens in arguments.compile_at))
-            print(line(results[-1]), flush=True)
-            yield {**head, "results": results}
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
+            rows.append(measure(case, stopwatch, copy, end))
+            print(line(rows[-1]), flush=True)
+            if "fused" in rows[-1]["left_out"]:
+                wrong.append(line(rows[-1]))
+            del case
+            torch.cuda.empty_cache()
+            yield {**head, "results": rows}
+    longest = 0.0
+    for row in sorted((r for r in rows if r["tokens"] in arguments.compile_at), key=peers_wait_for):
+        started = time.monotonic()
+        if started + 1.5 * longest > end:
+            row["left_out"]["compiled"] = "no time left: call again with fewer --hidden or --layouts"
+        else:
+            size = row["tokens"], row["hidden"], row["layout"]
+            for case in cases(*size, dtype, device, (row["kernel"],)):
+                measure_compiled(case, row, stopwatch, copy)
+            longest = max(longest, time.monotonic() - started)
+        print(line(row), flush=True)
+        yield {**head, "results": rows}
+    print(f"{sum('compiled' in r for r in rows)} of the rows have torch.compile beside them")
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (time_ms(lambda: target.copy_(source)) * 1e-3)
+def peers_wait_for(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What torch.compile is timed at first: the norms with modulation, wide rows, every layout."""
+    return KERNELS.index(row["kernel"]) >= 2, -row["hidden"], KERNELS.index(row["kernel"]), row["layout"]
 
 
-def time_ms(run: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median"))
+class Stopwatch:
+    """Times what a call does on the GPU: L2 is emptied before, and the GPU waits until the host has launched it all.
+
+    L2 is emptied by reading, which leaves no lines to be written back during the call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cold = torch.zeros(torch.cuda.get_device_properties(device).L2_cache_size, device=device)  # fp32: 4 times
+        self.source, self.target = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def ms(self, run: Callable[[], Any]) -> float:
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        both = time.perf_counter() - started
+        cycles = int(2e9 * (1.5 * (launched - started) + 1e-4))
+        marks = []
+        for _ in range(max(5, min(30, int(0.1 / both)))):
+            self.cold.sum()
+            torch.cuda._sleep(cycles)
+            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            marks[-1][0].record()
+            run()
+            marks[-1][1].record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(stop) for start, stop in marks)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written a second, over the largest copy."""
+        return 2 * self.source.numel() / (self.ms(lambda: self.target.copy_(self.source)) * 1e-3)
+
+    def copy_ms(self, moved: int, bandwidth: float) -> float:
+        """A copy that reads and writes as many bytes."""
+        half = moved // 2
+        if half > self.source.numel():
+            return moved / bandwidth * 1e3
+        return self.ms(lambda: self.target[:half].copy_(self.source[:half]))
 
 
-def check(hiddens: list[int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """The worst error of outputs and gradients against float64 eager, of each kernel; exits where one is too large."""
+def check(
+    hiddens: list[int], layouts: list[str], dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, float], list[str]]:
+    """The worst error of outputs and gradients against float64 eager, of each kernel; and which are too large."""
     worst: dict[str, float] = {}
-    for hidden, layout in itertools.product(hiddens, LAYOUTS):
-        for case in cases(PACKED_CHECK if layout == "packed" else 1560, hidden, layout, dtype, device):
+    wrong: list[str] = []
+    for hidden, layout in itertools.product(hiddens, layouts):
+        for case in cases(CHECKED[layout], hidden, layout, dtype, device):
             error = max(errors(case))
             worst[case.kernel] = max(error, worst.get(case.kernel, 0.0))
             if not error <= TOLERANCE[dtype]:
-                sys.exit(f"{case.kernel}, {layout}, hidden size {hidden}: error {error:.1e}")
+                wrong.append(f"{case.kernel}, {layout}, hidden size {hidden}: error {error:.1e}")
+                print(wrong[-1], flush=True)
         torch.cuda.empty_cache()
-    print("checked against float64: " + ", ".join(f"{kernel} {error:.1e}" for kernel, error in worst.items()))
-    return worst
+    print(
+        "checked against float64: " + ", ".join(f"{kernel} {error:.1e}" for kernel, error in worst.items()), flush=True
+    )
+    return worst, wrong
 
 
 def errors(case: Case) -> Iterator[float]:
+    """Of every output and gradient, over the greatest value there; infinite where a second run has other bits."""
     exact = tuple(t.detach().double().requires_grad_() for t in case.tensors)
     outputs, truths = case.fused(*case.tensors), case.eager(*exact)
     outer = [torch.randn_like(output) for output in outputs]
@@ -120,71 +198,103 @@ def errors(case: Case) -> Iterator[float]:
         yield float((got.double() - truth).abs().max() / truth.abs().max())
 
 
-def measure(case: Case, copy: float, compiled: bool) -> dict[str, Any]:
-    peers = {"fused": case.fused, "eager": case.eager}
-    if compiled:
-        peers["compiled"] = torch.compile(case.eager, mode="max-autotune-no-cudagraphs", dynamic=False)
-    if case.kernel == "norm, modulate" and importlib.util.find_spec("liger_kernel"):
-        peers["liger"] = liger(case)
+def measure(case: Case, stopwatch: Stopwatch, copy: float, end: float) -> dict[str, Any]:
     row: dict[str, Any] = {k: getattr(case, k) for k in ("kernel", "layout", "tokens", "hidden")}
+    row |= {"copy_ms": [stopwatch.copy_ms(b, copy) for b in (case.forward_bytes, case.backward_bytes)], "left_out": {}}
+    peers = {"fused": case.fused, "eager": case.eager}
+    if case.kernel == "norm, modulate":
+        if importlib.util.find_spec("liger_kernel"):
+            peers["liger"] = liger(case)
+        else:
+            row["left_out"]["liger"] = "not installed"
     for name, run in peers.items():
-        try:
-            forward, backward = times(run, case.tensors)
-        except torch.OutOfMemoryError:
-            print(f"{name} needs more memory than there is", file=sys.stderr)
-            continue
-        row[name] = {"forward_ms": forward, "backward_ms": backward}
-        row[name] |= {"forward_of_copy": case.forward_bytes / (forward * 1e-3) / copy}
-        row[name] |= {"backward_of_copy": case.backward_bytes / (backward * 1e-3) / copy}
+        if name != "fused" and time.monotonic() > end:
+            row["left_out"][name] = "no time left"
+        else:
+            fill(row, name, run, case, stopwatch, copy)
     return row
 
 
-def times(run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> tuple[float, float]:
+def measure_compiled(case: Case, row: dict[str, Any], stopwatch: Stopwatch, copy: float) -> None:
+    run = torch.compile(case.eager, mode="max-autotune-no-cudagraphs", dynamic=False)
+    fill(row, "compiled", run, case, stopwatch, copy)
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def fill(
+    row: dict[str, Any],
+    name: str,
+    run: Callable[..., tuple[Tensor, ...]],
+    case: Case,
+    stopwatch: Stopwatch,
+    copy: float,
+) -> None:
+    """The times of one form, or why there are none; an error of the device itself leaves nothing to go on with."""
+    try:
+        forward, backward = times(run, case.tensors, stopwatch)
+    except torch.OutOfMemoryError:
+        row["left_out"][name] = "needs more memory than there is"
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise
+        row["left_out"][name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    else:
+        row[name] = {"forward_ms": forward, "backward_ms": backward}
+        row[name] |= {"forward_of_copy": case.forward_bytes / (forward * 1e-3) / copy}
+        row[name] |= {"backward_of_copy": case.backward_bytes / (backward * 1e-3) / copy}
+        ways = zip(("forward", "backward"), row["copy_ms"], (forward, backward), strict=True)
+        row[name] |= {f"{way}_of_equal_copy": copied / spent for way, copied, spent in ways}
+
+
+def times(
+    run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], stopwatch: Stopwatch
+) -> tuple[float, float]:
     with torch.no_grad():
-        forward = time_ms(lambda: run(*tensors))
+        forward = stopwatch.ms(lambda: run(*tensors))
     outputs = run(*tensors)
     outer = [torch.randn_like(output) for output in outputs]
-    return forward, time_ms(lambda: torch.autograd.grad(outputs, tensors, outer, retain_graph=True))
+    return forward, stopwatch.ms(lambda: torch.autograd.grad(outputs, tensors, outer, retain_graph=True))
 
 
 def liger(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     """Liger's layer norm, and the modulation, which it has not, in eager."""
     from liger_kernel.transformers.functional import liger_layer_norm
 
-    weight, bias = torch.ones(case.hidden, device="cuda"), torch.zeros(case.hidden, device="cuda")
-    lengths = cumulative_lengths(case)
+    weight, bias = torch.ones(case.hidden, device=DEVICE), torch.zeros(case.hidden, device=DEVICE)
+    segment = segment_of(case.tokens, DEVICE) if case.layout == "packed" else None
 
     def run(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
-        scale, shift = (v if lengths is None else v.repeat_interleave(lengths, 0) for v in (scale, shift))
+        scale, shift = (v if segment is None else v.index_select(0, segment) for v in (scale, shift))
         return ((liger_layer_norm(x, weight, bias, 1e-6) * (1 + scale) + shift).to(x.dtype),)
 
     return run
 
 
-def cumulative_lengths(case: Case) -> Tensor | None:
-    from kernels_cases import segment_lengths
-
-    return torch.tensor(segment_lengths(case.tokens), device="cuda") if case.layout == "packed" else None
-
-
 def line(row: dict[str, Any]) -> str:
+    """Microseconds, and percent of the copy bandwidth of 1 GiB / of a copy of as many bytes."""
     text = f"{row['kernel']:31} {row['layout']:8} S {row['tokens']:6} H {row['hidden']:5}"
     for name in ("fused", "eager", "compiled", "liger"):
         if name in row:
             t = row[name]
-            text += f" | {name} {t['forward_ms'] * 1e3:8.1f} us {t['forward_of_copy']:5.1%}"
-            text += f", {t['backward_ms'] * 1e3:8.1f} us {t['backward_of_copy']:5.1%}"
-    return text
+            for way, sign in (("forward", " | " + name), ("backward", ",")):
+                text += (
+                    f"{sign} {t[way + '_ms'] * 1e3:.1f} us {t[way + '_of_copy']:.0%}/{t[way + '_of_equal_copy']:.0%}"
+                )
+    return text + "".join(f" | {name}: {why}" for name, why in row["left_out"].items())
 
 
 def tune(
-    arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device, copy: float
+    arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device, stopwatch: Stopwatch, end: float
 ) -> Iterator[dict[str, Any]]:
     """The best launches of the norm kernels around the computed ones; what does not fit the device is passed over."""
+    copy = stopwatch.copy_bandwidth()
     for hidden, layout, tokens in itertools.product(arguments.hidden, arguments.layouts, arguments.tokens):
-        for case in cases(tokens, hidden, layout, dtype, device)[:2]:
+        for case in cases(tokens, hidden, layout, dtype, device, KERNELS[:2]):
             for name, bytes_moved in (("forward", case.forward_bytes), ("backward", case.backward_bytes)):
-                chosen, default, best = search(case, name)
+                if time.monotonic() > end:
+                    return
+                chosen, default, best = search(case, name, stopwatch)
                 row = {"kernel": case.kernel, "layout": layout, "tokens": tokens, "hidden": hidden, "pass": name}
                 row |= {"launch": vars(chosen), "default_ms": default, "best_ms": best}
                 row |= {"best_of_copy": bytes_moved / (best * 1e-3) / copy}
@@ -193,7 +303,7 @@ def tune(
         torch.cuda.empty_cache()
 
 
-def search(case: Case, name: str) -> tuple[Launch, float, float]:
+def search(case: Case, name: str, stopwatch: Stopwatch) -> tuple[Launch, float, float]:
     attribute = f"{name}_launch"
     computed = getattr(norm_launch, attribute)
     seen: list[Launch] = []
@@ -205,7 +315,7 @@ def search(case: Case, name: str) -> tuple[Launch, float, float]:
 
         setattr(norm_launch, attribute, changed)
         try:
-            return times(case.fused, case.tensors)[name == "backward"]
+            return times(case.fused, case.tensors, stopwatch)[name == "backward"]
         except triton.runtime.errors.OutOfResources:
             return math.inf
         finally:
@@ -223,64 +333,6 @@ def search(case: Case, name: str) -> tuple[Launch, float, float]:
         if found < best:
             best, chosen = found, option
     return chosen, default, best
-
-
-KERNELS = [
-    (norm_launch, "norm_forward"),
-    (norm_launch, "norm_backward"),
-    (rope_launch, "rope_forward"),
-    (rope_launch, "rope_backward"),
-    (bias_gelu, "gelu_forward"),
-    (bias_gelu, "gelu_backward"),
-    (row_launch, "column_sums"),
-]
-
-
-@contextmanager
-def recorded() -> Iterator[dict[str, Recorder]]:
-    """Every kernel replaced by a recorder of its launches."""
-    kernels = {name: getattr(module, name) for module, name in KERNELS}
-    recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
-    for module, name in KERNELS:
-        setattr(module, name, recorders[name])
-    try:
-        yield recorders
-    finally:
-        for module, name in KERNELS:
-            setattr(module, name, kernels[name])
-
-
-def without_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What can be known without a device: registers, shared memory and spills for compute capability 9.0, and bytes."""
-    print("no CUDA device: nothing is timed. Compiled for compute capability 9.0 by Triton's own compiler:")
-    print("kernel         layout   hidden | registers, spilled bytes | shared bytes, warps | resident")
-    results = []
-    for hidden, layout in itertools.product(arguments.hidden, arguments.layouts):
-        for launched in launches(hidden, layout, DTYPES[arguments.dtype]):
-            results.append(launched)
-            r = launched
-            print(f"{r['kernel']:14} {layout:8} {hidden:6} | {r['registers']:3}, {r['spilled']:3} | {r['shared']:6}, {r['warps']:2} | {r['resident']:2}")  # fmt: skip  # noqa: E501
-    print(f"\nbytes that one pass moves, for {arguments.dtype} rows")
-    for hidden, tokens in itertools.product(arguments.hidden, arguments.tokens):
-        for case in cases_on_meta(tokens, hidden, DTYPES[arguments.dtype]):
-            print(f"{case.kernel:31} S {tokens:6} H {hidden:5} forward {case.forward_bytes / 1e6:8.1f} MB, backward {case.backward_bytes / 1e6:8.1f} MB")  # fmt: skip  # noqa: E501
-    return {"device": "none: compiled for compute capability 9.0", "triton": triton.__version__, "results": results}
-
-
-def cases_on_meta(tokens: int, hidden: int, dtype: torch.dtype) -> list[Case]:
-    return cases(tokens, hidden, "batch 1", dtype, torch.device("meta"))
-
-
-def launches(hidden: int, layout: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Estimates of every kernel that the cases launch, through the launchers themselves, on tensors without storage."""
-    from kernels_launches import launch_all
-
-    with recorded() as recorders:
-        launch_all(hidden, layout, dtype)
-    for name, recorder in recorders.items():
-        for estimate in dict.fromkeys(recorder.estimates()):
-            row = {"kernel": name, "layout": layout, "hidden": hidden, "resident": estimate.resident}
-            yield row | vars(estimate)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +40,31 @@ def segment_lengths(tokens: int) -> list[int]:
     return [1, middle, 7, tokens - middle - 8]
 
 
-def cases(tokens: int, hidden: int, layout: str, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """All kernels on ``tokens`` tokens a sample, or in all where packed."""
+def segment_of(tokens: int, device: torch.device | str) -> Tensor:
+    """The segment of each token."""
+    return torch.repeat_interleave(torch.arange(4), torch.tensor(segment_lengths(tokens))).to(device)
+
+
+KERNELS = (
+    "norm, modulate",
+    "gate, residual, norm, modulate",
+    "gate, residual",
+    "norm across heads, RoPE",
+    "norm per head, RoPE",
+    "bias, GELU",
+)
+
+
+def cases(
+    tokens: int, hidden: int, layout: str, dtype: torch.dtype, device: torch.device, kernels: tuple[str, ...] = KERNELS
+) -> Iterator[Case]:
+    """Kernels on ``tokens`` tokens a sample, or in all where packed; the tensors are made when it is their turn."""
     torch.manual_seed(0)
     batch = 4 if layout == "batch 4" else 1
     packed = layout == "packed"
     lengths = segment_lengths(tokens)
     cumulative = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device) if packed else None
-    segment = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).to(device) if packed else None
+    segment = segment_of(tokens, device) if packed else None
     shape = (tokens, hidden) if packed else (batch, tokens, hidden)
     groups = (4, hidden) if packed else (batch, 1, hidden)
 
@@ -58,7 +75,7 @@ def cases(tokens: int, hidden: int, layout: str, dtype: torch.dtype, device: tor
         return torch.randn(size, device=device, requires_grad=True)
 
     def spread(v: Tensor) -> Tensor:
-        return v if segment is None else v[segment]
+        return v if segment is None else v.index_select(0, segment)
 
     def norm_eager(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
         y = F.layer_norm(x.to(scale.dtype), x.shape[-1:], eps=1e-6) * (1 + spread(scale)) + spread(shift)
@@ -95,48 +112,45 @@ def cases(tokens: int, hidden: int, layout: str, dtype: torch.dtype, device: tor
     def rope(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (norm_rope(x, weight, None, cos, sin),)
 
-    return [
-        case(
-            "norm, modulate",
+    made = {
+        "norm, modulate": lambda name: case(
+            name,
             (rows(), vector(*groups), vector(*groups)),
             lambda x, scale, shift: (norm_modulate(x, scale, shift, cu_seqlens=cumulative),),
             norm_eager,
             2 * values,
             3 * values,
         ),
-        case(
-            "gate, residual, norm, modulate",
+        "gate, residual, norm, modulate": lambda name: case(
+            name,
             (rows(), rows(), vector(*groups), vector(*groups), vector(*groups)),
             lambda *tensors: gate_residual_norm_modulate(*tensors, cu_seqlens=cumulative),
             gated_eager,
             4 * values,
             6 * values,
         ),
-        case(
-            "gate, residual",
+        "gate, residual": lambda name: case(
+            name,
             (rows(), rows(), vector(*groups)),
             lambda branch, x, gate: (gate_residual(branch, x, gate, cu_seqlens=cumulative),),
             lambda branch, x, gate: ((x.to(gate.dtype) + branch * spread(gate)).to(x.dtype),),
             3 * values,
             3 * values,
         ),
-        case(
-            "norm across heads, RoPE",
-            (rows(*heads), rows(hidden)),
-            rope,
-            rope_eager,
-            2 * values + table,
-            3 * values + table,
+        "norm across heads, RoPE": lambda name: case(
+            name, (rows(*heads), rows(hidden)), rope, rope_eager, 2 * values + table, 3 * values + table
         ),
-        case(
-            "norm per head, RoPE", (rows(*heads), rows(HEAD)), rope, rope_eager, 2 * values + table, 3 * values + table
+        "norm per head, RoPE": lambda name: case(
+            name, (rows(*heads), rows(HEAD)), rope, rope_eager, 2 * values + table, 3 * values + table
         ),
-        case(
-            "bias, GELU",
+        "bias, GELU": lambda name: case(
+            name,
             (rows(), rows(hidden)),
             lambda x, bias: (bias_gelu(x, bias, approximate="tanh"),),
             gelu_eager,
             2 * values,
             3 * values,
         ),
-    ]
+    }
+    for kernel in kernels:
+        yield made[kernel](kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,25 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_TARGET = re.compile(r"(0x[0-9a-f]+)\s*$")
 MULTIPROCESSOR_REGISTERS, MULTIPROCESSOR_WARPS, MULTIPROCESSOR_SHARED = 65536, 64, 233472
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one program: 32-bit registers of a thread, bytes of shared memory, bytes a thread spills; and its warps."""
+    """Of one program: 32-bit registers of a thread, bytes of shared memory, bytes a thread spills; and its warps.
+
+    Of its longest loop, in machine code: instructions, barriers, and the fewest bytes a lane reads or writes at a time
+    where it goes over a row (0: there is no loop).
+    """
 
     registers: int
     shared: int
     spilled: int
     warps: int
+    instructions: int = 0
+    barriers: int = 0
+    access: int = 0
 
     @property
     def resident(self) -> int:
@@ -98,8 +107,10 @@ def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], c
     compiled = triton.compile(
         source, target=target, options={"num_warps": warps, "maxnreg": most, "enable_fp_fusion": True}
     )
-    registers, spilled = _resources(compiled.asm["cubin"])
-    return Estimate(registers, compiled.metadata.shared, spilled, warps)
+    usage, code = (_objdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    found = dict(re.findall(r"(\w+):(\d+)", usage.split("Function", 1)[1]))
+    spilled = int(found["STACK"]) + int(found["LOCAL"])
+    return Estimate(int(found["REG"]), compiled.metadata.shared, spilled, warps, *_loop(code))
 
 
 def _type(value: Any) -> str:
@@ -108,11 +119,33 @@ def _type(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def _objdump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(cubin)
-        done = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True, timeout=60)
-    usage = dict(re.findall(r"(\w+):(\d+)", done.stdout.split("Function", 1)[1]))
-    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+        return subprocess.run([tool, option, binary], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _loop(code: str) -> tuple[int, int, int]:
+    """Instructions, barriers and the narrowest usual access of the longest loop of a disassembled kernel.
+
+    Statistics are a number a row: widths that carry less than a quarter of what another one carries are left out.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
+    lines = [(int(address, 16), name, rest) for address, name, rest in found]
+    back = (
+        (int(t.group(1), 16), at) for at, name, rest in lines if name.startswith("BRA") and (t := _TARGET.search(rest))
+    )
+    first, last = max(
+        ((start, end) for start, end in back if start < end), key=lambda span: span[1] - span[0], default=(0, -1)
+    )
+    names = Counter(name for at, name, _ in lines if first <= at <= last)
+    widths: Counter[int] = Counter()
+    for name, count in names.items():
+        if re.match(r"LDG(STS)?\.|STG\.", name):
+            width = re.search(r"\.(64|128|U?16|U?8)\b", name)
+            widths[int(width.group(1).strip("U")) // 8 if width else 4] += count
+    usual = [width for width, count in widths.items() if 4 * count * width >= max(c * w for w, c in widths.items())]
+    barriers = sum(count for name, count in names.items() if name.startswith("BAR"))
+    return names.total(), barriers, min(usual, default=0)
