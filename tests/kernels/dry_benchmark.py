@@ -1,4 +1,4 @@
-"""Runs the kernel benchmark whole as on a GPU: kernels in Triton's interpreter, CPU tensors, a clock that stands still."""
+"""Runs the kernel benchmark whole as on a GPU: Triton's interpreter, CPU tensors, a clock that stands still."""
 
 import contextlib
 import os
