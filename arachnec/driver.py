@@ -26,6 +26,7 @@ from arachnec.passes.fuse import Fuse
 from arachnec.passes.instrument import Instrument
 from arachnec.passes.pipeline import Pipeline
 from arachnec.passes.pipelines import ORIGINAL_CLIPS
+from arachnec.passes.topology import machines, node_of
 from arachnec.report import clips_trained, plan_report, simulation_report
 
 if TYPE_CHECKING:
@@ -167,16 +168,23 @@ class Compared:
     @property
     def report(self) -> dict[str, Any]:
         """One row of ``compare --json``; ``original_clips`` says what the original of a named rival leaves out."""
-        assert self.module.cluster is not None
         trained = clips_trained(self.module)
         return {
             "pipeline": self.name,
             **simulation_report(self.module, self.simulation, self.planning_ms),
-            "memory_limit_gib": self.module.cluster.memory,
+            "memory_limit_gib": self._memory_limit(),
             "clips_dropped": sum(1 for clip in self.module.clips if not trained[clip.id]),
             "clips_repeated": sum(count - 1 for count in trained.values()),
             "original_clips": ORIGINAL_CLIPS.get(self.name),
         }
+
+    def _memory_limit(self) -> float:
+        """GiB of the device that holds most, where nodes differ."""
+        cluster = self.module.cluster
+        assert cluster is not None
+        held = zip(self.simulation.peak_memory_gib, (program.rank for program in self.module.programs), strict=True)
+        _, fullest = max(held, default=(0.0, 0))
+        return machines(cluster)[node_of(cluster, fullest)].memory
 
 
 def compare(

@@ -104,8 +104,10 @@ def _idle(timeline: Timeline) -> list[str]:
     idle = {rank: max(0.0, makespan - timeline.busy_ms(rank)) for rank in lanes}
     whole = makespan * len(lanes)
     share = math.fsum(idle.values()) / whole
-    if share <= NOTHING:
+    if share <= 0:
         return ["No rank ever waits before the last cascade has ended."]
+    if share <= NOTHING:
+        return [f"Up to the last cascade's end ranks idle {_percent(share)} of the time."]
     before, after = math.fsum(head.values()) / whole, math.fsum(tail.values()) / whole
     parts = (
         (before, "before their first cascade"),
@@ -129,6 +131,8 @@ def _idle(timeline: Timeline) -> list[str]:
 
 def _bound(module: Module, parts: BoundParts, cost: CostModel) -> list[str]:
     said = [_cause(module, parts)]
+    if cost.kinds:
+        said.append("It counts every GPU as the fastest here, with the most memory: the best plan there is may end much later.")
     without = (
         (parts.without_memory, "If memory limited nothing", "More memory alone would not lower the bound."),
         (parts.without_precedence, "If no cascade waited for another", ""),
@@ -151,8 +155,8 @@ def _cause(module: Module, parts: BoundParts) -> str:
         said = f"Work bounds it: at the degrees that cost least it fills {_devices(module)} for {ms(parts.work)}."
         if parts.work < parts.bound * (1 - NOTHING):
             return (
-                f"{said[:-1]}, and as some cascades need higher ones to end in time, no plan ends before "
-                f"{ms(parts.bound)}."
+                f"{said[:-1]}, and as some cascades need higher ones to end in time, or leave devices idle while they "
+                f"wait, no plan ends before {ms(parts.bound)}."
             )
         return f"{said} The longest {_chain_words(parts.chain)} at its fastest {ms(parts.longest)}."
     if parts.cause == "chain":
@@ -222,7 +226,8 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     said = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
     packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
-        said += f" Where it is placed it takes longer than on as few nodes as hold it: {ms(packed)}."
+        elsewhere = "the fastest devices" if cost.kinds else "as few nodes as hold it"
+        said += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
     if len(legal) == 1:
         return f"{said} No other degree is legal."
     if below:
@@ -238,12 +243,13 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
 
 def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: float) -> str:
     """What another degree would have cost; measured against what the cascade takes as it was placed."""
-    recompute = cost.recompute_at(cascade, degree)
+    where = _like(cascade, degree, cost)
+    recompute = cost.recompute_at(cascade, degree, where)
     if recompute is None:
-        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(None, degree)
+        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(where, degree)
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
     now = cascade.end - cascade.start
-    time = cost.time(cascade, degree, recompute=recompute)
+    time = cost.time(cascade, degree, ranks=where, recompute=recompute)
     area = degree * time / (cascade.degree * now) - 1 if now > 0 else 0.0
     with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
     without = " without recomputing" if cascade.recompute and not recompute else ""
@@ -253,13 +259,22 @@ def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: floa
     return f"At {degree}{with_recompute} it would take {ms(time)}{without}, {more} GPU time{end}."
 
 
+def _like(cascade: Cascade, degree: int, cost: CostModel) -> tuple[int, ...] | None:
+    """Where devices differ, so many ranks like those of the cascade, and then others; else any."""
+    if not cost.kinds:
+        return None
+    alike = [rank for kind in cost.kinds if set(kind) & set(cascade.ranks) for rank in kind]
+    others = [rank for kind in cost.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
+    return tuple(sorted([*alike, *others][:degree]))
+
+
 def _recomputation(module: Module, cost: CostModel) -> list[str]:
     again = [cascade for cascade in module.cascades if cascade.recompute]
     if not any(cost.can_recompute(cascade) for cascade in module.cascades):
         return ["No stage can recompute its blocks."]
     if not again:
         return [
-            f"No cascade recomputes its blocks in backward: each fits into the {cost.room:.3g} GiB that parameters, "
+            f"No cascade recomputes its blocks in backward: each fits into the {_rooms(cost)} that parameters, "
             "optimizer and a reserve leave of a device."
         ]
     share = sum(_recompute_cost(cascade, cost) for cascade in again)
@@ -273,13 +288,19 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
     for cascade in largest:
         without, held = cost.memory(cascade, cascade.degree), cost.memory(cascade, cascade.degree, recompute=True)
         room = cost.room_on(cascade.ranks, cascade.degree)
-        wide = next((d for d in cost.options(cascade) if cost.recompute_at(cascade, d) is False), None)
+        wide = next((d for d in cost.options(cascade) if d > cascade.degree and cost.memory(cascade, d) <= room), None)
         fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
         said.append(
             f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.degree}, {held:.3g} with "
             f"recomputation; {room:.3g} are free. {fits}"
         )
     return said
+
+
+def _rooms(cost: CostModel) -> str:
+    """``42.9 GiB``, or where devices differ ``42.9 to 58 GiB``."""
+    rooms = sorted(cost.room_on(kind, 1) for kind in cost.kinds) or [cost.room]
+    return " to ".join(dict.fromkeys((f"{rooms[0]:.3g}", f"{rooms[-1]:.3g}"))) + " GiB"
 
 
 def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:

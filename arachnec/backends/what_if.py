@@ -66,7 +66,8 @@ def questions(plan: Module) -> Iterator[Question]:
     larger = with_nodes(cluster, cluster.nodes + 1)
     yield Question(f"One more node ({larger.world} in all instead of {cluster.world})", _on(larger))
     roomy = with_memory(cluster, 2.0)
-    yield Question(f"Twice the memory on each ({roomy.memory:.4g} GiB)", _on(roomy))
+    size = "" if "mixed" in cluster.attrs else f" ({roomy.memory:.4g} GiB)"
+    yield Question(f"Twice the memory on each{size}", _on(roomy))
     widest = max((c.degree for c in plan.cascades if c.phase is not Phase.ENCODE), default=1)
     if widest > 1:
         yield Question(f"No cascade on more than {_ranks(widest // 2)}", _at_most(widest // 2), of_cascades=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,7 +43,7 @@ def command(
     devices could do at their data sheet's peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
-    from arachnec.commands.tables import comparison_bars, comparison_table, terminal
+    from arachnec.commands.tables import terminal
     from arachnec.driver import compare
 
     if not names(pipelines):
@@ -51,12 +51,20 @@ def command(
     named = {name: options.pipeline(name, profile) for name in names(pipelines)}
     found, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
     rows = [each.report for each in found]
-    if svg is not None:
-        svg.write_text(drawing(model, found), encoding="utf-8")
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
         print()
-        return
+    else:
+        _print(rows, refused)
+    if svg is not None:  # last: what took minutes to plan is on the screen where the file cannot be written
+        svg.write_text(drawing(model, found), encoding="utf-8")
+        if not as_json:
+            terminal().print(f"wrote {svg}")
+
+
+def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str]]) -> None:
+    from arachnec.commands.tables import comparison_bars, comparison_table, terminal
+
     console = terminal()
     console.print(comparison_table(rows))
     for line in comparison_bars(rows, min(100, console.width)):
@@ -64,12 +72,10 @@ def command(
     console.print()
     for row in refused:
         console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}")
-    console.print("every pipeline here trains each clip once; what the originals of these do with clips:")
-    for row in rows:
-        if row["original_clips"]:
-            console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
-    if svg is not None:
-        console.print(f"wrote {svg}")
+    others = [row for row in rows if row["original_clips"]]
+    console.print(f"every pipeline here trains each clip once{'; the originals of these do not:' if others else ''}")
+    for row in others:
+        console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
 
 
 def drawing(model: Path, found: Sequence[Compared]) -> str:

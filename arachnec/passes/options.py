@@ -134,9 +134,10 @@ def _read_string(text: str) -> str:
 
 def _read_duration(text: str) -> float:
     found = re.fullmatch(r"([0-9.eE+-]+?)\s*(us|ms|s|min|h)", text)
-    if found is None:
+    value = _read_float(found[1]) if found is not None else -1.0
+    if found is None or value < 0:
         raise BadOption("a time with its unit: us, ms, s, min or h, such as 500ms")
-    return _read_float(found[1]) * MS[found[2]]
+    return value * MS[found[2]]
 
 
 def _read_tuple(item: Any, text: str) -> tuple[Any, ...]:

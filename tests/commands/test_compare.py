@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -59,6 +60,16 @@ def test_the_table_leaves_out_what_is_unknown_and_says_what_originals_do(
     (row,) = (line.split() for line in said.splitlines() if line.startswith(" default ") and "of" in line)
     assert "-" in row  # a CPU has no peak that anybody states
     assert "data-parallel drops what does not fill a batch" in said
+
+
+def test_memory_is_held_against_the_fullest_device_where_devices_differ(files: tuple[Path, Path]) -> None:
+    (only,), _ = compare(files[0], files[1], "1x1:h100+1x1:h20", {"default": Pipeline.parse("default")})
+    held = only.simulation.peak_memory_gib
+    fullest = max(range(2), key=held.__getitem__)
+    limits = [DATA_SHEETS[device].memory for device in ("h100-80g", "h20-96g")]
+    assert only.report["memory_limit_gib"] == limits[fullest]
+    swapped = dataclasses.replace(only.simulation, peak_memory_gib=held[::-1])
+    assert dataclasses.replace(only, simulation=swapped).report["memory_limit_gib"] == limits[1 - fullest]
 
 
 def test_mfu_counts_three_forwards_a_clip_and_no_recomputation(files: tuple[Path, Path]) -> None:

@@ -90,7 +90,7 @@ def test_other_schedulers_plan_the_same_table(capsys: pytest.CaptureFixture[str]
         ('{"tasks": []}', "no tasks"),
         ('{"unit": "h", "tasks": [1]}', "`unit` is h, expected ms or s"),
         ('{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "x", "s": {"1": 3}}]}]}', "beside the `s`"),
-        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": 3, "1": 4}}]}]}', ":1:68"),
+        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": 3, "1": 4}}]}]}', ":1:67"),
         ('{"tasks": [], "tasks": []}', "`tasks` is given twice"),
         ('{"task": []}', "did you mean `tasks`?"),
         ('{"tasks": [{"name": "a"}]}', "`stages` of task `a` is missing"),
