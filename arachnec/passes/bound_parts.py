@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from arachnec.ir.nodes import Cascade, Module
+from arachnec.ir.nodes import Module
 from arachnec.ir.values import Quantity, Value
 from arachnec.passes.bound import longest_chain, lower_bound
+from arachnec.passes.bound_mixed import bound_of
 from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem
-from arachnec.passes.stage_sizes import considered, shape_of, times_of
+from arachnec.passes.schedule_problem import TICKS, Problem
 
-PLENTY = 1e12  # GB/s
+PLENTY = 1e12  # GB/s or GiB
 Cause = Literal["work", "chain", "wide"]
 
 
@@ -42,60 +40,54 @@ def bound_parts(module: Module) -> BoundParts:
     """Of a module at level costed or later. Raises UserError where a cascade fits the memory at no degree."""
     cost = CostModel(module)
     problem = problem_of(module, cost)
-    bound = lower_bound(problem)
+    bound = bound_of(module, cost, problem)
     alone = Problem(tuple(replace(job, before=()) for job in problem.jobs), problem.gpus)
+    work = sum(min(choice.area for choice in job.choices) for job in problem.jobs) / problem.gpus
+    slower = bound > lower_bound(problem)  # some of the GPUs, which is what bounds it
     return BoundParts(
         bound=bound / TICKS,
-        cause=_cause(problem, bound - 1),
-        work=sum(min(choice.area for choice in job.choices) for job in problem.jobs) / problem.gpus / TICKS,
+        cause="work" if slower else _cause(problem, bound - 1),
+        work=(bound if slower else work) / TICKS,
         longest=longest_chain(problem) / TICKS,
         chain=tuple(module.cascades[index].name for index in _chain(problem)),
-        without_memory=lower_bound(_roomy(module, cost, problem)) / TICKS,
-        without_precedence=lower_bound(alone) / TICKS,
-        without_communication=_with_free_links(module) / TICKS,
+        without_memory=_bound(_roomy(module)) / TICKS,
+        without_precedence=bound_of(module, cost, alone) / TICKS,
+        without_communication=_bound(_with_free_links(module)) / TICKS,
     )
 
 
-def _roomy(module: Module, cost: CostModel, problem: Problem) -> Problem:
-    """The same problem where every degree fits, and nothing recomputes."""
-    found: dict[tuple[object, ...], tuple[Choice, ...]] = {}
-    jobs = []
-    for cascade, job in zip(module.cascades, problem.jobs, strict=True):
-        key = shape_of(cascade)
-        if key not in found:
-            found[key] = tuple(_roomy_choices(cascade, cost))
-        jobs.append(Job(found[key], job.before))
-    return Problem(tuple(jobs), problem.gpus)
+def _bound(module: Module) -> int:
+    cost = CostModel(module)
+    return bound_of(module, cost, problem_of(module, cost))
 
 
-def _roomy_choices(cascade: Cascade, cost: CostModel) -> Iterator[Choice]:
-    legal, least = cost.legal_degrees(cascade), math.inf
-    for degree in legal if times_of(cascade) else considered(legal):
-        ticks = max(1, math.ceil(cost.time(cascade, degree) * TICKS - 1e-6))
-        if ticks < least:
-            least = ticks
-            yield Choice(degree, ticks)
+def _roomy(module: Module) -> Module:
+    """The module on devices on which every degree fits and nothing recomputes."""
+    assert module.cluster is not None
+    attrs = module.cluster.attrs
+    sizes: dict[str, Value] = {"memory": Quantity(PLENTY, "GiB")}
+    mixed = attrs.get("mixed")
+    if isinstance(mixed, tuple):
+        sizes["mixed"] = tuple(_with_plenty(row, "GiB") for row in mixed)
+    return replace(module, cluster=replace(module.cluster, attrs=attrs.updated(**sizes)))
 
 
-def _with_free_links(module: Module) -> int:
-    """The bound in ticks on a cluster whose links, within nodes and between them, cost nothing."""
+def _with_free_links(module: Module) -> Module:
+    """The module on a cluster whose links, within nodes and between them, cost nothing."""
     assert module.cluster is not None
     attrs = module.cluster.attrs
     rates: dict[str, Value] = {name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink") if name in attrs}
     delays = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
     mixed = attrs.get("mixed")
     if isinstance(mixed, tuple):
-        rates["mixed"] = tuple(_free(row) for row in mixed)
-    other = replace(module, cluster=replace(module.cluster, attrs=attrs.updated(**rates, **delays)))
-    return lower_bound(problem_of(other, CostModel(other)))
+        rates["mixed"] = tuple(_with_plenty(row, "GB/s") for row in mixed)
+    return replace(module, cluster=replace(module.cluster, attrs=attrs.updated(**rates, **delays)))
 
 
-def _free(row: Value) -> Value:
-    """A kind of nodes, with links of no cost."""
+def _with_plenty(row: Value, unit: str) -> Value:
+    """A kind of nodes, with as much as one likes of what is measured in this unit."""
     assert isinstance(row, tuple), "the table of the cluster's attributes says so"
-    return tuple(
-        Quantity(PLENTY, "GB/s") if isinstance(item, Quantity) and item.unit == "GB/s" else item for item in row
-    )
+    return tuple(Quantity(PLENTY, unit) if isinstance(item, Quantity) and item.unit == unit else item for item in row)
 
 
 def _cause(problem: Problem, horizon: int) -> Cause:

@@ -213,6 +213,16 @@ class CostModel:
                 compute += count * self._compute(cascade, name, degree, split, self._slowdown(ranks))
         return compute + self._communication(cascade, degree, split, ranks, forward, backward)
 
+    def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: bool = False) -> float:
+        """ms that the cascade computes at least, divided evenly, where a group's slowest device is so much slower."""
+        times = times_of(cascade)
+        if times:
+            return times[degree] * slowdown
+        forward, backward = self._passes(cascade)
+        passes = (forward * 2 if recompute and backward else forward, "forward"), (backward, "backward")
+        even = Attention(1, degree)
+        return sum(count * self._compute(cascade, name, degree, even, slowdown) for count, name in passes if count)
+
     def _attention_time(self, cascade: Cascade, degree: int, split: Attention, ranks: tuple[int, ...] | None) -> float:
         if not self._number(cascade, "attentions"):
             return 0.0

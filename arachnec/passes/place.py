@@ -20,8 +20,11 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.base import Pass
+from arachnec.passes.bound_mixed import bound_of
 from arachnec.passes.cost import GIB, CostModel
 from arachnec.passes.place_memory import Late, find_overflow, is_roomy, late_order
+from arachnec.passes.schedule_module import problem_of
+from arachnec.passes.schedule_problem import TICKS
 from arachnec.passes.stage_sizes import times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 
@@ -55,12 +58,16 @@ class Place(Pass):
         everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
         as_planned = makespan <= quantity(module.attrs["makespan"]) + TOLERANCE
+        attrs = module.attrs
+        if cost.kinds:  # the schedule, and so its bound, counted them as if all were the fastest
+            bound = Quantity(bound_of(module, cost, problem_of(module, cost)) / TICKS, "ms")
+            attrs = attrs.updated(bound=bound, area_bound=bound)
         return replace(
             module,
             level=Level.PLACED,
             cascades=cascades,
             reductions=tuple(replace(node, attrs=node.attrs.updated(ranks=everyone)) for node in module.reductions),
-            attrs=module.attrs.updated(
+            attrs=attrs.updated(
                 makespan=Quantity(makespan, "ms"), proved=as_planned and module.attrs["proved"] is True
             ),
         )

@@ -23,6 +23,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
+from arachnec.passes.bound_mixed import mixed_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_anneal import anneal_by_turns
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
@@ -95,13 +96,15 @@ class ScheduleZ3(Pass):
         if cost.kinds and problem.jobs:
             schedule = best_on_mixed(module, cost, problem, found.schedule)
             found = replace(found, schedule=schedule, proved=False)
+        # of devices that differ the problem, and so its bound, counts all as the fastest
+        real = mixed_bound(module, cost, problem, found.area_bound) if cost.kinds else found.area_bound
         # counted anew: whatever the search took, placing gets its share
         clock = Clock(time.perf_counter(), self.budget * (1 - BEFORE_PLACING), self.steps)
         schedule = best_placed(
             module,
             cost,
             problem,
-            found,
+            replace(found, bound=max(found.bound, real), area_bound=real),
             seed=self.seed,
             steps=TRIES if self.steps is None else self.steps,
             seconds=0.0 if self.steps is not None else max(0.0, clock.left()) * GROUPS_SHARE / 1e3,
