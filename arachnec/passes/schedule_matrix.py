@@ -3,10 +3,12 @@
 In every schedule each job holds some GPUs from its start to its end, so that the ticks of the jobs on one GPU sum to at
 most the horizon. That is asked first: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. Where
 there are no such sets there is no schedule. Where there are, a second question is whether start times exist for them:
-jobs with a GPU in common run one after the other. If not, the jobs that get in each other's way may not have these sets
-together, and the first question is asked again.
+jobs with a GPU in common run one after the other. If not, the pairs that get in each other's way may not all have a GPU
+in common again with these choices, whichever GPU that is, and the first question is asked again.
 
-What makes it fast: choices whose area is more above the job's least than is free in all are left out; GPUs are
+What makes it fast: choices whose area is more above the job's least than is free in all are left out, and a GPU may be
+idle for as much as that less what the choices spend, so that its ticks have a least sum, too. It follows from the rest,
+but only once all other GPUs are full; stated for every GPU, it makes answers up to fifty times faster. GPUs are
 interchangeable, so their columns of the job x GPU matrix may be taken in lexicographic order, and equal jobs likewise
 their rows (Flener and others, CP 2002: both at once, since both are by the same order of the variables).
 """
@@ -24,7 +26,7 @@ from arachnec.passes.schedule_problem import Choice, Effort, Problem, Schedule, 
 from arachnec.passes.schedule_window import Answer, find_schedule
 
 MOST_SETS = 50  # for which start times are looked for
-START_STEPS = 200_000  # of Z3, for the start times of one choice of sets
+START_STEPS = 3_000_000  # of Z3, for the start times of one choice of sets
 
 
 class Question:
@@ -104,8 +106,10 @@ def _answered(
             for job, row in enumerate(rows):
                 picks[job] = problem.jobs[job].choices.index(row.choice)
             return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
-        in_doubt |= conflict is None
-        matrix.exclude(rows, range(len(rows)) if conflict is None else conflict)
+        if conflict is None:
+            in_doubt = True
+            conflict = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
+        matrix.exclude(rows, conflict)
     else:  # sets without start times, again and again
         wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
         return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
@@ -120,26 +124,31 @@ class _Row:
     gpus: frozenset[int]
 
 
-def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[int] | None]:
-    """Start times in which no GPU has two jobs at once; else the jobs for which there are none, None if in doubt."""
+def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
+    """Start times in which no GPU has two jobs at once.
+
+    Else pairs of jobs that, with these choices and with a GPU in common, leave none; None if in doubt.
+    """
     context = z3.Context()
     solver = z3.Solver(ctx=context)
     solver.set("rlimit", START_STEPS)
+    solver.set("core.minimize", True)
     start = [z3.Int(f"start_{job}", context) for job in range(len(rows))]
-    there = [z3.Bool(f"there_{job}", context) for job in range(len(rows))]
     for job, row in enumerate(rows):
         solver.add(start[job] >= 0, start[job] <= horizon - row.choice.ticks)
+    meeting = {}
     for a, b in combinations(range(len(rows)), 2):
         if rows[a].gpus & rows[b].gpus:
+            meet = z3.Bool(f"meet_{a}_{b}", context)
+            meeting[str(meet)] = (meet, (a, b))
             first = start[a] + rows[a].choice.ticks <= start[b]
-            solver.add(z3.Or(z3.Not(there[a]), z3.Not(there[b]), first, start[b] + rows[b].choice.ticks <= start[a]))
-    answer = solver.check(*there)
+            solver.add(z3.Or(z3.Not(meet), first, start[b] + rows[b].choice.ticks <= start[a]))
+    answer = solver.check(*(meet for meet, _ in meeting.values()))
     if answer == z3.sat:
         model = solver.model()
         return [model.eval(each, model_completion=True).as_long() for each in start], []
     if answer == z3.unsat:
-        core = {str(each) for each in solver.unsat_core()}
-        return None, [job for job in range(len(rows)) if f"there_{job}" in core]
+        return None, [meeting[str(each)][1] for each in solver.unsat_core()]
     return None, None
 
 
@@ -173,6 +182,7 @@ class _Matrix:
         self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
         self.picks: dict[int, list[tuple[z3.BoolRef, Choice]]] = {}
         self.cells: dict[int, list[z3.BoolRef]] = {}
+        self.meetings: dict[tuple[int, int], z3.BoolRef] = {}
         by_length = sorted(
             range(len(choices)), key=lambda j: (-choices[j][-1].ticks, [(c.degree, c.ticks) for c in choices[j]])
         )
@@ -193,10 +203,12 @@ class _Matrix:
                 self._rows_in_order(j, previous[1], previous[2], pick, cells)
             equal = self._columns_in_order(j, cells, equal)
             previous = row, pick, cells
+        spare = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
+        if spent:
+            self._at_most(spent, spare)
         for ticks in self.held:
             self._at_most(ticks, horizon)
-        if spent:
-            self._at_most(spent, gpus * horizon - sum(min(choice.area for choice in row) for row in choices))
+            self._at_least(ticks, spent, horizon - spare)
         self.complete = True
 
     def rows(self, model: z3.ModelRef) -> list[_Row]:
@@ -213,18 +225,35 @@ class _Matrix:
             for j in range(len(self.picks))
         ]
 
-    def exclude(self, rows: Sequence[_Row], jobs: Sequence[int]) -> None:
-        """Not these jobs with these choices on these GPUs together."""
-        different = []
-        for j in jobs:
+    def exclude(self, rows: Sequence[_Row], pairs: Sequence[tuple[int, int]]) -> None:
+        """Not all of these pairs of jobs, with these choices, with a GPU in common, whichever that is."""
+        different = [z3.Not(self._meeting(*pair)) for pair in pairs]
+        for j in sorted({job for pair in pairs for job in pair}):
             different += [z3.Not(pick) for pick, choice in self.picks[j] if choice == rows[j].choice]
-            different += [z3.Not(self.cells[j][gpu]) for gpu in sorted(rows[j].gpus)]
         self.solver.add(z3.Or(different))
+
+    def _meeting(self, a: int, b: int) -> z3.BoolRef:
+        """True where two jobs have a GPU in common."""
+        if (a, b) not in self.meetings:
+            self.meetings[a, b] = meet = self._bool(f"meet_{a}_{b}")
+            for one, other in zip(self.cells[a], self.cells[b], strict=True):
+                self.solver.add(z3.Or(meet, z3.Not(one), z3.Not(other)))
+        return self.meetings[a, b]
 
     def _at_most(self, terms: Sequence[tuple[z3.BoolRef, int]], most: int) -> None:
         """Numbers too large for Z3 are rounded down, which excludes nothing; start times are found without that."""
         unit = unit_for(max(most, *(number for _, number in terms)))
         self.solver.add(z3.PbLe([(boolean, number // unit) for boolean, number in terms], most // unit))
+
+    def _at_least(
+        self, terms: Sequence[tuple[z3.BoolRef, int]], less: Sequence[tuple[z3.BoolRef, int]], least: int
+    ) -> None:
+        """The terms less the others; rounded so that nothing is excluded where numbers are too large for Z3."""
+        least += sum(number for _, number in less)
+        every = [*terms, *((z3.Not(boolean), number) for boolean, number in less)]
+        unit = unit_for(max(least, *(number for _, number in every)))
+        if least > 0:
+            self.solver.add(z3.PbGe([(boolean, -(-number // unit)) for boolean, number in every], least // unit))
 
     def _bool(self, name: str) -> z3.BoolRef:
         return z3.Bool(name, self.context)

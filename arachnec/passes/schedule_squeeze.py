@@ -5,6 +5,10 @@ degrees are out of the question, easy to grant far above the optimum, and hard i
 the bound upwards, in leaps of a part of what is left, and a question that takes long is put off: the next ones lie
 below it, and it comes up again, with more time, when those are answered. Two questions run at once (Z3 works
 outside of Python's lock); an answer stops the other question where it has become pointless.
+
+Where the makespan is close to the bound, or the shortest packing, one of the two asks from above: is there anything
+shorter at all. A refusal ends the search. Where something is found, it is often shorter by a few ticks of rounding
+alone, so that the next question from above takes twice that step.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from arachnec.passes.schedule_matrix import Question, schedule_by_sets
 from arachnec.passes.schedule_problem import Effort, Problem, Schedule, Solution, violations
@@ -20,15 +25,20 @@ from arachnec.passes.schedule_window import Answer
 CORES = 2
 LEAPS = (0.5, 0.25)  # of what lies between bound and makespan: where the first and the second question is asked
 FIRST_MS = 300.0  # of a question before it is put off
-CLOSE = 0.0015  # of the makespan: where the two are that near, whether there is anything shorter is asked at once
+CLOSE = 0.0015  # of the makespan: where the two are that near, one question comes from above
 NEAR = 0.25  # of what lies between them: a question put off is asked again where the bound has come that near to it
 LONGER = 3  # times as long as before
-LAST_SHARE = 4  # times as long as others, for the question whose refusal is the proof
+LAST_SHARE = 4  # times as long as others, for a question from above
 
 
-def squeeze(problem: Problem, incumbent: Solution, *, milliseconds: float, seed: int) -> Solution:
-    """The best schedule and bound after so much wall time, sooner where they meet."""
-    state = _Squeeze(problem, incumbent, time.perf_counter() + milliseconds / 1e3, seed)
+def squeeze(
+    problem: Problem, incumbent: Solution, *, milliseconds: float, seed: int, from_above: bool = False
+) -> Solution:
+    """The best schedule and bound after so much wall time, sooner where they meet.
+
+    ``from_above`` asks from above at once: where it is not likely that there is anything shorter.
+    """
+    state = _Squeeze(problem, incumbent, time.perf_counter() + milliseconds / 1e3, seed, from_above)
     with ThreadPoolExecutor(CORES) as pool:
         for done in [pool.submit(state.work) for _ in range(CORES)]:
             done.result()
@@ -38,23 +48,37 @@ def squeeze(problem: Problem, incumbent: Solution, *, milliseconds: float, seed:
 def squeeze_in_steps(problem: Problem, incumbent: Solution, *, steps: int, seed: int) -> Solution:
     """The same without a clock: one question after the other, each with as many of Z3's steps, none asked again."""
     state = _Squeeze(problem, incumbent, None, seed)
-    while (horizon := state.next_horizon()) is not None and state.limit <= FIRST_MS:
-        answer, found = schedule_by_sets(problem, horizon, seed=seed, effort=Effort(steps, None), question=Question())
-        state.learn(horizon, answer, found)
+    while (asked := state.next()) is not None and state.limit <= FIRST_MS:
+        answer, found = schedule_by_sets(problem, asked.horizon, seed=seed, effort=Effort(steps, None))
+        state.learn(asked, answer, found)
     return state.solution()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Whether there is a schedule that ends by ``horizon``."""
+
+    horizon: int
+    from_above: bool = False
 
 
 class _Squeeze:
     """What is known; shared by the threads, and changed under ``lock`` alone."""
 
-    def __init__(self, problem: Problem, incumbent: Solution, until: float | None, seed: int) -> None:
+    def __init__(
+        self, problem: Problem, incumbent: Solution, until: float | None, seed: int, from_above: bool = False
+    ) -> None:
         self.problem, self.incumbent, self.until, self.seed = problem, incumbent, until, seed
+        self.from_above = from_above
         self.low, self.schedule = incumbent.bound, incumbent.schedule
         self.high = self.schedule.makespan(problem)
         self.put_off = self.high  # the least horizon at which a question took too long
         self.limit = FIRST_MS
+        self.step = 1  # ticks below the makespan, where the next question from above is asked
+        self.step_limit = LAST_SHARE * FIRST_MS
+        self.hopeless = False  # to ask from above
         self.lock = threading.Lock()
-        self.asked: dict[Question, int] = {}
+        self.asked: dict[Question, _Asked] = {}
 
     def solution(self) -> Solution:
         return Solution(self.schedule, self.incumbent.area_bound, self.low, self.low >= self.high)
@@ -65,51 +89,58 @@ class _Squeeze:
         number = 0
         while True:
             with self.lock:
-                horizon = self.next_horizon()
+                asked = self.next()
                 left = (self.until - time.perf_counter()) * 1e3
-                if horizon is None or left < 1:
+                if asked is None or left < 1:
                     return
                 question = Question()
-                self.asked[question] = horizon
-                longest = self.limit * (LAST_SHARE if horizon == self.high - 1 else 1)
-                effort = Effort(None, int(min(left, longest)))
+                self.asked[question] = asked
+                effort = Effort(None, int(min(left, self.step_limit if asked.from_above else self.limit)))
                 number += 1
             try:
                 answer, found = schedule_by_sets(
-                    self.problem, horizon, seed=self.seed + number, effort=effort, question=question
+                    self.problem, asked.horizon, seed=self.seed + number, effort=effort, question=question
                 )
             finally:
                 with self.lock:
                     del self.asked[question]
             with self.lock:
                 if not question.stopped or answer is not Answer.UNKNOWN:
-                    self.learn(horizon, answer, found)
+                    self.learn(asked, answer, found)
                 for other, at in self.asked.items():
-                    if not self.low <= at < self.high:
+                    if not self.low <= at.horizon < self.high:
                         other.stop()
 
-    def next_horizon(self) -> int | None:
+    def next(self) -> _Asked | None:
         """Where to ask next; None where bound and makespan have met."""
         if self.low >= self.high:
             return None
         if self.put_off < self.high and self.put_off - self.low <= NEAR * (self.high - self.low):
             self.put_off, self.limit = self.high, LONGER * self.limit
-        last = self.high - 1
-        if self.high - self.low <= CLOSE * self.high and last not in self.asked.values():
-            return last
-        room = self.put_off - self.low
+        room, running = self.put_off - self.low, {each.horizon for each in self.asked.values()}
+        from_above = not self.hopeless and (self.from_above or self.high - self.low <= CLOSE * self.high)
+        above = max(self.high - self.step, (self.low + self.high - 1) // 2)
+        if from_above and not any(each.from_above for each in self.asked.values()) and above not in running:
+            return _Asked(above, from_above=True)
         wished = [self.low + int(room * leap) for leap in LEAPS]
-        return next((horizon for horizon in wished if horizon not in self.asked.values()), wished[0])
+        return _Asked(next((horizon for horizon in wished if horizon not in running), wished[0]))
 
-    def learn(self, horizon: int, answer: Answer, found: Schedule | None) -> None:
+    def learn(self, asked: _Asked, answer: Answer, found: Schedule | None) -> None:
         if answer is Answer.IMPOSSIBLE:
-            self.low = max(self.low, horizon + 1)
+            self.low = max(self.low, asked.horizon + 1)
+            if asked.from_above:
+                self.step = 1
         elif found is not None and not violations(self.problem, found):
             reached = found.makespan(self.problem)
             if reached < self.high:
+                if asked.from_above:
+                    self.step = 2 * max(self.step, self.high - reached)
                 self.schedule, self.high = found, reached
                 self.put_off = min(self.put_off, reached)
+        elif asked.from_above:
+            self.step_limit *= LONGER
+            self.hopeless = self.until is None  # asked again with as many steps, it would have no answer again
         else:
-            self.put_off = min(self.put_off, horizon)
+            self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, LONGER * self.limit

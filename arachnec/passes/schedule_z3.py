@@ -3,7 +3,8 @@
 1. A lower bound that holds for every schedule (``bound``).
 2. The best packing in aligned blocks, list schedule or fixed layout (``schedule_blocks``, ``schedule_heuristics``).
 3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``schedule_repack``).
-4. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
+4. Of a few jobs that do not wait, the shortest packing (``schedule_exact``).
+5. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
    budget is spent (``schedule_matrix``; with precedence ``schedule_window``). Of larger ones with precedence Z3
    improves the tail (``schedule_tail``), taking turns with a local search.
 
@@ -46,6 +47,7 @@ GOOD = 1.02  # times the bound
 SMALL_SHARE = 0.5  # of the budget for packings, where Z3 is given the whole
 CHAINED_SHARE = 0.2  # where jobs wait for others, or blocks of powers of 2 waste GPUs
 WASTE = 1.003  # times the least area, above which blocks do
+EXACT_SHARE = 0.5  # of the budget, for the shortest packing of a few jobs
 PACKING_SHARE = 0.1  # of what is left, for one question about the whole as a packing
 QUESTION_MS = 700  # of Z3 on two blocks
 TRIES = 4000  # of repacking what Z3 is given whole, where time allows
@@ -209,10 +211,9 @@ def search(
 ) -> Solution:
     """The first schedule made shorter, or proved optimal, within the budget."""
     if options is not None and packed is not None:
+        if not _chained(problem) and FEW < len(problem.jobs) <= WHOLE_PACKED:
+            return search_packed(problem, options, packed, schedule, bound, clock, seed)
         schedule = repack(problem, options, packed, schedule, bound, clock, seed)
-    if options is not None and not _chained(problem) and FEW < len(problem.jobs) <= WHOLE_PACKED:
-        schedule = local_search(problem, schedule, bound, clock, seed, clock.left() * PACKED_SHARE)
-        return prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed)
     if len(problem.jobs) > WHOLE:
         schedule = improve_by_turns(problem, schedule, bound, clock, seed)
         return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
@@ -223,6 +224,25 @@ def search(
     return Solution(schedule, bound, bound, schedule.makespan(problem) <= bound)
 
 
+def search_packed(
+    problem: Problem,
+    options: Options,
+    packed: Packing,
+    schedule: Schedule,
+    bound: int,
+    clock: Clock,
+    seed: int,
+) -> Solution:
+    """Few jobs, none of which waits for another: the shortest packing, then Z3's proof, or what is shorter still."""
+    exact = False
+    if not wasteful(problem, options) and schedule.makespan(problem) > bound and _any_left(clock):
+        schedule, exact = pack_exactly(problem, options, schedule, clock)
+    if not exact:
+        schedule = repack(problem, options, packed, schedule, bound, clock, seed)
+        schedule = local_search(problem, schedule, bound, clock, seed, clock.left() * PACKED_SHARE)
+    return prove_packing(problem, options, Solution(schedule, bound, bound, False), clock, seed, exact=exact)
+
+
 def best_first(problem: Problem, schedule: Schedule, bound: int) -> Schedule:
     """The best of this one, fixed layouts and, unless there are many jobs and it is good, list schedules."""
     found = [schedule]
@@ -231,6 +251,21 @@ def best_first(problem: Problem, schedule: Schedule, bound: int) -> Schedule:
     if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
         found.append(best_one_degree(problem))
     return min(found, key=lambda schedule: schedule.makespan(problem))
+
+
+def pack_exactly(problem: Problem, options: Options, schedule: Schedule, clock: Clock) -> tuple[Schedule, bool]:
+    """The schedule or the shortest packing in aligned blocks, and whether it is certain that no packing is shorter."""
+    from arachnec.passes.schedule_exact import shortest_packing
+
+    floor, asked = clock.left() * (1 - EXACT_SHARE), 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > clock.steps if clock.steps is not None else clock.left() <= floor
+
+    packing, certain = shortest_packing(problem.gpus, options, schedule.makespan(problem), stop)
+    return (schedule if packing is None else realize(problem, packing)), certain
 
 
 def repack(
@@ -319,8 +354,12 @@ def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, cl
     return schedule
 
 
-def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock: Clock, seed: int) -> Solution:
+def prove_packing(
+    problem: Problem, options: Options, incumbent: Solution, clock: Clock, seed: int, *, exact: bool
+) -> Solution:
     """The best packing in aligned blocks by bisection, then the proof that no other schedule is shorter.
+
+    ``exact`` says that no packing is shorter than the incumbent.
 
     Sets of GPUs that are no aligned blocks can make a schedule shorter still, so those are asked for next
     (``schedule_squeeze``), and at once where that is quick.
@@ -333,7 +372,7 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
     high = schedule.makespan(problem)
     low, horizon = bound, high - 1
     everything, nothing = range(len(problem.jobs)), [0] * problem.gpus
-    while low < high and _any_left(clock) and len(problem.jobs) > WHOLE:
+    while low < high and _any_left(clock) and len(problem.jobs) > WHOLE and not exact:
         effort = _effort(clock, min(clock.left() * PACKING_SHARE, QUESTION_MS))
         answer, placed = find_packing(
             everything, options, problem.heads, nothing, horizon, problem.gpus, seed=seed, effort=effort
@@ -351,7 +390,7 @@ def prove_packing(problem: Problem, options: Options, incumbent: Solution, clock
         return found
     if clock.steps is not None:
         return squeeze_in_steps(problem, found, steps=clock.steps * Z3_STEPS_PER_STEP, seed=seed)
-    return squeeze(problem, found, milliseconds=clock.left(), seed=seed)
+    return squeeze(problem, found, milliseconds=clock.left(), seed=seed, from_above=exact)
 
 
 def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Solution:
