@@ -14,11 +14,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
@@ -62,38 +63,51 @@ def main() -> None:
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
                 arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    if any("failed" in row for row in found["results"]):
+        sys.exit("some forms failed")
 
 
 def block_rows(
     model: str, heads: int, width: int, device: torch.device, arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
+    """A row for each form as it is found; one that fails or differs from eager says so, and the others go on."""
     dtype = torch.float32 if arguments.tiny else torch.bfloat16
     tokens = 48 if arguments.tiny else arguments.tokens
     block, captured = captured_block(heads, 16 if arguments.tiny else 128, width, device, dtype)
     inputs = inputs_of(captured, {B: arguments.batch, S: tokens, T: 16 if arguments.tiny else CAPTION}, device)
-    rows = []
-    eager = lifted(captured, block)
-    truth = step(eager, inputs, block)
+    truth = step(lifted(captured, block), inputs, block)
     for form, run in forms(captured, block, device).items():
         torch._dynamo.reset()
-        started = time.perf_counter()
-        result = step(run, inputs, block)
-        synchronize(device)
-        first = time.perf_counter() - started
-        error = max(relative(a, b) for a, b in zip(result, truth, strict=True))
-        if not error <= TOLERANCE[dtype]:
-            sys.exit(f"{model}, {form}: differs from eager by {error:.1e}")
         row = {"model": model, "form": form, "tokens": tokens, "batch": arguments.batch, "dtype": str(dtype)}
-        row |= {"error": error, "first_s": first, **timed(run, inputs, block, device, arguments.repeats)}
-        rows.append(row)
-    return rows
+        try:
+            row |= checked_and_timed(run, truth, inputs, block, device, arguments.repeats)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        else:
+            if not row["error"] <= TOLERANCE[dtype]:
+                row["failed"] = f"differs from eager by {row['error']:.1e}"
+        yield row
+
+
+def checked_and_timed(
+    run: Run, truth: list[Tensor], inputs: list[Tensor], block: torch.nn.Module, device: torch.device, repeats: int
+) -> dict[str, float]:
+    started = time.perf_counter()
+    result = step(run, inputs, block)
+    synchronize(device)
+    first = time.perf_counter() - started
+    error = max(relative(a, b) for a, b in zip(result, truth, strict=True))
+    return {"error": error, "first_s": first, **timed(run, inputs, block, device, repeats)}
 
 
 def captured_block(
     heads: int, size: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, CapturedBlock]:
     """A Wan2.1 block of this width, in the precision that a run gives it."""
-    from diffusers import WanTransformer3DModel
+    try:
+        from diffusers import WanTransformer3DModel
+    except ModuleNotFoundError:
+        sys.exit("the blocks are those of Diffusers: pip install 'arachnec[diffusers]'")
 
     torch.manual_seed(0)
     with device:
@@ -177,9 +191,12 @@ def timed(
 
 
 def line(row: dict[str, Any]) -> str:
+    if "forward_ms" not in row:
+        return f"{row['model']:12s} S={row['tokens']:6d} {row['form']:22s} failed: {row['failed']}"
     return (
         f"{row['model']:12s} S={row['tokens']:6d} {row['form']:22s} forward {row['forward_ms']:9.2f} ms   "
         f"with backward {row['both_ms']:9.2f} ms   from eager {row['error']:.1e}   first call {row['first_s']:.1f} s"
+        + (f"   FAILED: {row['failed']}" if "failed" in row else "")
     )
 
 
