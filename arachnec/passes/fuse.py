@@ -82,7 +82,8 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
     matches = chosen_matches(cost, region)
     parts = [*(match.ops for match in matches), *rest_of(graph, region, matches)]
     before, after = cost.formula(region)[0], sum(cost.formula(part)[1] for part in parts)
-    backward = [together(cost, part, graph.bytes_of) for part in parts]
+    single = {part for part in parts[len(matches) :] if (part & graph.core).bit_count() == 1}
+    backward = [(alone if part in single else together)(cost, part, graph.bytes_of) for part in parts]
     many = alone(cost, region, graph.bytes_of)
     # a layer that keeps its bias reads the whole gradient once more, to add it up
     biases = sum(graph.bytes_of(match.operands["x"]) for match in matches if match.splits)

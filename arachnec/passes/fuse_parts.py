@@ -12,13 +12,12 @@ from functools import cache
 from arachnec.passes.fuse_cost import RegionCost
 from arachnec.passes.fuse_graph import FusionGraph, bits
 from arachnec.passes.fuse_match import match_region
-from arachnec.passes.fuse_match_rope import COMPLEX
 from arachnec.passes.fuse_ops import Kind
 from arachnec.passes.fuse_walk import Match
 
-GENERATED = (
-    1.1  # how much longer a generated kernel is taken to need for the same bytes: idle lanes, vectors read again
-)
+FLOATING = ("f64", "f32", "f16", "bf16")
+# A generated kernel is taken to need so much longer for the same bytes: lanes are idle, vectors are read with each row.
+GENERATED = 1.1
 
 
 def chosen_matches(cost: RegionCost, region: int) -> tuple[Match, ...]:
@@ -62,9 +61,10 @@ def rest_of(graph: FusionGraph, region: int, matches: tuple[Match, ...]) -> tupl
 
 
 def _is_one_program(cost: RegionCost, region: int) -> bool:
-    """Whether a template makes one kernel of the region: rows of one length, and no complex numbers."""
+    """Whether a template makes one kernel of the region: rows of one length, of floating-point numbers."""
     graph = cost.graph
-    if any(graph.dtypes.get(graph.ops[i].name) in COMPLEX for i in bits(region)):
+    values = [*cost.loaded(region), *(graph.ops[i].name for i in bits(region & graph.core))]
+    if any(graph.dtypes.get(name) not in FLOATING for name in values):
         return False
     rows = {graph.spaces[i].rows for group in cost.groups(region) if not group.broadcast for i in group.ops}
     return len(rows) == 1 and cost.launches(region) == 1

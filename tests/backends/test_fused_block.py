@@ -46,10 +46,72 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat([-high, low], -1) * angles.sin()
 
 
-CASES = {**MODELS, "half-rotated": user_written(lambda: PlainModel(HalfRotatedBlock))}
+class WrittenOutNormsBlock(FusedBlock):
+    """Norms by their formulas before and after what they enclose, complex rotation, gates as tanh, SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(3 * WIDTH, 4 * WIDTH)
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(4))
+        self.head_gain = nn.Parameter(torch.ones(WIDTH // HEADS))
+        self.wide, self.narrow = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, s, c = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, HEADS, c // HEADS).unbind(2)
+        angles = 0.1 * torch.arange(s, device=x.device)[:, None] * torch.arange(1, c // HEADS // 2 + 1)
+        turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+        q, k = (times(root_mean_square(t) * self.head_gain, turns) for t in (q, k))
+        y = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return y.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor, places: Tensor) -> Tensor:
+        scale, gate, scale_2, gate_2 = self.time(time)[:, None].chunk(4, dim=-1)
+        first, second, third, fourth = self.gains
+        y = self.out(self.attend(root_mean_square(x + places) * first * (1 + scale)))
+        x = x + gate.tanh() * (root_mean_square(y) * second)
+        a, b = self.wide(root_mean_square(x) * third * (1 + scale_2)).chunk(2, dim=-1)
+        return torch.addcmul(x, gate_2, centred(self.narrow(nn.functional.silu(a) * b)) * fourth)
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+
+def centred(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6)
+
+
+def times(x: Tensor, turns: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * turns).flatten(-2)
+
+
+class TokenGatesBlock(FusedBlock):
+    """Scale, shift and gate of every token, as slices of one table, and a factor of 1 on what attention returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 1, 3, WIDTH))
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor, places: Tensor) -> Tensor:
+        vectors = self.table + (time[:, None] + places.repeat(1, 1, 3)).unflatten(-1, (3, WIDTH))
+        scale, shift, gate = (part.squeeze(2) for part in vectors.chunk(3, dim=2))
+        x = x + gate * (self.out(self.attend(self.norm1(x) * (1 + scale) + shift)) / 1.0)
+        return x + self.mlp(self.norm2(x)) / 1.0
+
+
+CASES = {
+    **MODELS,
+    "written-out-norms": user_written(lambda: PlainModel(WrittenOutNormsBlock)),
+    "token-gates": user_written(lambda: PlainModel(TokenGatesBlock)),
+    "half-rotated": user_written(lambda: PlainModel(HalfRotatedBlock)),
+}
 DIFFUSERS = ("WanTransformerBlock", "CogVideoXBlock", "LTXVideoTransformerBlock", "HunyuanVideo")
 TESTED = (
     "half-rotated",
+    "written-out-norms",
+    "token-gates",
     "wan-3-heads",
     "cogvideox-rotary",
     "hunyuan-video",
