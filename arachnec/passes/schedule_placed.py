@@ -1,9 +1,10 @@
-"""The schedule that is shortest once it has been placed.
+"""The schedule whose iteration is shortest once it has been placed.
 
 A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
 starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, fixed layouts
 and annealed schedules among them, the shortest is kept, and a local search over degrees and order goes on from it with
-the placed makespan as its measure.
+the same measure: when the gradients would be summed (``schedule_ending``), which is the placed makespan where there are
+none to sum.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
 from arachnec.passes.schedule_anneal import anneal, neighbour
 from arachnec.passes.schedule_decode import start_order
+from arachnec.passes.schedule_ending import Ending
 from arachnec.passes.schedule_fixed import at_least, deal
 from arachnec.passes.schedule_flexsp import solved
 from arachnec.passes.schedule_groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
@@ -49,15 +51,16 @@ def best_placed(
     seconds: float,
     stop: Callable[[], bool],
 ) -> Schedule:
-    """The schedule found, or one whose placed makespan is shorter; ``steps`` tries, or until ``stop`` says so.
+    """The schedule found, or one whose iteration is shorter once placed; ``steps`` tries, or until ``stop`` says so.
 
     ``seconds`` of wall time go to the integer program of FlexSP for one more candidate, and most of as many to
     annealing; 0 leaves the former out and counts the latter's tries.
     """
-    best, least = found.schedule, found.bound / TICKS * (1 + 1e-9)
+    best = found.schedule
     if not placing_is_quick(problem) or stop():
         return best
     measure = Measure(module, cost, problem)
+    least = found.bound / TICKS * (1 + 1e-9) + measure.ending.least
     length = measure.of(best)
     if length <= least:
         return best
@@ -124,10 +127,11 @@ def placing_is_quick(problem: Problem) -> bool:
 
 
 class Measure:
-    """The placed makespan of schedules of one problem, in ms; infinite where the memory does not hold one placed."""
+    """Of schedules of one problem, placed: ms until gradients are summed; infinite where memory does not hold one."""
 
     def __init__(self, module: Module, cost: CostModel, problem: Problem) -> None:
         self.module, self.cost, self.problem = module, cost, problem
+        self.ending = Ending(module, cost)
         self.chosen: dict[tuple[int, int], Cascade] = {}
 
     def of(self, schedule: Schedule) -> float:
@@ -135,7 +139,7 @@ class Measure:
             placed = best_placements(self._cascades(schedule), self.cost)
         except UserError:
             return math.inf
-        return max((cascade.end for cascade in placed), default=0.0)
+        return self.ending.of(placed)
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:
         return [self._cascade(job, *at) for job, at in enumerate(zip(schedule.picks, schedule.starts, strict=True))]
