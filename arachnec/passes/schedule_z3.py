@@ -117,22 +117,23 @@ class ScheduleZ3(Pass):
     def _on_nodes(self, module: Module, cost: CostModel, problem: Problem, started: float) -> Solution:
         """Of many cascades: with degrees whose blocks nest, so that it can be placed as it is.
 
-        Two placements are measured, of the first schedule and of the last; the first one's time is set aside for the
-        last. Others follow where that is late and time is left.
+        Two placements are measured, of the first packing and of the last; the first one's time is set aside for the
+        last. Schedules of other kinds follow where that is late and time is left.
         """
         bound = lower_bound(problem)
         clock = Clock(started, self.budget, self.steps)
         inside, first = first_nested(problem, cost.cluster.gpus, bound, clock)
+        whole = inside.whole(first.schedule)
         if not _any_left(clock):
-            schedule = best_first(inside.problem, first.schedule, bound)
-            return Solution(inside.whole(schedule), bound, bound, schedule.makespan(inside.problem) <= bound, first.ms)
-        trial = Placing(Measure(module, cost, problem), inside.whole(first.schedule), clock.left)
+            return Solution(whole, bound, bound, whole.makespan(problem) <= bound, first.ms)
+        trial = Placing(Measure(module, cost, problem), whole, clock.left)
         until = replace(clock, budget=clock.budget - trial.slowest * PLACINGS)
-        schedule = best_first(inside.problem, first.schedule, bound)
-        found = search(inside.problem, first.options, first.packed, schedule, bound, until, self.seed)
-        trial.offer(inside.whole(found.schedule))
+        if first.options is not None and first.packed is not None:
+            found = repack(inside.problem, first.options, first.packed, first.schedule, bound, until, self.seed)
+            trial.offer(inside.whole(found))
         if trial.length > LATE * bound / TICKS:
-            for layout in few_layouts(problem):
+            layouts = few_layouts(problem)
+            while trial.slowest <= clock.left() and (layout := next(layouts, None)) is not None:
                 trial.offer(layout)
         return Solution(trial.best, bound, bound, trial.best.makespan(problem) <= bound, first.ms)
 
