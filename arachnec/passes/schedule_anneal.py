@@ -20,9 +20,9 @@ from arachnec.passes.schedule_decode import Decoder, reversed_problem, reversed_
 from arachnec.passes.schedule_heuristics import nearest_order
 from arachnec.passes.schedule_problem import Problem, Schedule
 
-HOT, COLD = 0.2, 0.002  # of the mean area of a job
+HOT, COLD = 0.2, 0.002  # of the mean area of a job: the temperature at first and at last
 PARTS = (0.5, 0.8, 0.95)  # of the way from the bound to the shortest makespan: the horizon of each cooling
-TRIES_PER_JOB = 1000  # of one cooling
+COOLINGS = ((0.002, 50), (0.02, 200), (HOT, 1000))  # how hot, and tries per job; the last one again and again
 STEPS = (-4, -2, -1, 1, 2, 4)  # places by which a degree changes
 NEAR = (-3, -2, -1, 1, 2, 3)  # places by which a job moves in the order
 LATEST = 0.1  # of the tries change a job that ends last, or what it waits for
@@ -35,9 +35,9 @@ class Cooling:
     """One run of annealing; ``best`` is the shortest schedule seen and ``least`` its makespan."""
 
     def __init__(
-        self, problem: Problem, start: Schedule, bound: int, dice: random.Random, part: float = PARTS[0]
+        self, problem: Problem, start: Schedule, bound: int, dice: random.Random, part: float, hot: float
     ) -> None:
-        self.problem, self.bound, self.dice, self.part = problem, bound, dice, part
+        self.problem, self.bound, self.dice, self.part, self.hot = problem, bound, dice, part, hot
         self.best, self.least = start, start.makespan(problem)
         self.decoder = Decoder(problem, start.picks, start_order(start))
         self.moldable = [j for j, job in enumerate(problem.jobs) if len(job.choices) > 1]
@@ -49,12 +49,13 @@ class Cooling:
         dice, decoder = self.dice, self.decoder
         tries, temperature = 0, 0.0
         every = max(1, OFTEN // len(self.problem.jobs))
+        mean_area = decoder.area / len(self.problem.jobs)
         while self.least > self.bound:
             if tries % every == 0:
                 spent = used(tries)
                 if spent >= 1:
                     break
-                temperature = decoder.area / len(decoder.order) * HOT * (COLD / HOT) ** spent
+                temperature = mean_area * self.hot * (min(COLD, self.hot) / self.hot) ** spent
             tries += 1
             undo = self._change()
             if not undo:
@@ -137,6 +138,7 @@ def anneal(
     *,
     bound: int | None = None,
     part: float = PARTS[0],
+    hot: float = HOT,
 ) -> Schedule:
     """The shortest schedule seen in one cooling; ``used(tries)`` is the part of the effort that is spent, 1 at the end.
 
@@ -144,7 +146,7 @@ def anneal(
     """
     if not problem.jobs or used(0) >= 1:
         return start
-    return Cooling(problem, start, lower_bound(problem) if bound is None else bound, dice, part).run(used)
+    return Cooling(problem, start, lower_bound(problem) if bound is None else bound, dice, part, hot).run(used)
 
 
 def anneal_by_turns(
@@ -152,22 +154,25 @@ def anneal_by_turns(
 ) -> Schedule:
     """One cooling after the other, each from the shortest schedule so far, every second from its end backwards."""
     turned, best, before, turn = reversed_problem(problem), start, 0, 0
-    each = TRIES_PER_JOB * max(1, len(problem.jobs))
     while (spent := used(before)) < 1 and best.makespan(problem) > bound:
         tries = 0
+        part = PARTS[turn % len(PARTS)]
+        hot, per_job = COOLINGS[min(turn, len(COOLINGS) - 1)]
+        most = per_job * max(1, len(problem.jobs))
 
-        def used_of_this(count: int, before: int = before, spent: float = spent) -> float:
+        def used_of_this(count: int, before: int = before, spent: float = spent, most: int = most) -> float:
             nonlocal tries
             tries = count
             now = used(before + count)
-            return 1.0 if now >= 1 else max(count / each, (now - spent) / (1 - spent))
+            return 1.0 if now >= 1 else max(count / most, (now - spent) / (1 - spent))
 
-        part = PARTS[turn % len(PARTS)]
         if turn % 2:
-            found = anneal(turned, reversed_schedule(problem, best), dice, used_of_this, bound=bound, part=part)
+            found = anneal(
+                turned, reversed_schedule(problem, best), dice, used_of_this, bound=bound, part=part, hot=hot
+            )
             best = reversed_schedule(turned, found)
         else:
-            best = anneal(problem, best, dice, used_of_this, bound=bound, part=part)
+            best = anneal(problem, best, dice, used_of_this, bound=bound, part=part, hot=hot)
         before, turn = before + max(1, tries), turn + 1
     return best
 

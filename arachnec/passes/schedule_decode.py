@@ -147,7 +147,7 @@ def reversed_problem(problem: Problem) -> Problem:
     last = len(problem.jobs) - 1
     return Problem(
         tuple(
-            Job(job.choices, tuple(last - later for later in after))
+            Job(job.choices, tuple(sorted(last - later for later in after)))
             for job, after in zip(reversed(problem.jobs), reversed(problem.after), strict=True)
         ),
         problem.gpus,
