@@ -130,10 +130,10 @@ def default_compiler() -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
 def generated_or_compiled(region: fx.GraphModule) -> Callable[..., Any]:
     """The region in Triton by our templates, or, where they do not cover it, by Inductor's."""
     from arachnec.backends.generated_index import Unsupported
-    from arachnec.backends.generated_region import Generated
+    from arachnec.backends.generated_pieces import generated
 
     try:
-        return Generated(region)
+        return generated(region)
     except Unsupported:
         return _compiled(region)
 

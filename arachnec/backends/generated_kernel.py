@@ -1,7 +1,8 @@
 """Loads, chooses and launches generated kernels: a few variants for all shapes, picked by a rule made at compile time.
 
-After DISC (arXiv 2103.05288): no size is a constant of a kernel but the width of a row. A variant says whether rows are
-dense (loads are vectorised) and whether a row is held whole in a tile (one pass) or gone over in blocks (two passes).
+After DISC (arXiv 2103.05288): no size is a constant of a kernel but the width of a row that no clip changes. A variant
+says whether rows are dense (loads are vectorised) and, where only a run knows how wide a row is, whether it is held
+whole (one pass) or gone over in blocks (two passes).
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,138 +20,138 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.backends.generated_index import Unsupported
-from arachnec.backends.generated_operations import is_symbolic
-from arachnec.backends.generated_source import Source
+from arachnec.backends.generated_operations import reduced_dims, shape_of, value_of
+from arachnec.backends.generated_rows import Target
+from arachnec.backends.generated_sizes import Sizes
+from arachnec.backends.generated_text import Source, tiles_for, write_source
+from arachnec.kernels.row_launch import on_device_of
 
-TILE = 8192  # lanes of a row that a program holds at once
-BLOCK = 4096  # lanes of a wider row that it takes at a time
-WIDEST = 16384  # lanes of a row whose sums over rows are held
 PROGRAMS = 132 * 8
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What a kernel is compiled for, besides the types of its tensors."""
-
-    dense: bool
-    outer: int
-    inner: int
-
-
-def variant_of(source: Source, values: Sequence[Any]) -> Variant:
-    """The guard: read from strides and addresses at run time, never from the number of rows."""
-    dense = all(
-        x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+def is_dense(values: Sequence[Tensor]) -> bool:
+    """Read from strides and addresses at run time, never from the number of rows."""
+    return all(
+        (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+        and x.data_ptr() % 16 == 0
         for x in values
-        if isinstance(x, Tensor) and x.ndim and x.shape[-1] != 1
+        if x.ndim
     )
-    inner = BLOCK if source.wide else _power(source.lanes.inner_size)
-    return Variant(dense, _power(source.lanes.outer_size), inner)
-
-
-def _power(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 class Launcher:
-    """Runs what one graph computes over rows: ``stores`` and ``sums`` of a graph, in this order."""
+    """Runs the kernel of ``targets``, which have their rows in common. Raises ``Unsupported``, and ``Cut`` at joins."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        stores: Sequence[fx.Node],
-        sums: Sequence[fx.Node],
-        write: Callable[..., Source],
-        name: str,
-    ) -> None:
-        source = write(stores, sums, "region")
-        lanes = source.lanes.outer_size * source.lanes.inner_size
-        if lanes > (WIDEST if sums else TILE):
-            source = write(stores, sums, "region", wide=True)
-        title = f"{name}_{hashlib.sha256(source.text.encode()).hexdigest()[:12]}"
-        self.source = write(stores, sums, title, wide=source.wide)
-        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.positions = tuple(placeholders.index(node) for node in self.source.inputs)
-        self.shapes = tuple(_shape(node.meta["val"], self.source) for node in stores)
-        self.dtypes = tuple(node.meta["val"].dtype for node in stores)
-        self.results = tuple(
-            (_shape(c.node.meta["val"], self.source), c.node.meta["val"].dtype) for c in self.source.columns
-        )
+    def __init__(self, targets: Sequence[Target], ends: frozenset[fx.Node], sizes: Sizes, name: str) -> None:
+        found = {widest: write_source(targets, ends, tiling) for widest, tiling in tiles_for(targets).items()}
+        self.sources = {widest: _titled(source, name) for widest, source in found.items()}
+        source = next(iter(self.sources.values()))
+        self.reads, self.stores, self.sums, self.groups = source.reads, source.stores, source.sums, source.groups
+        self._numbers = {w: [sizes.position(size) for size in s.numbers] for w, s in self.sources.items()}
+        self._rows = [sizes.position(size) for size in source.rows]
+        lane = targets[0].lane
+        self._width = None if lane is None else sizes.position(targets[0].sizes[lane])
+        self.kernels: dict[int, Any] = {}
 
-    @functools.cached_property
-    def kernel(self) -> Any:
-        return load_kernel(self.source)
+    def chosen(self, numbers: Sequence[int]) -> int:
+        """The guard: the first variant that takes rows as wide as these."""
+        if self._width is None:
+            return 0
+        return next(widest for widest in self.sources if not widest or numbers[self._width] <= widest)
 
-    def __call__(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
-        read = [values[position] for position in self.positions]
-        source, like = self.source, read[0]
-        sizes = [int(read[number].shape[dim]) for number, dim in source.rows]
-        made = [
-            _by_rows(shape, sizes, dtype, like.device) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-        rows = 1
-        for size in sizes:
-            rows *= size
-        groups = sizes[0] if source.kept else 1
-        each = rows // max(groups, 1)
+    def kernel(self, widest: int) -> Any:
+        """Loaded when it is first called."""
+        if widest not in self.kernels:
+            self.kernels[widest] = load_kernel(self.sources[widest])
+        return self.kernels[widest]
+
+    def __call__(self, read: Sequence[Tensor], made: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        """Writes into ``made``; gives each sum over its rows, [rows kept, width of a row], in a fixed order."""
+        widest = self.chosen(numbers)
+        source = self.sources[widest]
+        counts = [numbers[position] for position in self._rows]
+        groups, each = _product(counts[: self.groups]), _product(counts[self.groups :])
         run = max(1, -(-each // max(1, PROGRAMS // max(groups, 1))))
         programs = groups * -(-each // run)
-        width = source.lanes.outer_size * source.lanes.inner_size
+        tiling, like = source.tiling, (*read, *made)[0]
+        width = source.space.outer_size * source.space.inner_size
         double = any(x.dtype == torch.float64 for x in read)
         total = torch.float64 if double else torch.float32
-        partials = torch.zeros(programs, len(source.columns), width, dtype=total, device=like.device)
-        variant = variant_of(source, [*read, *made])
+        shape = (programs, len(self.sums), width)
+        partials = [torch.empty(shape, dtype=total, device=like.device)] if self.sums else []
         if programs:
-            strides = [stride for x in read for stride in x.stride()]
-            self.kernel[(programs,)](
-                *read, *made, partials, *strides, *sizes, rows, each, run,
-                OUTER=source.lanes.outer_size, INNER=source.lanes.inner_size, P=variant.outer, Q=variant.inner,
-                DENSE=variant.dense, num_warps=min(16, max(1, variant.outer * variant.inner // 256)),
-            )  # fmt: skip
-        return (*made, *self._summed(partials, sizes, groups))
-
-    def _summed(self, partials: Tensor, sizes: Sequence[int], groups: int) -> list[Tensor]:
-        """The second stage, in a fixed order: partials of each group, or of all."""
-        found = []
-        for number, column in enumerate(self.source.columns):
-            part = partials[:, number]
-            if column.kept:
-                runs = partials.shape[0] // max(groups, 1)
-                total = part.view(groups, runs, -1).sum(1).view(groups, *column.static)
-            else:
-                total = part.sum(0).view(column.static)
-            shape, dtype = self.results[number]
-            found.append(_reduced(total, column.node, column.kept).reshape(_sized(shape, sizes)).to(dtype))
-        return found
+            tensors = [*read, *made]
+            grid = (programs, -(-width // tiling.q) if tiling.spread else 1)
+            strides = [stride for x in tensors for stride in x.stride()]
+            with on_device_of(like):
+                self.kernel(widest)[grid](
+                    *tensors, *partials, *strides, *(numbers[position] for position in self._numbers[widest]),
+                    groups * each, each, run,
+                    P=tiling.p, Q=tiling.q, DENSE=is_dense(tensors), num_warps=tiling.warps,
+                )  # fmt: skip
+        runs = programs // max(groups, 1)
+        return [
+            partials[0][:, number].view(groups, runs, width).sum(1) if target.kept else partials[0][:, number].sum(0)
+            for number, target in enumerate(self.sums)
+        ]
 
 
-def _reduced(total: Tensor, node: fx.Node, kept: bool) -> Tensor:
-    """``total``, of the first row coordinate where ``kept`` and of fixed dimensions, without those summed as well."""
-    value = node.all_input_nodes[0].meta["val"]
-    dims = {int(d) % value.ndim for d in node.args[1]}  # type: ignore[union-attr, arg-type]
-    static = [dim for dim, size in enumerate(value.shape) if not is_symbolic(size)]
-    gone = [k + kept for k, dim in enumerate(static) if dim in dims]
-    if node.target is torch.ops.aten.mean.dim:
-        raise Unsupported("a mean over rows")
-    return total.sum(gone) if gone else total
+class ColumnSum:
+    """What the pieces of one sum over rows add up to, as the node's value: the second stage."""
+
+    def __init__(self, pieces: Sequence[Target], sizes: Sizes) -> None:
+        node = pieces[0].sum
+        assert node is not None
+        target = pieces[0]
+        operand, gone = shape_of(value_of(target.node)), set(reduced_dims(node))
+        dims = [dim for dim in range(len(operand)) if dim not in gone]
+        self.node, self.dtype = node, value_of(node).dtype
+        self._shape = [sizes.position(size) for size in shape_of(value_of(node))]
+        self._lanes = [(dim, int(operand[dim])) for dim in target.lanes]
+        self._gone = [k for k, (dim, _) in enumerate(self._lanes) if dim in gone]
+        kept = {target.steps[k][0] for k in target.kept}
+        self._kept = [(dim, sizes.position(operand[dim])) for dim in sorted(kept)]
+        laid = [dim for dim, _ in self._kept] + [dim for dim in target.lanes if dim not in gone]
+        if [dim for dim in dims if operand[dim] != 1] != [dim for dim in sorted(laid) if operand[dim] != 1]:
+            raise Unsupported(f"`{node.name}` adds up rows in a way that is not known")
+        self._order = sorted(range(len(laid)), key=laid.__getitem__)
+        self._pieces = [self._piece(piece, sizes) for piece in pieces]
+
+    def _piece(self, piece: Target, sizes: Sizes) -> list[tuple[int, int, int, int]]:
+        """For every kept coordinate: its dimension among those kept, elements of it, where it begins, how many."""
+        dims = [dim for dim, _ in self._kept]
+        return [
+            (dims.index(piece.steps[k][0]), sizes.position(piece.steps[k][1]), sizes.position(piece.starts[k]),
+             sizes.position(piece.sizes[k]))
+            for k in piece.kept
+        ]  # fmt: skip
+
+    def __call__(self, parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+        lanes = [size for _, size in self._lanes]
+        whole = [numbers[position] for _, position in self._kept]
+        if len(parts) == 1:
+            total = parts[0].view(*whole, *lanes)
+        else:
+            total = parts[0].new_zeros([*whole, *lanes])
+            for part, coordinates in zip(parts, self._pieces, strict=True):
+                here = total
+                for dim, step, start, size in coordinates:
+                    if numbers[step] != 1:
+                        raise RuntimeError("a piece of rows that are counted by more than one coordinate")
+                    here = here.narrow(dim, numbers[start], numbers[size])
+                here += part.view(here.shape)
+        if self._gone:
+            total = total.sum([len(whole) + k for k in self._gone])
+        return total.permute(self._order).reshape([numbers[p] for p in self._shape]).to(self.dtype)
 
 
-def _shape(value: Tensor, source: Source) -> tuple[int | str, ...]:
-    return tuple(str(size) if is_symbolic(size) else int(size) for size in value.shape)
+def _product(sizes: Sequence[int]) -> int:
+    return functools.reduce(lambda a, b: a * b, sizes, 1)
 
 
-def _by_rows(shape: Sequence[int | str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor whose rows lie one behind the other, whatever the order of its dimensions."""
-    order = sorted(range(len(shape)), key=lambda dim: not isinstance(shape[dim], str))
-    whole = _sized(shape, sizes)
-    dense = torch.empty([whole[dim] for dim in order], dtype=dtype, device=device)
-    return dense.permute([order.index(dim) for dim in range(len(shape))])
-
-
-def _sized(shape: Sequence[int | str], sizes: Sequence[int]) -> list[int]:
-    """Sizes that clips change come in the order in which rows are counted."""
-    lead = iter(sizes)
-    return [next(lead) if isinstance(size, str) else size for size in shape]
+def _titled(source: Source, name: str) -> Source:
+    return source.named(f"{name}_{hashlib.sha256(source.text.encode()).hexdigest()[:12]}")
 
 
 @functools.cache

@@ -1,15 +1,15 @@
-"""The operations that templates know, and what they make of the sizes: which are rows, and how a row's lanes lie."""
+"""The operations that templates know, and how each is written in Triton."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from arachnec.backends.generated_index import Lanes, Unsupported, finest
+from arachnec.backends.generated_index import Size, Unsupported
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -19,39 +19,69 @@ POINTWISE: dict[Any, str] = {
     aten.mul.Scalar: "({0} * {1})", aten.div.Tensor: "({0} / {1})", aten.div.Scalar: "({0} / {1})",
     prims.div.default: "({0} / {1})", aten.neg.default: "(-{0})", aten.rsqrt.default: "(1.0 / tl.sqrt({0}))",
     aten.sqrt.default: "tl.sqrt({0})", aten.reciprocal.default: "(1.0 / {0})", aten.exp.default: "tl.exp({0})",
-    aten.log.default: "tl.log({0})", aten.erf.default: "tl.erf({0})", aten.abs.default: "tl.abs({0})",
-    aten.sin.default: "tl.sin({0})", aten.cos.default: "tl.cos({0})",
+    aten.exp2.default: "tl.exp2({0})", aten.log.default: "tl.log({0})", aten.log2.default: "tl.log2({0})",
+    aten.log1p.default: "tl.log(1.0 + {0})", aten.expm1.default: "(tl.exp({0}) - 1.0)",
+    aten.erf.default: "tl.erf({0})", aten.abs.default: "tl.abs({0})", aten.floor.default: "tl.floor({0})",
+    aten.ceil.default: "tl.ceil({0})", aten.sin.default: "tl.sin({0})", aten.cos.default: "tl.cos({0})",
     aten.sigmoid.default: "(1.0 / (1.0 + tl.exp(-{0})))",
     aten.tanh.default: "(2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)",
-    aten.maximum.default: "tl.maximum({0}, {1})", aten.minimum.default: "tl.minimum({0}, {1})",
-    aten.relu.default: "tl.maximum({0}, 0.0)", aten.where.self: "tl.where({0}, {1}, {2})",
-    aten.gt.Scalar: "({0} > {1})", aten.ge.Scalar: "({0} >= {1})", aten.lt.Scalar: "({0} < {1})",
-    aten.le.Scalar: "({0} <= {1})", aten.eq.Scalar: "({0} == {1})", aten.gt.Tensor: "({0} > {1})",
-    aten.lt.Tensor: "({0} < {1})",
+    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0} * 0.0))",
+    aten.maximum.default: "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    aten.minimum.default: "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    aten.relu.default: "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+    aten.clamp_min.default: "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    aten.clamp_max.default: "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    aten.where.self: "tl.where({0}, {1}, {2})", aten.isnan.default: "({0} != {0})",
+    aten.logical_and.default: "({0} & {1})", aten.logical_or.default: "({0} | {1})",
+    aten.bitwise_and.Tensor: "({0} & {1})", aten.bitwise_or.Tensor: "({0} | {1})",
+    aten.logical_not.default: "({0} == 0)", aten.bitwise_not.default: "(~{0})",
+    **{getattr(getattr(aten, name), kind): f"({{0}} {sign} {{1}})"
+       for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="), ("eq", "=="), ("ne", "!="))
+       for kind in ("Scalar", "Tensor")},
 }  # fmt: skip
+OF_INTEGERS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar,
+               aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten.where.self, aten.bitwise_and.Tensor,
+               aten.bitwise_or.Tensor)  # fmt: skip
+OF_NUMBERS = {operator.add: "({0} + {1})", operator.sub: "({0} - {1})", operator.mul: "({0} * {1})",
+              operator.truediv: "({0} / {1})", operator.neg: "(-{0})", torch.sym_float: "{0}"}  # fmt: skip
 SAME = (aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
 CASTS = (aten._to_copy.default, prims.convert_element_type.default, aten.to.dtype)
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
             aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default)  # fmt: skip
-SUMS = (aten.sum.dim_IntList, prims.sum.default, aten.mean.dim)
-FULL = (aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.zeros.default)
-TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
+SPLITS = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default)
+JOINS = (aten.cat.default, aten.slice_scatter.default, aten.select_scatter.default)
+SUMS = (aten.sum.dim_IntList, prims.sum.default)
+LARGEST = (aten.amax.default, prims.amax.default)
+FULL: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.full.default: lambda node: node.args[1], aten.full_like.default: lambda node: node.args[1],
+    aten.scalar_tensor.default: lambda node: node.args[0], aten.zeros_like.default: lambda node: 0,
+    aten.zeros.default: lambda node: 0, aten.new_zeros.default: lambda node: 0,
+    aten.ones_like.default: lambda node: 1, aten.ones.default: lambda node: 1,
+}  # fmt: skip
+HALVES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
 
-def is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+def size_of(size: Any) -> Size:
+    """A dimension, or any number made of sizes: an int, or a sympy expression."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression
 
 
-def static_dims(value: Tensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in value.shape if not is_symbolic(size))
+def shape_of(value: Tensor) -> tuple[Size, ...]:
+    return tuple(size_of(size) for size in value.shape)
 
 
-def lead_dims(value: Tensor) -> tuple[str, ...]:
-    return tuple(str(size) for size in value.shape if is_symbolic(size))
+def is_fixed(size: Size) -> bool:
+    return isinstance(size, int)
 
 
-def args_of(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
+def value_of(node: fx.Node) -> Tensor:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        raise Unsupported(f"`{node.name}` is no tensor")
+    return value
 
 
 def option(node: fx.Node, position: int, name: str, default: Any) -> Any:
@@ -59,53 +89,13 @@ def option(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def sums_rows(node: fx.Node) -> bool:
-    """Whether a node adds up what different programs compute."""
-    if node.target not in SUMS and node.target is not prims.var.default:
-        return False
-    shape = node.all_input_nodes[0].meta["val"].shape
-    return any(is_symbolic(shape[dim % len(shape)]) for dim in args_of(node)[1])
-
-
-def lanes_of(nodes: Sequence[fx.Node], stores: Sequence[fx.Node], sums: Sequence[fx.Node]) -> Lanes:
-    rows = [*stores, *(node.all_input_nodes[0] for node in sums)]
-    size = max(math.prod(static_dims(node.meta["val"])) for node in rows)
-    if any(math.prod(static_dims(node.meta["val"])) != size for node in rows):
-        raise Unsupported("its results have rows of different sizes")
-    whole = [static_dims(n.meta["val"]) for n in nodes if math.prod(static_dims(n.meta["val"])) == size]
-    parts = [static_dims(n.meta["val"]) for n in nodes if n.target in (aten.view.default, aten.reshape.default)]
-    sizes = finest([*whole, *parts])
-    reduced = [
-        math.prod(int(n.all_input_nodes[0].meta["val"].shape[d]) for d in args_of(n)[1])
-        for n in nodes
-        if (n.target in SUMS or n.target is prims.var.default) and not sums_rows(n)
-    ]
-    least = min(reduced, default=size)
-    inner = next((k for k in range(len(sizes) + 1) if math.prod(sizes[len(sizes) - k :]) == least), None)
-    if inner is None:
-        raise Unsupported("it reduces a part of a row that ends in the middle of a dimension")
-    return Lanes(sizes, inner)
-
-
-def keeps_first(node: fx.Node) -> bool:
-    value = node.all_input_nodes[0].meta["val"]
-    lead = [dim for dim, size in enumerate(value.shape) if is_symbolic(size)]
-    kept = [k for k, dim in enumerate(lead) if dim not in {d % value.ndim for d in args_of(node)[1]}]
-    if kept not in ([], [0]):
-        raise Unsupported(f"`{node.name}` adds up rows that are not neighbours")
-    return bool(kept)
-
-
-def static_runs(value: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Neighbouring dimensions of fixed size between those that clips change: their numbers, and their sizes."""
-    runs: list[tuple[list[int], list[int]]] = [([], [])]
-    for dim, size in enumerate(value.shape):
-        if is_symbolic(size):
-            runs.append(([], []))
-        else:
-            runs[-1][0].append(dim)
-            runs[-1][1].append(int(size))
-    return runs
+def number_of(argument: Any) -> Any:
+    """A number among the arguments, which may be made of sizes."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    if not isinstance(argument.meta.get("val"), torch.SymInt | int):
+        raise Unsupported(f"`{argument.name}` is no number made of sizes")
+    return size_of(argument.meta["val"])
 
 
 def dim_of(node: fx.Node, rank: int) -> int:
@@ -114,20 +104,50 @@ def dim_of(node: fx.Node, rank: int) -> int:
     return int(option(node, position, "dim", 0)) % rank
 
 
-def bounds(node: fx.Node, size: int, position: int) -> tuple[int, int, int]:
-    start, stop, step = ([*args_of(node)[position:], *(None,) * 3])[:3]
-    if any(isinstance(x, fx.Node) for x in (start, stop, step)):
-        raise Unsupported(f"`{node.name}` cuts where only a run knows")
-    first, last, _ = slice(start, stop, None).indices(size)
-    return first, last, int(step or 1)
+def reduced_dims(node: fx.Node) -> tuple[int, ...]:
+    """The dimensions of its operand that a reduction runs over; none where it is no reduction."""
+    if node.target not in SUMS and node.target not in LARGEST:
+        return ()
+    rank = value_of(node.all_input_nodes[0]).ndim
+    return tuple(sorted({int(dim) % rank for dim in option(node, 1, "dim", None) or range(rank)}))
 
 
-def needed(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def along_a_symbol(node: fx.Node) -> bool:
+    """Whether a node reduces rows whose width is known only at run time."""
+    dims = reduced_dims(node)
+    shape = shape_of(value_of(node.all_input_nodes[0])) if dims else ()
+    return bool(dims) and dims == (len(shape) - 1,) and not is_fixed(shape[-1])
+
+
+def sums_rows(node: fx.Node) -> bool:
+    """Whether a node adds up what different programs compute: over what clips change, or outside of other lanes."""
+    if node.target not in SUMS or along_a_symbol(node):
+        return False
+    shape, dims = shape_of(value_of(node.all_input_nodes[0])), reduced_dims(node)
+    real = [dim for dim in dims if shape[dim] != 1]
+    kept = [dim for dim, size in enumerate(shape) if dim not in dims and is_fixed(size) and size != 1]
+    return any(not is_fixed(shape[dim]) for dim in real) or bool(real and kept and max(kept) > min(real))
+
+
+def is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose numbers a node reads: a list of parts is looked through, and sizes are no inputs."""
+    if node.target in FULL:
+        return []
+    return [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor | tuple | list)]
+
+
+def needed(nodes: list[fx.Node], ends: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+    """``nodes`` and what they are made of, up to ``ends``."""
     found: dict[fx.Node, None] = {}
     front = list(nodes)
     while front:
         node = front.pop()
         if node not in found:
             found[node] = None
-            front.extend(x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor))
+            if node not in ends:
+                front.extend(inputs_of(node))
     return list(found)

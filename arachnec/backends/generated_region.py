@@ -8,8 +8,8 @@ runs as plain operations.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from arachnec.backends.generated_index import Unsupported
-from arachnec.backends.generated_kernel import Launcher
-from arachnec.backends.generated_operations import lead_dims, sums_rows
-from arachnec.backends.generated_source import write_source
+from arachnec.backends.generated_plan import stage_of
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @functools.cache
@@ -29,22 +27,51 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """Operations that templates do not know, in terms of those they do."""
     from torch._decomp import core_aten_decompositions, get_decompositions
 
-    more = (aten.native_layer_norm, aten.native_layer_norm_backward, aten._fused_rms_norm,
-            aten._fused_rms_norm_backward, aten.rms_norm, aten.var_mean, aten.gelu, aten.gelu_backward, aten.silu,
-            aten.silu_backward, aten.addcmul, aten.mean.dim, aten.native_dropout)  # fmt: skip
-    return {**core_aten_decompositions(), **get_decompositions(more)}
+    names = """native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward rms_norm var_mean
+        gelu gelu_backward silu silu_backward mish mish_backward softplus softplus_backward leaky_relu
+        leaky_relu_backward elu elu_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward hardtanh
+        hardtanh_backward glu glu_backward threshold_backward tanh_backward sigmoid_backward log_sigmoid_forward
+        log_sigmoid_backward addcmul addcdiv lerp masked_fill square _softmax _log_softmax _softmax_backward_data
+        _log_softmax_backward_data std_mean rsub native_group_norm arange"""
+    own = {aten.mean.dim: _mean, aten.mean.default: _mean, prims.var.default: _variance,
+           aten.var.correction: _variance_of, aten.std.correction: _deviation}  # fmt: skip
+    return {**core_aten_decompositions(), **get_decompositions([getattr(aten, n) for n in names.split()]), **own}
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Forward or backward: kernels write ``stores`` and sum ``columns``; ``tail`` makes the outputs of all."""
+def _count(x: Tensor, dims: Sequence[int] | None) -> int:
+    """How many elements a reduction runs over, which may be a symbol."""
+    return math.prod(x.shape[dim] for dim in dims or range(x.ndim))
 
-    launcher: Launcher | None
-    tail: fx.GraphModule
 
-    def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        made = () if self.launcher is None else self.launcher(values)
-        return tuple(self.tail(*values, *made))
+def _sum(x: Tensor, dims: Sequence[int] | None, keepdim: bool) -> Tensor:
+    return x.sum(tuple(dims or range(x.ndim)), keepdim)
+
+
+def _mean(
+    x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    wide = x.to(torch.promote_types(dtype or x.dtype, torch.float32))
+    return (_sum(wide, dim, keepdim) / _count(x, dim)).to(dtype or x.dtype)
+
+
+def _variance(
+    x: Tensor, dims: Sequence[int] | None, correction: float | None = 1, *, keepdim: bool = False, **_: Any
+) -> Tensor:
+    center = _sum(x, dims, True) / _count(x, dims)
+    squares = _sum((x - center).square(), dims, keepdim)
+    return squares / (_count(x, dims) - int(1 if correction is None else correction))
+
+
+def _variance_of(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance(x, dim, correction, keepdim=keepdim)
+
+
+def _deviation(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance(x, dim, correction, keepdim=keepdim).sqrt()
 
 
 class Generated:
@@ -62,7 +89,7 @@ class Generated:
         results = region.graph.output_node().args[0]
         self._single = not isinstance(results, tuple | list)
         forward, backward = _traced(region, fakes, self._places)
-        self.forward, self.backward = _stage(forward, "forward"), _stage(backward, "backward")
+        self.forward, self.backward = stage_of(forward, "forward"), stage_of(backward, "backward")
         stage, places = self, self._places
 
         class Region(torch.autograd.Function):
@@ -119,6 +146,8 @@ def _traced(region: fx.GraphModule, fakes: Sequence[Any], places: Sequence[int])
 def _trace(function: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
     traced = make_fx(function, decomposition_table=decompositions())(*fakes)
     for node in traced.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise Unsupported(f"`{node.target}` is random")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             _without_mutation(traced.graph, node)
@@ -135,75 +164,3 @@ def _without_mutation(graph: fx.Graph, node: fx.Node) -> None:
     if overload is None or set(target.users) != {node} or target.op == "placeholder":
         raise Unsupported(f"`{node.target}` writes into a tensor that others read")
     node.target = overload
-
-
-def _stage(graph_module: fx.GraphModule, name: str) -> Stage:
-    graph = graph_module.graph
-    results: list[fx.Node | None] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    sums = [node for node in graph.nodes if node.op == "call_function" and sums_rows(node)]
-    after: set[fx.Node] = set(sums)
-    for node in graph.nodes:
-        if node.op != "output" and any(before in after for before in node.all_input_nodes):
-            after.add(node)
-    given = {result: _identity(result) for result in results if result is not None}
-    stores = list(dict.fromkeys(r for r, source in given.items() if r not in after and source is None))
-    needed = _above([r for r in results if r in after])
-    sums = [node for node in sums if node in needed]
-    made = [*stores, *sums]
-    launcher = Launcher(graph_module, stores, sums, write_source, name) if made else None
-    return Stage(launcher, _tail(graph, results, given, made))
-
-
-def _identity(node: fx.Node) -> fx.Node | None:
-    """The input that a result is, if it is one."""
-    while node.target in (aten.alias.default, aten.detach.default) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node if node.op == "placeholder" else None
-
-
-def _above(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    front = [node for node in nodes if node is not None]
-    while front:
-        node = front.pop()
-        if node not in found:
-            found.add(node)
-            front.extend(node.all_input_nodes)
-    return found
-
-
-def _tail(
-    graph: fx.Graph, results: Sequence[fx.Node | None], given: dict[fx.Node, fx.Node | None], made: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """Inputs and what the kernel made, to the outputs."""
-    lead = max(
-        (lead_dims(node.all_input_nodes[0].meta["val"]) for node in made if sums_rows(node)), key=len, default=()
-    )
-
-    def is_row(node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and bool(lead) and lead_dims(value) == lead
-
-    tail = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            known[node] = tail.placeholder(node.name)
-    for number, node in enumerate(made):
-        known[node] = tail.placeholder(f"made_{number}")
-
-    def copied(node: fx.Node) -> fx.Node:
-        if node not in known:
-            if is_row(node):
-                raise Unsupported(f"`{node.name}` is needed beside a sum over rows")
-            for before in node.all_input_nodes:
-                copied(before)
-            known[node] = tail.node_copy(node, known.__getitem__)
-        return known[node]
-
-    outputs = []
-    for result in results:
-        source = None if result is None else given[result]
-        outputs.append(None if result is None else copied(result if source is None else source))
-    tail.output(tuple(outputs))
-    return fx.GraphModule(torch.nn.Module(), tail)

@@ -9,19 +9,17 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
 
 import torch
 
-from arachnec.backends import generated_kernel
+from arachnec.backends import generated_text, generated_tiles
 from arachnec.backends.generated_region import Generated
-from tests.backends.generated_cases import CASES, region
-from tests.kernels.triton_interpreter import let_one_element_be_an_index
+from tests.backends.generated_cases import CASES, region, sized
 
 
-def errors(name: str, dtype: torch.dtype, sizes: dict[str, int], tile: int = 8192) -> dict[str, float]:
+def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, float]:
     """Relative errors against float64 of outputs and gradients."""
     function, shapes = CASES[name]
-    generated_kernel.TILE, generated_kernel.BLOCK = tile, min(tile, 4)
     run = Generated(region(function, shapes, dtype))
     torch.manual_seed(1)
-    values = [torch.randn([sizes.get(d, d) for d in shape], dtype=dtype).requires_grad_() for shape in shapes]
+    values = [torch.randn(sized(shape, sizes), dtype=dtype).requires_grad_() for shape in shapes]
     found = [y for results in [run(*values)] for y in (results if isinstance(results, tuple) else (results,))]
     exact = [v.detach().double().requires_grad_() for v in values]
     truth = [y for results in [function(*exact)] for y in (results if isinstance(results, tuple) else (results,))]
@@ -36,23 +34,28 @@ def errors(name: str, dtype: torch.dtype, sizes: dict[str, int], tile: int = 819
 
 
 def main() -> None:
-    let_one_element_be_an_index()
-    found = {f"fp64 {name}": errors(name, torch.float64, {"B": 2, "S": 5}) for name in CASES}
-    found |= {f"fp32 {name} {tile}": errors(name, torch.float32, {"B": 1, "S": 3}, tile)
-              for name, tile in (("row", 8192), ("heads", 8192))}  # fmt: skip
-    found |= {"fp64 two passes": two_passes()}
+    found = {f"fp64 {name}": errors(name, torch.float64, {"B": 2, "S": 5, "T": 3}) for name in CASES}
+    found |= {f"{kind} {name}": errors(name, dtype, {"B": 1, "S": 3, "T": 2})
+              for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+              for name in ("row", "heads", "joined", "activations")}  # fmt: skip
+    for name in ("read elsewhere", "row", "loop", "caption"):
+        found[f"fp64 {name} in blocks"] = in_blocks(name, {"B": 2, "S": 5})
+    for name in ("attended", "as wide as clips"):
+        found[f"fp64 {name} in blocks"] = in_blocks(name, {"B": 2, "S": 5, "T": 9})
     print(json.dumps(found))
 
 
-def two_passes() -> dict[str, float]:
-    """Rows that do not fit a tile: the forward goes over them in blocks."""
-    function, shapes = CASES["read elsewhere"]
-    generated_kernel.TILE, generated_kernel.BLOCK = 8, 4
-    run = Generated(region(function, shapes, torch.float64))
-    assert run.forward.launcher is not None and run.forward.launcher.source.wide
-    values = [torch.randn([{"B": 2, "S": 5}.get(d, d) for d in shape], dtype=torch.float64) for shape in shapes]
-    pairs = zip(run(*values), function(*values), strict=True)
-    return {str(k): float((a.detach() - b).abs().max() / b.abs().max()) for k, (a, b) in enumerate(pairs)}
+def in_blocks(name: str, sizes: dict[str, int]) -> dict[str, float]:
+    """Rows that do not fit a tile are gone over in blocks, or each block is a program's."""
+    kept = generated_text.WHOLE, generated_text.BLOCK, generated_tiles.BLOCK
+    widths = generated_text.tilings_of_symbol
+    generated_text.WHOLE, generated_text.BLOCK, generated_tiles.BLOCK = 8, 4, 4
+    generated_text.tilings_of_symbol = lambda: {0: generated_tiles.Tiling(1, 0, 1, 4, loops=True)}
+    try:
+        return errors(name, torch.float64, sizes)
+    finally:
+        generated_text.WHOLE, generated_text.BLOCK, generated_tiles.BLOCK = kept
+        generated_text.tilings_of_symbol = widths
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from arachnec.passes.trace_blocks import capture_blocks
 from arachnec.passes.trace_captured import lifted
 from arachnec.passes.trace_dims import B, S, T
 from arachnec.passes.trace_graph import block_graph
-from tests.backends.generated_cases import CASES, region
+from tests.backends.generated_cases import CASES, region, sized
 from tests.models.sequence_models import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def _double(name: str) -> list[object]:
 def test_generated_kernels_on_a_gpu_are_those_of_float64_to_rounding(name: str) -> None:
     function, shapes = CASES[name]
     run = Generated(region(function, shapes, torch.float32))
-    values = [torch.randn([{"B": 3, "S": 70}.get(d, d) for d in shape]).cuda().requires_grad_() for shape in shapes]
+    values = [torch.randn(sized(shape, {"B": 3, "S": 70, "T": 6})).cuda().requires_grad_() for shape in shapes]
     results = [run(*values), function(*(v.double() for v in values))]
     found, truth = (list(r) if isinstance(r, tuple) else [r] for r in results)
     out = [torch.randn_like(y) for y in found]
