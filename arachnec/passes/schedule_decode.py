@@ -93,11 +93,11 @@ class Decoder:
     def decode(self, first: int, limit: float) -> Decoded | None:
         """With changes from position ``first`` on; None where more than ``limit`` would be above the horizon."""
         room = self.gpus * self.horizon - self.area + limit  # of idle time below the horizon
-        if room < 0:
-            return None
-        order, degrees, ticks, before, horizon = self.order, self.degrees, self.ticks, self.before, self.horizon
         known = first // self.every
         free, idle, above, last = self.now.snapshots[known]
+        if room < idle or above > limit:
+            return None
+        order, degrees, ticks, before, horizon = self.order, self.degrees, self.ticks, self.before, self.horizon
         free, ends = free[:], self.now.ends[:]
         snapshots = self.now.snapshots[: known + 1]
         begin = known * self.every
