@@ -29,7 +29,7 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     left_out = len(report["cascades"]) - MOST_ROWS
     if left_out > 0:
         console.print(f"  ... and {left_out} more; `--json` has them all")
-    everything = f"{ms(report['makespan_ms'])} + gradient sum and optimizer"
+    everything = f"{ms(report['makespan_ms'])} + what no backward hides of the gradient sum + optimizer"
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     console.print(
         f"[bold]predicted[/] (costs from: {', '.join(sorted(source))})\n"
