@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, takewhile
 
@@ -170,15 +171,19 @@ def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
 
 def few_layouts(problem: Problem) -> Iterator[Schedule]:
     """Of the layouts that give all jobs one degree those that need least time by area and longest job, least first."""
-    degrees = {choice.degree for job in problem.jobs for choice in job.choices}
-    picks = {degree: at_least(problem, degree) for degree in degrees}
+    kinds = Counter(id(job.choices) for job in problem.jobs)
+    rows = {id(job.choices): job.choices for job in problem.jobs}
+    degrees = {choice.degree for row in rows.values() for choice in row}
 
     def least(degree: int) -> float:
-        chosen = [job.choices[pick] for job, pick in zip(problem.jobs, picks[degree], strict=True)]
-        return max(sum(c.area for c in chosen) / problem.gpus, *(c.ticks for c in chosen))
+        area, longest = 0, 0
+        for kind, row in rows.items():
+            choice = next((choice for choice in row if choice.degree >= degree), row[-1])
+            area, longest = area + kinds[kind] * choice.area, max(longest, choice.ticks)
+        return max(area / problem.gpus, longest)
 
     for degree in sorted(degrees, key=least)[:FEW]:
-        yield deal(problem, picks[degree], in_turn=False)
+        yield deal(problem, at_least(problem, degree), in_turn=False)
 
 
 def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:

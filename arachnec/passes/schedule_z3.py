@@ -133,7 +133,7 @@ class ScheduleZ3(Pass):
             trial.offer(inside.whole(found))
         if trial.length > LATE * bound / TICKS:
             layouts = few_layouts(problem)
-            while trial.slowest <= clock.left() and (layout := next(layouts, None)) is not None:
+            while trial.slowest * PLACINGS <= clock.left() and (layout := next(layouts, None)) is not None:
                 trial.offer(layout)
         return Solution(trial.best, bound, bound, trial.best.makespan(problem) <= bound, first.ms)
 
