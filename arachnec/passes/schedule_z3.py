@@ -28,6 +28,7 @@ from arachnec.passes.bound_mixed import mixed_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.schedule_anneal import anneal_by_turns
 from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
+from arachnec.passes.schedule_decode import justified
 from arachnec.passes.schedule_fixed import best_one_degree
 from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
 from arachnec.passes.schedule_mixed import best_on_mixed
@@ -44,8 +45,11 @@ WHOLE = 24  # jobs that Z3 is given at once
 FEW = 8  # jobs up to which start times are quick
 WHOLE_PACKED = 40  # where none waits for another
 GOOD = 1.02  # times the bound
-SMALL_SHARE = 0.5  # of the budget for packings, where Z3 is given the whole
-CHAINED_SHARE = 0.2  # where jobs wait for others, or blocks of powers of 2 waste GPUs
+CLOSE = 1.003  # times the bound
+PACKED_FIRST = 0.5  # of the budget for packings, where jobs wait for others or Z3 is given the whole
+ANNEALED_SHARE = 0.1  # where such jobs are few, or blocks waste GPUs
+ANNEALED = 300  # jobs of which annealing tries hundreds of schedules in the time of one repacking
+PROMISING = 1.05  # times the shortest schedule: a packing that is longer is not worth improving
 WASTE = 1.003  # times the least area, above which blocks do
 EXACT_SHARE = 0.5  # of the budget, for the shortest packing of a few jobs
 PACKING_SHARE = 0.1  # of what is left, for one question about the whole as a packing
@@ -58,6 +62,7 @@ MIN_SHARE = 50.0  # ms
 TAILS = (8, 12, 16)  # jobs
 TAIL_MS = 700  # of one question about a tail
 MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
+MOST_JUSTIFIED = 1000  # jobs, of a schedule that is not good: milliseconds
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
 BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
@@ -251,7 +256,9 @@ def best_first(problem: Problem, schedule: Schedule, bound: int) -> Schedule:
         found.append(best_heuristic(problem, bound))
     if len(problem.jobs) * problem.gpus <= FIXED_LAYOUTS:
         found.append(best_one_degree(problem))
-    return min(found, key=lambda schedule: schedule.makespan(problem))
+    best = min(found, key=lambda schedule: schedule.makespan(problem))
+    poor = best.makespan(problem) > (CLOSE if _chained(problem) else GOOD) * bound
+    return justified(problem, best) if poor and len(problem.jobs) <= MOST_JUSTIFIED else best
 
 
 def pack_exactly(problem: Problem, options: Options, schedule: Schedule, clock: Clock) -> tuple[Schedule, bool]:
@@ -276,7 +283,14 @@ def repack(
     tries = 0
     chained = _chained(problem)
     small = len(problem.jobs) <= (WHOLE if chained else WHOLE_PACKED)
-    share = CHAINED_SHARE if chained or wasteful(problem, options) else SMALL_SHARE if small else 1.0
+    if realize(problem, packed).makespan(problem) > PROMISING * schedule.makespan(problem):
+        return schedule
+    few = len(problem.jobs) <= ANNEALED
+    share = 1.0
+    if wasteful(problem, options) or (chained and few):
+        share = ANNEALED_SHARE
+    elif chained or small:
+        share = PACKED_FIRST
     floor = clock.left() * (1 - share)
 
     def stop() -> bool:
@@ -307,6 +321,8 @@ def wasteful(problem: Problem, options: Options) -> bool:
 
 def local_search(problem: Problem, schedule: Schedule, bound: int, clock: Clock, seed: int, share: float) -> Schedule:
     """Annealing for ``share`` ms, or for the steps of the clock."""
+    if not _any_left(clock):
+        return schedule
     most = clock.steps * TRIES_PER_STEP if clock.steps is not None else TRIES_OF_FEW * 2 ** min(len(problem.jobs), 30)
     begin = clock.spent()
 
