@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.comparison_svg import MOST_ROWS, Plan, draw_comparison
-from arachnec.backends.simulator import model_flops_utilization, simulate
-from arachnec.backends.timeline import Interval, Timeline, planned
+from arachnec.backends.simulator import model_flops_utilization
+from arachnec.backends.timeline import Interval, Timeline
 from arachnec.cli import run
 from arachnec.commands.tables import comparison_bars
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
-from arachnec.ir.parser import parse_file
 from arachnec.passes.data_sheets import DATA_SHEETS
 from arachnec.passes.pipeline import Pipeline
 from tests.commands.small_model import MODEL
@@ -50,19 +49,6 @@ def test_the_report_has_every_figure_and_the_drawing_every_pipeline(
     assert {row["pipeline"] for row in rows if row["original_clips"]} == {"data-parallel", "same-bucket"}
     words = [node.text for node in ET.parse(svg).iter() if node.text]
     assert all(sum(word == name for word in words) == 2 for name in PIPELINES)  # a bar and a chart each
-
-
-def test_compile_and_the_page_state_one_iteration_time(
-    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Sums that hide behind the last backwards are counted in none of them."""
-    command = ["compile", str(files[0]), "--data", str(files[1]), "--cluster", "1x2:h100", "--json"]
-    assert run([*command, "-o", str(tmp_path / "build")]) == 0
-    report = json.loads(capsys.readouterr().out)
-    program = parse_file(tmp_path / "build" / "program.cascade")
-    assert sum(i.op == "reduce" for i in program.programs[0].instructions) > 1, "nothing hides here"
-    assert report["iteration_ms"] == pytest.approx(planned(program).end)
-    assert f"{simulate(program).iteration_ms:.4f}" == f"{report['iteration_ms']:.4f}"
 
 
 def test_the_table_leaves_out_what_is_unknown_and_says_what_originals_do(
