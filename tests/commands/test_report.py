@@ -21,5 +21,5 @@ def test_sums_that_hide_behind_backwards_do_not_count_in_the_iteration() -> None
     report = plan_report(program, 0.0)
     assert program.level is Level.LOWERED
     assert report["iteration_ms"] == pytest.approx(planned(program).end)
-    assert report["iteration_ms"] == pytest.approx(simulate(program).iteration_ms, rel=0.01)
+    assert report["iteration_ms"] == pytest.approx(simulate(program).iteration_ms, rel=0.05)
     assert report["iteration_ms"] < report["makespan_ms"] + 0.9 * synchronisation_ms(program, CostModel(program))
