@@ -107,10 +107,10 @@ def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: Cost
 
     Raises UserError where not even that fits.
     """
-    if is_roomy(placed, cost):
+    everything = {cascade.name for cascade in cascades if cascade.phase is Phase.ENCODE}
+    if not everything or is_roomy(placed, cost):
         return placed
     scheduled = {cascade.name: cascade for cascade in cascades}
-    everything = {cascade.name for cascade in cascades if cascade.phase is Phase.ENCODE}
     in_turn = [scheduled[cascade.name] for cascade in in_order(placed)]
     ranks = {cascade.name: cascade.ranks for cascade in placed}
     late: set[str] = set()
