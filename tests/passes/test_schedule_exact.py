@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from arachnec.passes.schedule_blocks import options_of, realize
 from arachnec.passes.schedule_exact import shortest_packing
-from arachnec.passes.schedule_problem import Choice, Job, Problem, violations
+from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, Schedule, violations
+from arachnec.passes.schedule_squeeze import shortest_with_its_degrees
+from arachnec.passes.schedule_window import Answer, find_schedule
 
 
 @st.composite
@@ -79,3 +81,16 @@ def test_times_of_any_size_are_packed_or_left_alone() -> None:
         packing, certain = shortest_packing(problem.gpus, options, 20 * scale)
         assert (packing is not None and max(packing.load) == 14 * scale) if certain else packing is None
         assert certain == (scale < 10**16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(most_jobs=5))
+def test_z3_finds_nothing_shorter_than_what_it_made_shortest(problem: Problem) -> None:
+    picks = tuple(len(job.choices) - 1 for job in problem.jobs)
+    ends = list(itertools.accumulate(job.choices[-1].ticks for job in problem.jobs))
+    one_by_one = Schedule(picks, (0, *ends[:-1]))
+    found = shortest_with_its_degrees(problem, one_by_one, 0, seed=0, effort=Effort(None, 10_000))
+    assert violations(problem, found) == [] and found.picks == picks
+    fixed = Problem(tuple(Job(job.choices[-1:]) for job in problem.jobs), problem.gpus)
+    below = found.makespan(problem) - 1
+    assert find_schedule(fixed, below, seed=0, effort=Effort())[0] is Answer.IMPOSSIBLE
