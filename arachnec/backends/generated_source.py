@@ -3,8 +3,8 @@
 A row's lanes lie in tiles [P, Q], as many as waste few lanes: 5120 = 5 x 1024, 24 heads of 96 = 3 x 3 tiles of 8 x 32.
 What differs from tile to tile is written once with ``@p`` and ``@q`` for the tile's number along each axis.
 Element-wise operations are written where they are read (``loop``); reductions along a row are over one axis or both
-(``row``). What does not change from row to row is written before the loop over rows. Arithmetic is fp32, or fp64 where the region's
-is; values are rounded where they are stored and where the region rounds them.
+(``row``). What does not change from row to row is written before the loop over rows. Arithmetic is fp32, or fp64 where
+the region's is; values are rounded where they are stored and where the region rounds them.
 """
 
 from __future__ import annotations

@@ -35,9 +35,12 @@ def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, fl
 
 def main() -> None:
     found = {f"fp64 {name}": errors(name, torch.float64, {"B": 2, "S": 5, "T": 3}) for name in CASES}
-    found |= {f"{kind} {name}": errors(name, dtype, {"B": 1, "S": 3, "T": 2})
-              for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
-              for name in ("row", "heads", "joined", "activations")}  # fmt: skip
+    for kind, dtype, names in (
+        ("fp32", torch.float32, ("row", "heads", "joined")),
+        ("bf16", torch.bfloat16, ("joined", "activations")),
+        ("fp16", torch.float16, ("joined",)),
+    ):
+        found |= {f"{kind} {name}": errors(name, dtype, {"B": 1, "S": 3, "T": 2}) for name in names}
     for name in ("read elsewhere", "row", "loop", "caption"):
         found[f"fp64 {name} in blocks"] = in_blocks(name, {"B": 2, "S": 5})
     for name in ("attended", "as wide as clips"):
