@@ -195,3 +195,23 @@ def test_shapes_that_fit_nothing_are_refused(scale: tuple[int, ...], lengths: li
     x = torch.randn(10, HIDDEN) if lengths else torch.randn(2, 5, HIDDEN)
     with pytest.raises(ValueError, match=says):
         norm_modulate(x, torch.randn(scale), cu_seqlens=None if lengths is None else torch.tensor(lengths))
+
+
+def test_gradients_of_very_uneven_segments_are_those_of_float64() -> None:
+    torch.manual_seed(0)
+    lengths, size = torch.tensor([1, 1560, 7, 32760]), 16
+    segment = torch.repeat_interleave(torch.arange(4), lengths)
+    rows = [torch.randn(int(lengths.sum()), size, requires_grad=True) for _ in range(2)]
+    vectors = [torch.randn(4, size, requires_grad=True) for _ in range(3)]
+    given = (*rows, *vectors)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    found = gate_residual_norm_modulate(*given, cu_seqlens=ends)
+    branch, residual, gate, scale, shift = exact = [t.detach().double().requires_grad_() for t in given]
+    h = residual + gate[segment] * branch
+    truth = h, torch.nn.functional.layer_norm(h, (size,), eps=1e-6) * (1 + scale[segment]) + shift[segment]
+    outer = [torch.randn_like(t) for t in found]
+    true_grads = torch.autograd.grad(truth, exact, [t.double() for t in outer])
+    for got, want in zip(torch.autograd.grad(found, given, outer), true_grads, strict=True):
+        for first, second in zip(ends, ends[1:], strict=False) if got.shape[0] > 4 else [(0, 4)]:
+            part = want[first:second]
+            assert (got[first:second] - part).abs().max() <= 1e-5 * part.abs().max()
