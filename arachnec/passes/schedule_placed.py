@@ -33,7 +33,7 @@ from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_problem import TICKS, Problem, Schedule, Solution
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
-ANYWHERE = 40  # jobs up to which it does on any number of GPUs
+ANYWHERE = 40  # jobs up to which it costs tens of them on any number of GPUs
 CANDIDATES = 24  # of the shortest, that are placed
 FEW = 4  # layouts, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
@@ -93,9 +93,9 @@ def best_placed(
 
 
 class Placing:
-    """The shortest placed of schedules; after the first none is placed for which no time is left.
+    """The shortest by ``measure`` of schedules; after the first none is placed for which no time is left.
 
-    ``left`` gives the ms that are left. ``length`` of the best and ``slowest``, the most that placing one took, in ms.
+    ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` what placing one took at most, in ms.
     """
 
     def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
@@ -105,7 +105,8 @@ class Placing:
         self.slowest = (time.perf_counter() - began) * 1e3
 
     def offer(self, schedule: Schedule) -> None:
-        if schedule.makespan(self.measure.problem) / TICKS >= self.length or self.slowest > self.left():
+        least = schedule.makespan(self.measure.problem) / TICKS + self.measure.ending.least
+        if least >= self.length or self.slowest > self.left():
             return
         began = time.perf_counter()
         length = self.measure.of(schedule)

@@ -136,7 +136,7 @@ class ScheduleZ3(Pass):
         if first.options is not None and first.packed is not None:
             found = repack(inside.problem, first.options, first.packed, first.schedule, bound, until, self.seed)
             trial.offer(inside.whole(found))
-        if trial.length > LATE * bound / TICKS:
+        if trial.length - trial.measure.ending.least > LATE * bound / TICKS:
             layouts = few_layouts(problem)
             while trial.slowest * PLACINGS <= clock.left() and (layout := next(layouts, None)) is not None:
                 trial.offer(layout)
