@@ -95,7 +95,7 @@ def best_placed(
 class Placing:
     """The shortest by ``measure`` of schedules; after the first none is placed for which no time is left.
 
-    ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` what placing one took at most, in ms.
+    ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` the most one took, in ms.
     """
 
     def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
