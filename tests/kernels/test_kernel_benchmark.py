@@ -67,3 +67,15 @@ def test_on_a_gpu_it_checks_times_and_keeps_every_kernel_beside_its_peers(tmp_pa
     for row in found["results"]:
         assert all(row[form]["backward_ms"] == 0.5 for form in ("fused", "eager", "compiled")), row["left_out"]
         assert row["left_out"] == ({"liger": "not installed"} if row["kernel"] == "norm, modulate" else {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: Triton's kernels cannot run")
+@pytest.mark.parametrize("layout", ["batch 1", "batch 4", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [1536, 5120])
+def test_on_a_gpu_every_kernel_is_that_of_float64_and_gives_the_same_bits_twice(
+    benchmark: ModuleType, hidden: int, dtype: torch.dtype, layout: str
+) -> None:
+    for case in benchmark.cases(1560, hidden, layout, dtype, torch.device("cuda")):
+        assert max(benchmark.errors(case)) <= benchmark.TOLERANCE[dtype], case.kernel
