@@ -91,10 +91,11 @@ class Launcher:
                     P=tiling.p, Q=tiling.q, DENSE=is_dense(tensors), num_warps=tiling.warps,
                 )  # fmt: skip
         runs = programs // max(groups, 1)
-        return [
-            partials[0][:, number].view(groups, runs, width).sum(1) if target.kept else partials[0][:, number].sum(0)
-            for number, target in enumerate(self.sums)
-        ]
+        found = []
+        for number, target in enumerate(self.sums):
+            part = partials[0][:, number, : target.width]  # one of equal lanes, where a row has one value
+            found.append(part.reshape(groups, runs, target.width).sum(1) if target.kept else part.sum(0))
+        return found
 
 
 class ColumnSum:
@@ -131,7 +132,7 @@ class ColumnSum:
         lanes = [size for _, size in self._lanes]
         whole = [numbers[position] for _, position in self._kept]
         if len(parts) == 1:
-            total = parts[0].view(*whole, *lanes)
+            total = parts[0].view([*whole, *lanes])
         else:
             total = parts[0].new_zeros([*whole, *lanes])
             for part, coordinates in zip(parts, self._pieces, strict=True):

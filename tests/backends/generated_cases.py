@@ -110,6 +110,11 @@ def beside(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x.transpose(1, 2).flatten(2), F.gelu(y, approximate="tanh")], -1)
 
 
+def scalars(x: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    """One value for each row, and one for each sample."""
+    return x * s + x.mean(-1, keepdim=True) * w
+
+
 def caption(x: Tensor, text: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A caption whose length no clip changes."""
     n = F.layer_norm(text, (12,)) * scale[:, None]
@@ -135,6 +140,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]] = {
     "activations": (activations, (ROWS, ROWS)),
     "counted": (counted, (HEADS, (3, 8))),
     "beside": (beside, (("B", 3, "S", 8), ("B", "S", 48))),
+    "scalars": (scalars, (ROWS, ("B", 1, 1), ("B", "S", 1))),
+    "means": (lambda x, w: x.tanh() + x.mean(-1, keepdim=True) * w, (ROWS, (1,))),
     "caption": (caption, (ROWS, ("B", 7, 12), ("B", 12))),
     "tiles": (row, (("B", "S", 640), ("B", 1, 640), (640,))),
     "wide sums": (row, (("B", "S", 9000), ("B", 1, 9000), (9000,))),
