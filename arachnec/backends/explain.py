@@ -131,8 +131,6 @@ def _idle(timeline: Timeline) -> list[str]:
 
 def _bound(module: Module, parts: BoundParts, cost: CostModel) -> list[str]:
     said = [_cause(module, parts)]
-    if cost.kinds:
-        said.append("It counts every GPU as the fastest here, with the most memory: the best plan may end much later.")
     without = (
         (parts.without_memory, "If memory limited nothing", "More memory alone would not lower the bound."),
         (parts.without_precedence, "If no cascade waited for another", ""),

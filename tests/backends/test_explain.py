@@ -19,6 +19,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.bound_parts import bound_parts
+from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower import lower
 from arachnec.passes.pipeline import Pipeline
@@ -176,3 +177,24 @@ def test_begin_of_a_plan_forgets_all_that_was_decided() -> None:
     begin = begin_of(plan())
     assert {name for cascade in begin.cascades for name in cascade.attrs} == set()
     assert quantity(PASSES.run(begin).attrs["area_bound"]) == quantity(plan().attrs["area_bound"])
+
+
+def test_where_devices_differ_other_degrees_are_those_of_the_devices_a_cascade_has() -> None:
+    pod = parse_cluster("1x2:h100-80g+1x2:a100-80g")
+    some = begin_of(plan())
+    times = tuple((degree, Quantity(100.0 / degree, "ms")) for degree in (1, 2))
+    on = replace(some.cascades[1], inputs=(), tokens=1000).with_attrs(times=times)
+    both = tuple(replace(on, name=f"c{i}", clips=(i,)) for i in range(2))
+    costed = replace(some, cluster=pod, cascades=both, clips=some.clips[:2])
+    placed = Pipeline.parse("schedule-static{degree=2},place").run(costed)
+    cost = CostModel(placed)
+    first, other = placed.cascades
+    long = Quantity(cost.time(other, 2, ranks=(2, 3)), "ms")
+    slow = other.with_attrs(ranks=(2, 3), start=Quantity(0.0, "ms"), end=long)
+    module = lower(replace(placed, cascades=(first, slow), attrs=placed.attrs.updated(makespan=long)))
+    degrees = next(section.sentences for section in explain(module) if section.title == "Degrees")
+    (sentence,) = [line for line in degrees if line.startswith(f"%{slow.name} ")]
+    alone = cost.time(slow, 1, ranks=(2,))
+    assert alone > 150
+    assert "than on the fastest devices: 50 ms" in sentence
+    assert f"At 1 it would take {ms(alone)}, the same GPU time" in sentence
