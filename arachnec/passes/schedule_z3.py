@@ -2,11 +2,12 @@
 
 1. A lower bound that holds for every schedule (``bound``).
 2. The best packing in aligned blocks, list schedule or fixed layout (``schedule_blocks``, ``schedule_heuristics``).
-3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``schedule_repack``).
+3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``schedule_repack``); annealing
+   where jobs wait for others or blocks waste GPUs (``schedule_anneal``).
 4. Of a few jobs that do not wait, the shortest packing (``schedule_exact``).
 5. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
    budget is spent (``schedule_matrix``; with precedence ``schedule_window``). Of larger ones with precedence Z3
-   improves the tail (``schedule_tail``), taking turns with a local search.
+   improves the tail (``schedule_tail``), taking turns with annealing.
 
 The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
 unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
@@ -70,7 +71,7 @@ PLACINGS = 1.3  # times what placing the first of many cascades took: set aside 
 LATE = 1.02  # times the bound: a placed schedule that ends later is compared with fixed layouts
 GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
 PACKED_SHARE = 0.25  # of what is left, for annealing before Z3 is given a packing whole
-SEARCH_SHARE = 0.5  # of the budget for the local search, before Z3
+SEARCH_SHARE = 0.7  # of what is left, for annealing before Z3 is given chains whole
 
 
 @dataclass(frozen=True)
