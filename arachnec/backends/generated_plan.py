@@ -77,6 +77,8 @@ def stage_of(graph_module: fx.GraphModule, name: str) -> Stage:
         return _stage(graph_module.graph, name, materialised=False)
     except TooWide:
         return _stage(graph_module.graph, name, materialised=True)
+    except Cut as cut:
+        raise Unsupported(f"its results are cut at different rows: {cut}") from cut
 
 
 def _stage(graph: fx.Graph, name: str, *, materialised: bool) -> Stage:
@@ -102,7 +104,7 @@ def _stage(graph: fx.Graph, name: str, *, materialised: bool) -> Stage:
     for at, value, made, total in wholes:
         pieces += [(at, target) for target in _pieces(value, total, ends - {made})]
     launchers = [found for at in sorted({at for at, _ in pieces}) for found in _launchers(
-        [target for other, target in pieces if other == at], ends, sizes, name, stores)]  # fmt: skip
+        [target for other, target in pieces if other == at], ends, sizes, name)]  # fmt: skip
     last: dict[fx.Node, int] = {}
     by_sum: dict[fx.Node, list[Target]] = {}
     for count, launcher in enumerate(launchers, 1):
@@ -187,16 +189,12 @@ def _pieces(value: fx.Node, total: fx.Node | None, ends: frozenset[fx.Node]) -> 
     raise refused
 
 
-def _launchers(
-    targets: Sequence[Target], ends: frozenset[fx.Node], sizes: Sizes, name: str, stores: Sequence[fx.Node]
-) -> list[Launcher]:
+def _launchers(targets: Sequence[Target], ends: frozenset[fx.Node], sizes: Sizes, name: str) -> list[Launcher]:
     """One for all targets with the same rows, where they can be one."""
     groups: list[list[Target]] = []
     for target in targets:
         for group in groups:
-            alike = _alike(target, group[0])
-            if _apart(target, group[0], ends):
-                continue
+            alike = None if _apart(target, group[0], ends) else _alike(target, group)
             if alike is not None and len({t.kept for t in [*group, alike] if t.sum is not None and t.kept}) <= 1:
                 group.append(alike)
                 break
@@ -221,11 +219,10 @@ def _apart(target: Target, other: Target, ends: frozenset[fx.Node]) -> bool:
     return (target.sum is None and target.node in ends) != (other.sum is None and other.node in ends)
 
 
-def _alike(target: Target, other: Target) -> Target | None:
-    """``target`` with its row coordinates in the order of another's, if they are the same."""
-    if (target.lane is None) != (other.lane is None):
-        return None
-    if target.width != other.width and 1 not in (target.width, other.width):
+def _alike(target: Target, group: Sequence[Target]) -> Target | None:
+    """``target`` with its coordinates in the order of others', if rows are the same, and as wide or of one value."""
+    other, width = group[0], max(found.width for found in group)
+    if (target.lane is None) != (other.lane is None) or (width != 1 and target.width not in (1, width)):
         return None
     if target.sizes == other.sizes and target.lane == other.lane:
         return target

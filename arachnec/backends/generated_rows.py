@@ -148,6 +148,8 @@ def space_of(targets: Sequence[Target], nodes: Sequence[fx.Node]) -> Space:
         if reduced_dims(n) and not sums_rows(n)
     ]
     width = max(target.width for target in targets)
+    if any(target.width not in (1, width) for target in targets):
+        raise Unsupported("its results have rows of different sizes")
     if width == 1:
         width = max(reduced, default=1)
     lanes = _lanes(nodes, width)

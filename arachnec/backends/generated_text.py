@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from arachnec.backends.generated_index import Size, Space, Unsupported
 from arachnec.backends.generated_operations import needed, reduced_dims, sums_rows, value_of
+from arachnec.backends.generated_places import Place
 from arachnec.backends.generated_rows import Target, space_of
 from arachnec.backends.generated_source import ONCE, ROW, Writer, zeros
 from arachnec.backends.generated_tiles import BLOCK, WHOLE, Tiling, spread, tiles_of
@@ -131,14 +132,14 @@ def _written(
     return writer
 
 
-def _store(writer: Writer, number: int, target: Target, place: tuple[object, ...]) -> None:
+def _store(writer: Writer, number: int, target: Target, place: Place) -> None:
     if not value_of(target.node).is_floating_point():
         raise Unsupported(f"a result of {value_of(target.node).dtype}")
-    value = writer.value(target.node, place)  # type: ignore[arg-type]
-    axes = writer.axes(place)  # type: ignore[arg-type]
+    value = writer.value(target.node, place)
+    axes = writer.axes(place)
     mask = writer.inside(axes)
     depth = len(writer.lines) - 1 if "@q" in axes and writer.tiling.loops else ROW
-    address = writer.address(f"y{number}", place)  # type: ignore[arg-type]
+    address = writer.address(f"y{number}", place)
     address += "" if all(a in axes for a in ("@p", "@q")) else f" + {zeros(axes)}"
     writer.lines[depth].append(
         f"tl.store({address}, ({value} + {zeros(axes, writer.precision)}).to(y{number}.dtype.element_ty)"

@@ -115,6 +115,11 @@ def scalars(x: Tensor, s: Tensor, w: Tensor) -> Tensor:
     return x * s + x.mean(-1, keepdim=True) * w
 
 
+def widths(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Results whose rows have one value, twelve and five."""
+    return x.mean(-1, keepdim=True), x.tanh(), y.exp(), y.mean(-1, keepdim=True)
+
+
 def caption(x: Tensor, text: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A caption whose length no clip changes."""
     n = F.layer_norm(text, (12,)) * scale[:, None]
@@ -142,6 +147,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]] = {
     "beside": (beside, (("B", 3, "S", 8), ("B", "S", 48))),
     "scalars": (scalars, (ROWS, ("B", 1, 1), ("B", "S", 1))),
     "means": (lambda x, w: x.tanh() + x.mean(-1, keepdim=True) * w, (ROWS, (1,))),
+    "widths": (widths, (ROWS, ("B", "S", 5))),
     "caption": (caption, (ROWS, ("B", 7, 12), ("B", 12))),
     "tiles": (row, (("B", "S", 640), ("B", 1, 640), (640,))),
     "wide sums": (row, (("B", "S", 9000), ("B", 1, 9000), (9000,))),
