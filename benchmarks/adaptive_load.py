@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_heuristics import best_heuristic, improve
-from arachnec.passes.schedule_problem import Choice, Job, Problem
+from arachnec.passes.scheduling.heuristics import best_heuristic, improve
+from arachnec.passes.scheduling.problem import Choice, Job, Problem
 from arachnec.report import imbalance
 
 WIDTH, RANKS, SEED = 3072, 8, 0

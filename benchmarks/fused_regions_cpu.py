@@ -20,11 +20,11 @@ from torch import Tensor
 from arachnec.backends import fused_block
 from arachnec.backends.fused_block import Region, fuse_block
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.trace_blocks import CapturedBlock, capture_blocks
-from arachnec.passes.trace_captured import lifted
-from arachnec.passes.trace_dims import B, S, T
-from arachnec.passes.trace_graph import block_graph
-from arachnec.passes.trace_record import ExampleCall
+from arachnec.passes.tracing.blocks import CapturedBlock, capture_blocks
+from arachnec.passes.tracing.captured import lifted
+from arachnec.passes.tracing.dims import B, S, T
+from arachnec.passes.tracing.graph import block_graph
+from arachnec.passes.tracing.record import ExampleCall
 
 REPEATS = 5
 

@@ -30,14 +30,14 @@ from arachnec.kernels.rope_plain import Rope
 from arachnec.kernels.row_groups import group_vectors, row_groups
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.fuse_graph import FusionGraph
-from arachnec.passes.fuse_match import match_region
-from arachnec.passes.fuse_walk import Match
+from arachnec.passes.fusion.graph import FusionGraph
+from arachnec.passes.fusion.match import match_region
+from arachnec.passes.fusion.walk import Match
 from arachnec.passes.shape_constraints import constraints_of
-from arachnec.passes.trace_blocks import capture_blocks
-from arachnec.passes.trace_captured import CapturedBlock
-from arachnec.passes.trace_graph import DTYPES, block_graph
-from arachnec.passes.trace_sample import example_calls
+from arachnec.passes.tracing.blocks import capture_blocks
+from arachnec.passes.tracing.captured import CapturedBlock
+from arachnec.passes.tracing.graph import DTYPES, block_graph
+from arachnec.passes.tracing.sample import example_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {name: dtype for dtype, name in DTYPES.items()}

@@ -20,9 +20,9 @@ from arachnec.ir.nodes import Graph, integer
 from arachnec.ir.values import Attributes, Formula
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.fuse_backward import alone
-from arachnec.passes.fuse_cost import Machine, RegionCost
-from arachnec.passes.fuse_graph import FusionGraph, bits
+from arachnec.passes.fusion.backward import alone
+from arachnec.passes.fusion.cost import Machine, RegionCost
+from arachnec.passes.fusion.graph import FusionGraph, bits
 from arachnec.passes.shape_constraints import constraints_of
 from arachnec.passes.trace import trace_model
 

@@ -192,8 +192,8 @@ def captured(model_file, clips):
     """What every rank would capture at launch; taken once, here, before the ranks are forked."""
     import torch
 
-    from arachnec.passes.trace_blocks import capture_blocks
-    from arachnec.passes.trace_sample import example_calls
+    from arachnec.passes.tracing.blocks import capture_blocks
+    from arachnec.passes.tracing.sample import example_calls
 
     torch.manual_seed(SEED)
     try:
@@ -239,8 +239,8 @@ def _rank(rank: int, store: Path, place: Path, capture, gradients: Path) -> None
     import torch
     import torch.distributed as dist
 
-    import arachnec.passes.trace_blocks as blocks
-    import arachnec.passes.trace_sample as samples
+    import arachnec.passes.tracing.blocks as blocks
+    import arachnec.passes.tracing.sample as samples
     from arachnec.backends.executable import read_executable
     from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.backends.torch_distributed.training_run import train

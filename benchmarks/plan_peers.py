@@ -1,8 +1,8 @@
 """Other solvers on the problems of ``plan_video_mix``: CP-SAT (ortools), HiGHS (scipy) and Arachne's genetic search.
 
 CP-SAT gets optional intervals under one cumulative constraint, which is exact; HiGHS the aligned blocks of
-``arachnec.passes.schedule_blocks`` as a mixed integer program. Each is given the problem, the wall time and two cores,
-and no start. The genetic search runs its generations to the end, however long that takes.
+``arachnec.passes.scheduling.blocks`` as a mixed integer program. Each is given the problem, the wall time and two
+cores, and no start. The genetic search runs its generations to the end, however long that takes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.schedule_blocks import Packing, Placed, options_of, realize
-from arachnec.passes.schedule_problem import Problem, Schedule
+from arachnec.passes.scheduling.blocks import Packing, Placed, options_of, realize
+from arachnec.passes.scheduling.problem import Problem, Schedule
 
 CORES = 2
 MOST_DECODED = 64

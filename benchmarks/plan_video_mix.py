@@ -26,8 +26,8 @@ from collections.abc import Callable
 
 from plan_peers import Answer, arachne_ga, cp_sat, highs
 
-from arachnec.passes.schedule_problem import TICKS, Choice, Job, Problem, violations
 from arachnec.passes.schedule_z3 import Clock, solve
+from arachnec.passes.scheduling.problem import TICKS, Choice, Job, Problem, violations
 
 SIZES = ((16, 8), (64, 32), (256, 64), (1024, 256), (4096, 1024), (32, 32), (128, 64), (512, 256))
 FRAMES = (17, 33, 49, 65, 81, 97, 121)

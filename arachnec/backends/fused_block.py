@@ -20,11 +20,11 @@ from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from arachnec.backends.fused_calls import KernelCalls, learned_nodes
 from arachnec.backends.fused_members import convex, is_view, with_sizes
 from arachnec.ir.nodes import Graph
-from arachnec.passes.fuse_graph import FusionGraph
+from arachnec.passes.fusion.graph import FusionGraph
 from arachnec.passes.shape_constraints import constraints_of
-from arachnec.passes.trace_captured import CapturedBlock, CapturedModel, lifted
-from arachnec.passes.trace_graph import node_names
-from arachnec.passes.trace_sequence import ShardedBlock
+from arachnec.passes.tracing.captured import CapturedBlock, CapturedModel, lifted
+from arachnec.passes.tracing.graph import node_names
+from arachnec.passes.tracing.sequence import ShardedBlock
 
 # What a compiled region must save on a CPU before it is faster than eager, measured by benchmarks/fused_regions_cpu.py:
 # regions of two or three operations gain nothing, and small ones lose to the guards in front of the compiled code.

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from arachnec.backends.fused_kernels import KERNELS, Kernel
 from arachnec.ir.nodes import Fused
-from arachnec.passes.fuse_graph import FusionGraph
-from arachnec.passes.fuse_match import match_region
-from arachnec.passes.fuse_parts import rest_of
-from arachnec.passes.fuse_walk import Match
-from arachnec.passes.trace_captured import CapturedBlock
+from arachnec.passes.fusion.graph import FusionGraph
+from arachnec.passes.fusion.match import match_region
+from arachnec.passes.fusion.parts import rest_of
+from arachnec.passes.fusion.walk import Match
+from arachnec.passes.tracing.captured import CapturedBlock
 
 
 class KernelCalls:

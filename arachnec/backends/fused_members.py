@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.ir.nodes import GraphOp
-from arachnec.passes.fuse_ops import Kind, kind_of
+from arachnec.passes.fusion.ops import Kind, kind_of
 
 SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
 

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 
 from arachnec.backends.timeline import DRAWN, Interval, Timeline, planned
 from arachnec.ir.nodes import Instruction, Module, Program
-from arachnec.passes.check_memory import usages
-from arachnec.passes.check_values import Values, gib
+from arachnec.passes.checking.memory import usages
+from arachnec.passes.checking.values import Values, gib
 
 Curve = tuple[tuple[float, float], ...]  # ms and GiB: what is held from then on
 

@@ -196,8 +196,8 @@ class Profiler:
 
     def _sequence(self) -> SequenceModel | None:
         """None where the model's blocks cannot be shared."""
-        from arachnec.passes.trace_blocks import capture_blocks
-        from arachnec.passes.trace_sample import example_calls
+        from arachnec.passes.tracing.blocks import capture_blocks
+        from arachnec.passes.tracing.sample import example_calls
 
         try:
             calls = example_calls(self.model, self.model_file, self.clips)

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.exchange import gather_tokens, shard_tokens
 from arachnec.kernels.sequence_shard import SequenceShard
-from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel
-from arachnec.passes.trace_errors import UnequalCall
-from arachnec.passes.trace_sequence import ShardedBlock, gather_warnings, shard_block
+from arachnec.passes.tracing.blocks import CapturedBlock, CapturedModel
+from arachnec.passes.tracing.errors import UnequalCall
+from arachnec.passes.tracing.sequence import ShardedBlock, gather_warnings, shard_block
 
 # Answered without gathering: what a whole tensor would answer as well.
 METADATA = frozenset(

@@ -20,8 +20,8 @@ from arachnec.backends.simulator_work import Works
 from arachnec.backends.timeline import COMPUTE, Interval, Timeline, Transfer, imbalance
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Phase, Stage, quantity
 from arachnec.ir.values import Formula, Quantity
-from arachnec.passes.check_memory import high_water
-from arachnec.passes.check_values import Values, bucket_of, sums_inside, written
+from arachnec.passes.checking.memory import high_water
+from arachnec.passes.checking.values import Values, bucket_of, sums_inside, written
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.topology import machines
 

@@ -12,7 +12,7 @@ import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
-from arachnec.passes.check_values import bucket_of
+from arachnec.passes.checking.values import bucket_of
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 DRAWN = (*COMPUTE, "reduce", "step")

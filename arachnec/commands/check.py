@@ -17,8 +17,8 @@ def command(program: Path) -> None:
     """
     from arachnec.commands.program_file import read_program
     from arachnec.passes.check import checked
-    from arachnec.passes.check_memory import high_water
-    from arachnec.passes.check_values import Values
+    from arachnec.passes.checking.memory import high_water
+    from arachnec.passes.checking.values import Values
 
     module = checked(read_program(program))
     assert module.cluster is not None

@@ -13,7 +13,7 @@ for each other cannot do.
 from __future__ import annotations
 
 from arachnec.passes.bound_chains import chain_bound
-from arachnec.passes.schedule_problem import Problem
+from arachnec.passes.scheduling.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from arachnec.passes.schedule_problem import Choice, Problem
+from arachnec.passes.scheduling.problem import Choice, Problem
 
 Frontier: TypeAlias = list[tuple[int, int]]  # ticks, ascending, and the least area within them, descending
 Widths: TypeAlias = list[tuple[int, int]]  # ticks, ascending, from which on so many GPUs can be held

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_problem import TICKS, Problem
+from arachnec.passes.scheduling.problem import TICKS, Problem
 from arachnec.passes.stage_sizes import considered, shape_of, times_of
 from arachnec.passes.topology import host_of, intra_of, machines, node_of
 

@@ -10,8 +10,8 @@ from arachnec.ir.values import Quantity, Value
 from arachnec.passes.bound import longest_chain, lower_bound
 from arachnec.passes.bound_mixed import bound_of
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS, Problem
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.problem import TICKS, Problem
 
 PLENTY = 1e12  # GB/s or GiB
 Cause = Literal["work", "chain", "wide"]

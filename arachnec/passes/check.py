@@ -12,12 +12,12 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
-from arachnec.passes.check_deadlock import check_deadlock
-from arachnec.passes.check_gradient import check_gradient
-from arachnec.passes.check_inputs import check_inputs
-from arachnec.passes.check_memory import check_memory
-from arachnec.passes.check_structure import check_structure
-from arachnec.passes.check_values import Values
+from arachnec.passes.checking.deadlock import check_deadlock
+from arachnec.passes.checking.gradient import check_gradient
+from arachnec.passes.checking.inputs import check_inputs
+from arachnec.passes.checking.memory import check_memory
+from arachnec.passes.checking.structure import check_structure
+from arachnec.passes.checking.values import Values
 from arachnec.passes.lower import NoCluster
 
 RULES: tuple[Callable[[Values], Iterator[Diagnostic]], ...] = (

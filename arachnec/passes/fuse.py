@@ -19,8 +19,8 @@ from arachnec.passes.data_sheets import find_data_sheet
 if TYPE_CHECKING:
     import sympy
 
-    from arachnec.passes.fuse_cost import RegionCost
-    from arachnec.passes.fuse_graph import FusionGraph
+    from arachnec.passes.fusion.cost import RegionCost
+    from arachnec.passes.fusion.graph import FusionGraph
     from arachnec.passes.shape_constraints import Range, ShapeConstraints
 
 GIB = 2**30
@@ -44,11 +44,11 @@ class Fuse(Pass):
 
 def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidth: float | None = None) -> Graph:
     """``graph`` with its fused regions. ``likely`` are the sizes the cost model sees, ``bandwidth`` is in bytes/s."""
-    from arachnec.passes.fuse_cost import Machine, RegionCost
-    from arachnec.passes.fuse_explain import left_alone, reasons
-    from arachnec.passes.fuse_graph import FusionGraph, bits
-    from arachnec.passes.fuse_match import biased_gelus
-    from arachnec.passes.fuse_search import find_regions
+    from arachnec.passes.fusion.cost import Machine, RegionCost
+    from arachnec.passes.fusion.explain import left_alone, reasons
+    from arachnec.passes.fusion.graph import FusionGraph, bits
+    from arachnec.passes.fusion.match import biased_gelus
+    from arachnec.passes.fusion.search import find_regions
     from arachnec.passes.shape_constraints import LIKELY, constraints_of
 
     known = FusionGraph(graph, constraints_of(graph, LIKELY if likely is None else likely))
@@ -71,11 +71,11 @@ def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidt
 
 
 def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped: tuple[str, ...]) -> Fused:
-    from arachnec.passes.fuse_backward import alone, together
-    from arachnec.passes.fuse_cost import Price
-    from arachnec.passes.fuse_graph import bits
-    from arachnec.passes.fuse_match import kernel_name
-    from arachnec.passes.fuse_parts import chosen_matches, rest_of
+    from arachnec.passes.fusion.backward import alone, together
+    from arachnec.passes.fusion.cost import Price
+    from arachnec.passes.fusion.graph import bits
+    from arachnec.passes.fusion.match import kernel_name
+    from arachnec.passes.fusion.parts import chosen_matches, rest_of
 
     price = cost.price(region)
     assert isinstance(price, Price)

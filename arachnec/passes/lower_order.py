@@ -12,7 +12,7 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.values import Formula, Value
-from arachnec.passes.check_values import rank_list
+from arachnec.passes.checking.values import rank_list
 from arachnec.passes.topology import handoff_time, node_of
 
 # Starts and ends are sums of floats: what lies closer together than this happens at one time.

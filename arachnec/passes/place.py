@@ -23,8 +23,8 @@ from arachnec.passes.base import Pass
 from arachnec.passes.bound_mixed import bound_of
 from arachnec.passes.cost import GIB, CostModel
 from arachnec.passes.place_memory import Late, find_overflow, is_roomy, late_order
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.problem import TICKS
 from arachnec.passes.stage_sizes import times_of
 from arachnec.passes.topology import handoff_time, nic_of, node_of, rack_of
 

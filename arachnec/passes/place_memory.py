@@ -15,8 +15,8 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Phase, Program, quantity
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.check_memory import TOLERANCE_GIB, Usage, usages
-from arachnec.passes.check_values import Values, written
+from arachnec.passes.checking.memory import TOLERANCE_GIB, Usage, usages
+from arachnec.passes.checking.values import Values, written
 from arachnec.passes.cost import RESERVE, CostModel
 from arachnec.passes.lower import compute_lists, resident_ranks
 from arachnec.passes.lower_order import global_order, plan_handoffs

@@ -17,8 +17,8 @@ from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower_order import forward_share
 from arachnec.passes.place import in_order
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.problem import TICKS
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_groups import Group, chain_ticks, in_rounds, power_sizes, sinks_of
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Solution
+from arachnec.passes.scheduling.groups import Group, chain_ticks, in_rounds, power_sizes, sinks_of
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.problem import Problem, Solution
 from arachnec.passes.stage_sizes import times_of
 
 PACE = 1.05  # of the heaviest sequence's work, up to which a group is filled

@@ -24,10 +24,10 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_fixed import best_one_degree
-from arachnec.passes.schedule_groups import Group, Ticks, in_rounds, power_sizes, sinks_of, ticks_at
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution
+from arachnec.passes.scheduling.fixed import best_one_degree
+from arachnec.passes.scheduling.groups import Group, Ticks, in_rounds, power_sizes, sinks_of, ticks_at
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 
 DEFAULT_LIMIT = Duration(2000.0)  # what the default scheduler has
 DEFAULT_BUCKETS = 16

@@ -18,9 +18,9 @@ from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_heuristics import degrees_for, topological
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution
+from arachnec.passes.scheduling.heuristics import degrees_for, topological
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 from arachnec.passes.topology import penalty
 
 TOURNAMENT = 3

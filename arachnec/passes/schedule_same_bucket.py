@@ -16,9 +16,9 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_groups import Group, chain_ticks, in_rounds, least_loaded, sinks_of, ticks_at
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution
+from arachnec.passes.scheduling.groups import Group, chain_ticks, in_rounds, least_loaded, sinks_of, ticks_at
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_fixed import at_least, best_one_degree, deal
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_problem import Problem, Schedule, Solution
+from arachnec.passes.scheduling.fixed import at_least, best_one_degree, deal
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 
 
 @dataclass(frozen=True)

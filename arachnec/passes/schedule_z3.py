@@ -1,13 +1,13 @@
 """Degrees and start times for all cascades: a bound, heuristics in milliseconds, then Z3 improves and proves.
 
 1. A lower bound that holds for every schedule (``bound``).
-2. The best packing in aligned blocks, list schedule or fixed layout (``schedule_blocks``, ``schedule_heuristics``).
-3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``schedule_repack``); annealing
-   where jobs wait for others or blocks waste GPUs (``schedule_anneal``).
-4. Of a few jobs that do not wait, the shortest packing (``schedule_exact``).
+2. The best packing in aligned blocks, list schedule or fixed layout (``scheduling.blocks``, ``scheduling.heuristics``).
+3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``scheduling.repack``); annealing
+   where jobs wait for others or blocks waste GPUs (``scheduling.anneal``).
+4. Of a few jobs that do not wait, the shortest packing (``scheduling.exact``).
 5. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
-   budget is spent (``schedule_matrix``; with precedence ``schedule_window``). Of larger ones with precedence Z3
-   improves the tail (``schedule_tail``), taking turns with annealing.
+   budget is spent (``scheduling.matrix``; with precedence ``scheduling.window``). Of larger ones with precedence Z3
+   improves the tail (``scheduling.tail``), taking turns with annealing.
 
 The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
 unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
@@ -27,18 +27,18 @@ from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.bound_mixed import mixed_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_anneal import anneal_by_turns
-from arachnec.passes.schedule_blocks import Options, Packing, Placed, best_packing, options_of, realize
-from arachnec.passes.schedule_decode import justified
-from arachnec.passes.schedule_fixed import best_one_degree
-from arachnec.passes.schedule_heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
-from arachnec.passes.schedule_mixed import best_on_mixed
-from arachnec.passes.schedule_module import problem_of, scheduled
-from arachnec.passes.schedule_placed import Measure, Placing, best_placed, few_layouts, placing_is_quick
-from arachnec.passes.schedule_problem import TICKS, Effort, Problem, Schedule, Solution, violations
-from arachnec.passes.schedule_repack import Repacking
-from arachnec.passes.schedule_tail import tail_of, with_tail
-from arachnec.passes.schedule_widths import Nested, nested
+from arachnec.passes.scheduling.anneal import anneal_by_turns
+from arachnec.passes.scheduling.blocks import Options, Packing, Placed, best_packing, options_of, realize
+from arachnec.passes.scheduling.decode import justified
+from arachnec.passes.scheduling.fixed import best_one_degree
+from arachnec.passes.scheduling.heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
+from arachnec.passes.scheduling.mixed import best_on_mixed
+from arachnec.passes.scheduling.module import problem_of, scheduled
+from arachnec.passes.scheduling.placed import Measure, Placing, best_placed, few_layouts, placing_is_quick
+from arachnec.passes.scheduling.problem import TICKS, Effort, Problem, Schedule, Solution, violations
+from arachnec.passes.scheduling.repack import Repacking
+from arachnec.passes.scheduling.tail import tail_of, with_tail
+from arachnec.passes.scheduling.widths import Nested, nested
 from arachnec.passes.stage_sizes import times_of
 
 DEFAULT_BUDGET = Duration(2000.0)
@@ -264,7 +264,7 @@ def best_first(problem: Problem, schedule: Schedule, bound: int) -> Schedule:
 
 def pack_exactly(problem: Problem, options: Options, schedule: Schedule, clock: Clock) -> tuple[Schedule, bool]:
     """The schedule or the shortest packing in aligned blocks, and whether it is certain that no packing is shorter."""
-    from arachnec.passes.schedule_exact import shortest_packing
+    from arachnec.passes.scheduling.exact import shortest_packing
 
     floor, asked = clock.left() * (1 - EXACT_SHARE), 0
 
@@ -302,7 +302,7 @@ def repack(
         return tries > clock.steps if clock.steps is not None else clock.left() <= floor
 
     def ask(jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int) -> list[Placed] | None:
-        from arachnec.passes.schedule_packing import find_packing
+        from arachnec.passes.scheduling.packing import find_packing
 
         effort = _effort(clock, min(clock.left() - floor, QUESTION_MS))
         return find_packing(jobs, options, problem.heads, base, horizon, widest, seed=seed, effort=effort)[1]
@@ -347,7 +347,7 @@ def improve_by_turns(problem: Problem, schedule: Schedule, bound: int, clock: Cl
 
 def shorter_tail(problem: Problem, schedule: Schedule, bound: int, size: int, clock: Clock, seed: int) -> Schedule:
     """The schedule with the best tail of ``size`` jobs that Z3 finds, by bisection; itself where there is no better."""
-    from arachnec.passes.schedule_window import Answer, find_schedule
+    from arachnec.passes.scheduling.window import Answer, find_schedule
 
     tail = tail_of(problem, schedule, size)
     if tail.running > MOST_RUNNING:
@@ -380,11 +380,11 @@ def prove_packing(
     ``exact`` says that no packing is shorter than the incumbent.
 
     Sets of GPUs that are no aligned blocks can make a schedule shorter still, so those are asked for next
-    (``schedule_squeeze``), and at once where that is quick.
+    (``scheduling.squeeze``), and at once where that is quick.
     """
-    from arachnec.passes.schedule_packing import find_packing
-    from arachnec.passes.schedule_squeeze import squeeze, squeeze_in_steps
-    from arachnec.passes.schedule_window import Answer
+    from arachnec.passes.scheduling.packing import find_packing
+    from arachnec.passes.scheduling.squeeze import squeeze, squeeze_in_steps
+    from arachnec.passes.scheduling.window import Answer
 
     schedule, bound = incumbent.schedule, incumbent.bound
     high = schedule.makespan(problem)
@@ -417,7 +417,7 @@ def prove(problem: Problem, incumbent: Solution, clock: Clock, seed: int) -> Sol
     The first question is whether anything beats the incumbent: after a good heuristic the answer is often no, and that
     no is the proof.
     """
-    from arachnec.passes.schedule_window import Answer, find_schedule
+    from arachnec.passes.scheduling.window import Answer, find_schedule
 
     schedule, low = incumbent.schedule, incumbent.bound
     high = schedule.makespan(problem)

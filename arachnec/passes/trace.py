@@ -15,14 +15,14 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Stage
-from arachnec.passes.trace_blocks import CapturedModel, capture_blocks
-from arachnec.passes.trace_cost import encoder_stage, trained_stage
-from arachnec.passes.trace_dims import S
-from arachnec.passes.trace_errors import CannotRecord, CannotTake
-from arachnec.passes.trace_graph import block_graph
-from arachnec.passes.trace_record import flatten_call, training_mode
-from arachnec.passes.trace_sample import ModelSource, arguments_of, example_calls, meta_encoders
-from arachnec.passes.trace_sequence import gather_warnings, shard_block
+from arachnec.passes.tracing.blocks import CapturedModel, capture_blocks
+from arachnec.passes.tracing.cost import encoder_stage, trained_stage
+from arachnec.passes.tracing.dims import S
+from arachnec.passes.tracing.errors import CannotRecord, CannotTake
+from arachnec.passes.tracing.graph import block_graph
+from arachnec.passes.tracing.record import flatten_call, training_mode
+from arachnec.passes.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders
+from arachnec.passes.tracing.sequence import gather_warnings, shard_block
 
 TRAINED = "dit"
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_module import with_times
+from arachnec.passes.scheduling.module import with_times
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower import lower
 from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.problem import TICKS
 from tests.passes.plans import cluster, placed_modules
 
 PLAN = Path(__file__).parents[1] / "commands" / "explain" / "plan.cascade"

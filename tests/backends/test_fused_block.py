@@ -17,10 +17,10 @@ from arachnec.backends.fused_block import Region, fuse_block, fused_blocks
 from arachnec.backends.fused_kernels import KERNELS
 from arachnec.ir.nodes import Graph
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.trace_blocks import CapturedBlock, CapturedModel, capture_blocks
-from arachnec.passes.trace_captured import lifted
-from arachnec.passes.trace_dims import B, S, T
-from arachnec.passes.trace_graph import block_graph
+from arachnec.passes.tracing.blocks import CapturedBlock, CapturedModel, capture_blocks
+from arachnec.passes.tracing.captured import lifted
+from arachnec.passes.tracing.dims import B, S, T
+from arachnec.passes.tracing.graph import block_graph
 from tests.models.sequence_models import HEADS, MODELS, WIDTH, FusedBlock, ModelCase, PlainModel, Size, user_written
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from arachnec.backends.fused_block import fuse_block
 from arachnec.backends.generated_region import Generated
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.trace_blocks import capture_blocks
-from arachnec.passes.trace_captured import lifted
-from arachnec.passes.trace_dims import B, S, T
-from arachnec.passes.trace_graph import block_graph
+from arachnec.passes.tracing.blocks import capture_blocks
+from arachnec.passes.tracing.captured import lifted
+from arachnec.passes.tracing.dims import B, S, T
+from arachnec.passes.tracing.graph import block_graph
 from tests.backends.generated_cases import CASES, region, sized
 from tests.models.sequence_models import MODELS
 

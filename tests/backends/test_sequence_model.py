@@ -10,7 +10,7 @@ from torch import Tensor
 from arachnec.backends.sequence_blocks import SequenceModel, ShardedTokens, install
 from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.sequence_shard import SequenceShard
-from arachnec.passes.trace_blocks import capture_blocks
+from arachnec.passes.tracing.blocks import capture_blocks
 from tests.models.sequence_models import MODELS, Size
 
 LONG_SKIP = MODELS["long-skip-outside"]

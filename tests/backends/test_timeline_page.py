@@ -22,8 +22,8 @@ from arachnec.backends.timeline import DRAWN, Interval, Timeline, planned
 from arachnec.backends.timeline_page import PARTS, page, script_json
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
-from arachnec.passes.check_memory import high_water
-from arachnec.passes.check_values import Values
+from arachnec.passes.checking.memory import high_water
+from arachnec.passes.checking.values import Values
 from arachnec.passes.lower import lower
 from tests.backends.page_plans import large, slower, small
 from tests.passes.plans import placed_modules

@@ -14,7 +14,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.check import checked
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.schedule_check import validate_schedule
+from arachnec.passes.scheduling.check import validate_schedule
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))

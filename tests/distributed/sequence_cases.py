@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from arachnec.backends.sequence_blocks import SequenceModel, install
 from arachnec.backends.torch_distributed.sequence import fuse_as_planned
 from arachnec.kernels.process_groups import ProcessGroups, subgroups
-from arachnec.passes.trace_blocks import capture_blocks
+from arachnec.passes.tracing.blocks import capture_blocks
 from tests.distributed.harness import PRELOAD, ROOT
 from tests.models.sequence_models import MODELS, Size
 

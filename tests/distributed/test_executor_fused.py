@@ -17,9 +17,9 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.ir.printer import print_module
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.trace_blocks import capture_blocks
-from arachnec.passes.trace_graph import block_graph
-from arachnec.passes.trace_sample import example_calls
+from arachnec.passes.tracing.blocks import capture_blocks
+from arachnec.passes.tracing.graph import block_graph
+from arachnec.passes.tracing.sample import example_calls
 from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 

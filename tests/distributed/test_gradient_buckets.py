@@ -17,7 +17,7 @@ from arachnec.ir.values import Attributes, Quantity
 from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import find_problems
-from arachnec.passes.check_values import sums_inside
+from arachnec.passes.checking.values import sums_inside
 from arachnec.passes.lower import lower
 from tests.distributed.executor_cases import (
     MODEL,

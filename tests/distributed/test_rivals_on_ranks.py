@@ -16,9 +16,9 @@ from arachnec.backends.training import Training
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.models.file import load_model_file
-from arachnec.passes import trace_blocks
 from arachnec.passes.pipeline import Pipeline
 from arachnec.passes.pipelines import PIPELINES
+from arachnec.passes.tracing import blocks as trace_blocks
 from tests.distributed.executor_cases import (
     ENCODER,
     MODEL,

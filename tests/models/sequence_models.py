@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arachnec.passes.trace_record import ExampleCall
+from arachnec.passes.tracing.record import ExampleCall
 
 WIDTH, HEADS = 12, 3
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.passes.trace_blocks import call_lifted, capture_blocks
-from arachnec.passes.trace_dims import B, S, T
-from arachnec.passes.trace_errors import CannotCapture
-from arachnec.passes.trace_record import ExampleCall
+from arachnec.passes.tracing.blocks import call_lifted, capture_blocks
+from arachnec.passes.tracing.dims import B, S, T
+from arachnec.passes.tracing.errors import CannotCapture
+from arachnec.passes.tracing.record import ExampleCall
 
 diffusers = pytest.importorskip("diffusers")
 TEXT = 32

@@ -11,14 +11,14 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.passes import trace_errors
-from arachnec.passes.trace_blocks import Origin, call_lifted, capture_blocks
-from arachnec.passes.trace_dims import B, S, T
-from arachnec.passes.trace_find import find_blocks
-from arachnec.passes.trace_flops import block_flops, token_attentions
-from arachnec.passes.trace_graph import block_graph
-from arachnec.passes.trace_memory import block_memory
-from arachnec.passes.trace_record import ExampleCall
+from arachnec.passes.tracing import errors as trace_errors
+from arachnec.passes.tracing.blocks import Origin, call_lifted, capture_blocks
+from arachnec.passes.tracing.dims import B, S, T
+from arachnec.passes.tracing.find import find_blocks
+from arachnec.passes.tracing.flops import block_flops, token_attentions
+from arachnec.passes.tracing.graph import block_graph
+from arachnec.passes.tracing.memory import block_memory
+from arachnec.passes.tracing.record import ExampleCall
 
 WIDTH, HEADS = 24, 3
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from arachnec.backends.sequence_blocks import install
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.kernels.sequence_shard import SequenceShard
-from arachnec.passes.trace_blocks import CapturedModel, capture_blocks
-from arachnec.passes.trace_record import ExampleCall
-from arachnec.passes.trace_sequence import CannotShard, NoShardedInput, ShardedBlock, shard_block
+from arachnec.passes.tracing.blocks import CapturedModel, capture_blocks
+from arachnec.passes.tracing.record import ExampleCall
+from arachnec.passes.tracing.sequence import CannotShard, NoShardedInput, ShardedBlock, shard_block
 
 C = 6
 Function = Callable[[Tensor, Tensor, Tensor], object]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.bound_chains import chain_bound
-from arachnec.passes.schedule_heuristics import list_schedule
-from arachnec.passes.schedule_problem import Choice, Job, Problem
+from arachnec.passes.scheduling.heuristics import list_schedule
+from arachnec.passes.scheduling.problem import Choice, Job, Problem
 
 
 @st.composite

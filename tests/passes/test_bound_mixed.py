@@ -14,8 +14,8 @@ from arachnec.passes.bound_mixed import bound_of
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_problem import TICKS
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.problem import TICKS
 
 
 def formula(unit: str, *terms: tuple[float, int]) -> Formula:

@@ -17,9 +17,9 @@ from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer
 from arachnec.ir.verify import verify
 from arachnec.passes.bucket import MOST, Bucket, best_buckets, can_turn, contents, finish, turned
 from arachnec.passes.check import find_problems
-from arachnec.passes.check_deadlock import Deadlock, GroupIncomplete, StartsApart
-from arachnec.passes.check_sums import NotReduced, NotStepped, WrongParts, WrongStart
-from arachnec.passes.check_values import bucket_of, sums_inside
+from arachnec.passes.checking.deadlock import Deadlock, GroupIncomplete, StartsApart
+from arachnec.passes.checking.sums import NotReduced, NotStepped, WrongParts, WrongStart
+from arachnec.passes.checking.values import bucket_of, sums_inside
 from arachnec.passes.lower import lower
 from arachnec.passes.lower_sums import WrongBuckets
 from arachnec.passes.stage_sizes import gradient_bytes

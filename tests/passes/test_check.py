@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
 from arachnec.ir.values import Quantity
-from arachnec.passes import check_deadlock as deadlock
-from arachnec.passes import check_gradient as gradient
-from arachnec.passes import check_inputs as inputs
-from arachnec.passes import check_memory as memory
-from arachnec.passes import check_structure as structure
-from arachnec.passes import check_sums as sums
 from arachnec.passes.check import Check, find_problems
-from arachnec.passes.check_values import Values
+from arachnec.passes.checking import deadlock as deadlock
+from arachnec.passes.checking import gradient as gradient
+from arachnec.passes.checking import inputs as inputs
+from arachnec.passes.checking import memory as memory
+from arachnec.passes.checking import structure as structure
+from arachnec.passes.checking import sums as sums
+from arachnec.passes.checking.values import Values
 from arachnec.passes.lower import lower
 from tests.passes.plans import cluster, module_of, placed_modules, timed
 

@@ -14,8 +14,8 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula
 from arachnec.ir.verify import check_module
 from arachnec.passes.fuse import Fuse, fuse_graph
-from arachnec.passes.fuse_graph import FusionGraph
-from arachnec.passes.fuse_match import match_region
+from arachnec.passes.fusion.graph import FusionGraph
+from arachnec.passes.fusion.match import match_region
 from arachnec.passes.pipeline import Pipeline
 from arachnec.passes.shape_constraints import constraints_of
 
@@ -311,7 +311,7 @@ def test_a_part_by_hand_gives_way_to_all_of_it_in_one_kernel() -> None:
 
 def test_a_norm_wider_than_the_kernels_rows_is_generated() -> None:
     from arachnec.kernels.row_launch import LARGEST_ROW
-    from arachnec.passes.fuse_match import WIDEST
+    from arachnec.passes.fusion.match import WIDEST
 
     assert WIDEST == LARGEST_ROW
     wide, each = TensorType("f32", ("B", "S", 8448)), TensorType("f32", ("B", 1, 8448))

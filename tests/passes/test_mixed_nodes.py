@@ -17,7 +17,7 @@ from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.data_sheets import DATA_SHEETS
 from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.schedule_check import validate_schedule
+from arachnec.passes.scheduling.check import validate_schedule
 from arachnec.passes.topology import kinds_of_ranks, machines
 
 MIXED = "1x4:h100-80g+1x4:a100-80g"

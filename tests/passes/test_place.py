@@ -17,13 +17,13 @@ from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place, pick_ranks, placements
-from arachnec.passes.schedule_check import validate_schedule
-from arachnec.passes.schedule_heuristics import list_schedule
-from arachnec.passes.schedule_module import problem_of, with_times
-from arachnec.passes.schedule_placed import MOST, Measure, Placing, few_layouts, placing_is_quick
-from arachnec.passes.schedule_problem import TICKS, Schedule
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.passes.scheduling.check import validate_schedule
+from arachnec.passes.scheduling.heuristics import list_schedule
+from arachnec.passes.scheduling.module import problem_of, with_times
+from arachnec.passes.scheduling.placed import MOST, Measure, Placing, few_layouts, placing_is_quick
+from arachnec.passes.scheduling.problem import TICKS, Schedule
 from arachnec.report import imbalance, plan_report
 
 LONGEST_FIRST = Path(__file__).parents[2] / "examples" / "passes" / "longest_first.py"

@@ -18,10 +18,10 @@ from arachnec.passes.cost import CostModel
 from arachnec.passes.lower import lower
 from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
-from arachnec.passes.schedule_check import validate_schedule
-from arachnec.passes.schedule_module import decided
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.passes.scheduling.check import validate_schedule
+from arachnec.passes.scheduling.module import decided
 
 BS = (("B", 1), ("S", 1))
 MIB = 1 / 1024

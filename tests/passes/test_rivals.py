@@ -14,17 +14,17 @@ from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
-from arachnec.passes.schedule_check import validate_schedule
 from arachnec.passes.schedule_dynamic_cp import ScheduleDynamicCp, dynamic_rounds
 from arachnec.passes.schedule_flexsp import ScheduleFlexsp, buckets_of, parts, solve_groups
 from arachnec.passes.schedule_genetic import ScheduleGenetic
-from arachnec.passes.schedule_groups import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.passes.schedule_knapformer import ScheduleKnapformer, cuts
-from arachnec.passes.schedule_module import problem_of
-from arachnec.passes.schedule_placed import Measure
-from arachnec.passes.schedule_problem import Choice, Job, Problem, violations
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.passes.scheduling.check import validate_schedule
+from arachnec.passes.scheduling.groups import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
+from arachnec.passes.scheduling.module import problem_of
+from arachnec.passes.scheduling.placed import Measure
+from arachnec.passes.scheduling.problem import Choice, Job, Problem, violations
 
 BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
 RIVALS: list[Pass] = [

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_anneal import anneal
-from arachnec.passes.schedule_heuristics import best_heuristic
-from arachnec.passes.schedule_problem import Choice, Job, Problem, Schedule, violations
+from arachnec.passes.scheduling.anneal import anneal
+from arachnec.passes.scheduling.heuristics import best_heuristic
+from arachnec.passes.scheduling.problem import Choice, Job, Problem, Schedule, violations
 
 
 @st.composite

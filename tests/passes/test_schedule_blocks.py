@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_blocks import best_packing, options_of, pack, realize
-from arachnec.passes.schedule_matrix import Question, schedule_by_sets
-from arachnec.passes.schedule_packing import find_packing
-from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, violations
-from arachnec.passes.schedule_repack import Repacking
-from arachnec.passes.schedule_window import Answer, find_schedule
 from arachnec.passes.schedule_z3 import Clock, solve
+from arachnec.passes.scheduling.blocks import best_packing, options_of, pack, realize
+from arachnec.passes.scheduling.matrix import Question, schedule_by_sets
+from arachnec.passes.scheduling.packing import find_packing
+from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, violations
+from arachnec.passes.scheduling.repack import Repacking
+from arachnec.passes.scheduling.window import Answer, find_schedule
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
 SLOWDOWN = {1: 1.0, 2: 1.04, 4: 1.08, 8: 1.15, 16: 1.35, 32: 1.6}

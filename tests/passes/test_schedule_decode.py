@@ -7,9 +7,9 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.passes.schedule_decode import Decoder, justified, reversed_problem, reversed_schedule, start_order
-from arachnec.passes.schedule_heuristics import list_schedule, nearest_order
-from arachnec.passes.schedule_problem import Choice, Job, Problem, Schedule, violations
+from arachnec.passes.scheduling.decode import Decoder, justified, reversed_problem, reversed_schedule, start_order
+from arachnec.passes.scheduling.heuristics import list_schedule, nearest_order
+from arachnec.passes.scheduling.problem import Choice, Job, Problem, Schedule, violations
 
 
 @st.composite

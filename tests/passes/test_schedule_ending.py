@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.passes.bucket import Bucket, contents, finish
 from arachnec.passes.cost import CostModel
-from arachnec.passes.schedule_ending import Ending, Sums, sums_of, through
+from arachnec.passes.scheduling.ending import Ending, Sums, sums_of, through
 from arachnec.passes.stage_sizes import gradient_bytes
 from tests.passes.plans import DIT, cluster, module_of, timed
 

@@ -5,11 +5,11 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.passes.schedule_blocks import options_of, realize
-from arachnec.passes.schedule_exact import shortest_packing
-from arachnec.passes.schedule_problem import Choice, Effort, Job, Problem, Schedule, violations
-from arachnec.passes.schedule_squeeze import shortest_with_its_degrees
-from arachnec.passes.schedule_window import Answer, find_schedule
+from arachnec.passes.scheduling.blocks import options_of, realize
+from arachnec.passes.scheduling.exact import shortest_packing
+from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, Schedule, violations
+from arachnec.passes.scheduling.squeeze import shortest_with_its_degrees
+from arachnec.passes.scheduling.window import Answer, find_schedule
 
 
 @st.composite

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_blocks import best_packing, options_of, realize
-from arachnec.passes.schedule_problem import Choice, Job, Problem, violations
-from arachnec.passes.schedule_repack import Repacking
-from arachnec.passes.schedule_widths import chains, nested
+from arachnec.passes.scheduling.blocks import best_packing, options_of, realize
+from arachnec.passes.scheduling.problem import Choice, Job, Problem, violations
+from arachnec.passes.scheduling.repack import Repacking
+from arachnec.passes.scheduling.widths import chains, nested
 
 
 @pytest.mark.parametrize(("node", "gpus"), [(8, 8), (8, 256), (4, 64), (6, 60), (5, 40), (1, 12)])

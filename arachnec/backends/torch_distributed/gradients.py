@@ -21,8 +21,8 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.passes.bucket import layers_of
-from arachnec.passes.check_values import bucket_of
-from arachnec.passes.trace_layers import layer_of_parameters
+from arachnec.passes.checking.values import bucket_of
+from arachnec.passes.tracing.layers import layer_of_parameters
 
 CHUNK_BYTES = 25 * 2**20  # that travel together
 

@@ -30,7 +30,7 @@ from arachnec.kernels.exchange import gather_tokens
 from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
-from arachnec.passes.check_values import sums_inside
+from arachnec.passes.checking.values import sums_inside
 
 
 class SequenceParallel(Protocol):

@@ -16,7 +16,7 @@ from arachnec.models.file import ModelFile
 
 if TYPE_CHECKING:
     from arachnec.backends.sequence_blocks import FusedForms
-    from arachnec.passes.trace_sequence import ShardedBlock
+    from arachnec.passes.tracing.sequence import ShardedBlock
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Sequences:
 
     def _install(self) -> SequenceParallel:
         from arachnec.backends.sequence_blocks import install
-        from arachnec.passes.trace_blocks import capture_blocks
-        from arachnec.passes.trace_sample import example_calls
+        from arachnec.passes.tracing.blocks import capture_blocks
+        from arachnec.passes.tracing.sample import example_calls
 
         calls = example_calls(self.model, _Cast(self.model_file, self.dtype), self.clips)
         # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
@@ -58,7 +58,7 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
     from arachnec.backends.fused_block import fuse_block, fuse_sharded
     from arachnec.backends.sequence_blocks import FusedForms
     from arachnec.passes.fuse import fuse_graph
-    from arachnec.passes.trace_graph import block_graph
+    from arachnec.passes.tracing.graph import block_graph
 
     def fused(block: ShardedBlock) -> FusedForms:
         graph = block_graph(block.captured)

@@ -1,0 +1,52 @@
+"""A first schedule for nodes that differ: one made for as many GPUs as they are worth, judged where it is placed.
+
+The scheduler counts GPUs as if all were the fastest. Degrees and order that suit so many are then wrong for fewer fast
+and some slow ones, so that list schedules for fewer GPUs are tried as well: as many as the fastest kinds of device
+have, and as many as all would be worth by their speed. ``place`` says how long each of them takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, islice
+
+from arachnec.ir.nodes import Module
+from arachnec.passes.bound import lower_bound
+from arachnec.passes.cost import CostModel
+from arachnec.passes.scheduling.placed import Measure, list_schedules, placing_is_quick
+from arachnec.passes.scheduling.problem import Job, Problem, Schedule
+from arachnec.passes.topology import machines, node_of
+
+CANDIDATES = 4  # of the shortest for each number of GPUs, that are placed
+
+
+def best_on_mixed(module: Module, cost: CostModel, problem: Problem, found: Schedule) -> Schedule:
+    """The schedule found, or one for fewer GPUs that is shorter once it is placed, where placing is quick."""
+    if not placing_is_quick(problem):
+        return found
+    measure = Measure(module, cost, problem)
+    best, length = found, measure.of(found)
+    for gpus in sorted(counts(cost)):
+        for schedule in islice(schedules_for(problem, gpus), CANDIDATES):
+            reached = measure.of(schedule)
+            if reached < length:
+                best, length = schedule, reached
+    return best
+
+
+def counts(cost: CostModel) -> set[int]:
+    """The GPUs of the fastest kind, of the two fastest, and so on, and what all together are worth in the fastest."""
+    every = machines(cost.cluster)
+    speeds = [every[node_of(cost.cluster, kind[0])].flops for kind in cost.kinds]
+    by_speed = sorted(zip(speeds, map(len, cost.kinds), strict=True), reverse=True)
+    worth = sum(speed / by_speed[0][0] * count for speed, count in by_speed)
+    return {*list(accumulate(count for _, count in by_speed))[:-1], max(1, round(worth))}
+
+
+def schedules_for(problem: Problem, gpus: int) -> Iterator[Schedule]:
+    """List schedules that use no more than so many GPUs, the shortest first; none where a job needs more."""
+    jobs = [Job(tuple(choice for choice in job.choices if choice.degree <= gpus), job.before) for job in problem.jobs]
+    if not all(job.choices for job in jobs):
+        return
+    fewer = Problem(tuple(jobs), gpus)
+    yield from sorted(list_schedules(fewer, lower_bound(fewer)), key=lambda schedule: schedule.makespan(fewer))

@@ -1,0 +1,195 @@
+"""The schedule whose iteration is shortest once it has been placed.
+
+A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
+starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, fixed layouts
+and annealed schedules among them, the shortest is kept, and a local search over degrees and order goes on from it with
+the same measure: when the gradients would be summed (``scheduling.ending``), which is the placed makespan where there
+are none to sum.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, islice, takewhile
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Cascade, Module
+from arachnec.ir.values import Quantity
+from arachnec.passes.cost import CostModel
+from arachnec.passes.place import best_placements
+from arachnec.passes.schedule_flexsp import solved
+from arachnec.passes.schedule_knapformer import cuts
+from arachnec.passes.scheduling.anneal import anneal, neighbour
+from arachnec.passes.scheduling.decode import start_order
+from arachnec.passes.scheduling.ending import Ending
+from arachnec.passes.scheduling.fixed import at_least, deal
+from arachnec.passes.scheduling.groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
+from arachnec.passes.scheduling.heuristics import THRESHOLDS, degrees_for, list_schedule, orders
+from arachnec.passes.scheduling.module import decided
+from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solution
+
+MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
+ANYWHERE = 40  # jobs up to which it costs tens of them on any number of GPUs
+CANDIDATES = 24  # of the shortest, that are placed
+FEW = 4  # layouts, where placing one takes its time
+COOLINGS = 3  # runs of annealing, from the shortest candidates
+ANNEALING = 0.25  # of FlexSP's time, for one of them
+TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
+
+
+def best_placed(
+    module: Module,
+    cost: CostModel,
+    problem: Problem,
+    found: Solution,
+    *,
+    seed: int,
+    steps: int,
+    seconds: float,
+    stop: Callable[[], bool],
+) -> Schedule:
+    """The schedule found, or one whose iteration is shorter once placed; ``steps`` tries, or until ``stop`` says so.
+
+    ``seconds`` of wall time go to the integer program of FlexSP for one more candidate, and most of as many to
+    annealing; 0 leaves the former out and counts the latter's tries.
+    """
+    best = found.schedule
+    if not placing_is_quick(problem) or stop():
+        return best
+    measure = Measure(module, cost, problem)
+    least = found.bound / TICKS * (1 + 1e-9) + measure.ending.least
+    length = measure.of(best)
+    if length <= least:
+        return best
+    made = chain(group_layouts(problem, seconds), list_schedules(problem, found.area_bound))
+    candidates = [best, *takewhile(lambda _: not stop(), made)]
+    dice = random.Random(seed)
+    starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
+    candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
+    others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
+    for schedule in islice(others, CANDIDATES):
+        if stop():
+            break
+        if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
+            best, length = schedule, reached
+    current, order, now = best, start_order(best), length
+    for _ in range(steps):
+        if now <= least or stop():
+            break
+        picks, wished = neighbour(problem, current.picks, order, dice)
+        tried = list_schedule(problem, picks, wished)
+        if tried.makespan(problem) / TICKS > now:
+            continue
+        reached = measure.of(tried)
+        if reached <= now:
+            current, order, now = tried, wished, reached
+            if reached < length:
+                best, length = tried, reached
+    return best
+
+
+class Placing:
+    """The shortest by ``measure`` of schedules; after the first none is placed for which no time is left.
+
+    ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` the most one took, in ms.
+    """
+
+    def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
+        self.measure, self.left = measure, left
+        began = time.perf_counter()
+        self.best, self.length = first, measure.of(first)
+        self.slowest = (time.perf_counter() - began) * 1e3
+
+    def offer(self, schedule: Schedule) -> None:
+        least = schedule.makespan(self.measure.problem) / TICKS + self.measure.ending.least
+        if least >= self.length or self.slowest > self.left():
+            return
+        began = time.perf_counter()
+        length = self.measure.of(schedule)
+        self.slowest = max(self.slowest, (time.perf_counter() - began) * 1e3)
+        if length < self.length:
+            self.best, self.length = schedule, length
+
+
+def effort(steps: int, seconds: float, stop: Callable[[], bool]) -> Callable[[int], float]:
+    """The spent part of one run of annealing, given its tries."""
+    if seconds <= 0:
+        return lambda tries: tries / max(1, steps * TRIES_PER_STEP)
+    began = time.perf_counter()
+    return lambda tries: 1.0 if stop() else (time.perf_counter() - began) / (seconds * ANNEALING)
+
+
+def placing_is_quick(problem: Problem) -> bool:
+    """Whether schedules can be placed by the dozen."""
+    return len(problem.jobs) * problem.gpus <= MOST or len(problem.jobs) <= ANYWHERE
+
+
+class Measure:
+    """Of schedules of one problem, placed: ms until gradients are summed; infinite where memory does not hold one."""
+
+    def __init__(self, module: Module, cost: CostModel, problem: Problem) -> None:
+        self.module, self.cost, self.problem = module, cost, problem
+        self.ending = Ending(module, cost)
+        self.chosen: dict[tuple[int, int], Cascade] = {}
+
+    def of(self, schedule: Schedule) -> float:
+        try:
+            placed = best_placements(self._cascades(schedule), self.cost)
+        except UserError:
+            return math.inf
+        return self.ending.of(placed)
+
+    def _cascades(self, schedule: Schedule) -> list[Cascade]:
+        return [self._cascade(job, *at) for job, at in enumerate(zip(schedule.picks, schedule.starts, strict=True))]
+
+    def _cascade(self, job: int, pick: int, start: int) -> Cascade:
+        choice = self.problem.jobs[job].choices[pick]
+        begin, end = start / TICKS, (start + choice.ticks) / TICKS
+        found = self.chosen.get((job, pick))
+        if found is None:
+            cascade = self.module.cascades[job]
+            found = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
+            self.chosen[job, pick] = found
+        return found.with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))
+
+
+def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
+    """One degree for all, for every degree; groups of one or two sizes filled to equal load; groups by FlexSP."""
+    for degree in sorted({choice.degree for job in problem.jobs for choice in job.choices}):
+        yield deal(problem, at_least(problem, degree), in_turn=False)
+    ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
+    for sizes in cuts(problem.gpus):
+        groups = least_loaded(ticks, sizes)
+        if groups is not None:
+            yield in_rounds(problem, [groups])
+    if seconds > 0:
+        yield from solved(problem, seconds)
+
+
+def few_layouts(problem: Problem) -> Iterator[Schedule]:
+    """Of the layouts that give all jobs one degree those that need least time by area and longest job, least first."""
+    kinds = Counter(id(job.choices) for job in problem.jobs)
+    rows = {id(job.choices): job.choices for job in problem.jobs}
+    degrees = {choice.degree for row in rows.values() for choice in row}
+
+    def least(degree: int) -> float:
+        area, longest = 0, 0
+        for kind, row in rows.items():
+            choice = next((choice for choice in row if choice.degree >= degree), row[-1])
+            area, longest = area + kinds[kind] * choice.area, max(longest, choice.ticks)
+        return max(area / problem.gpus, longest)
+
+    for degree in sorted(degrees, key=least)[:FEW]:
+        yield deal(problem, at_least(problem, degree), in_turn=False)
+
+
+def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
+    """Degrees for thresholds up to twice the bound, in every order of the heuristics."""
+    for factor in THRESHOLDS:
+        picks = degrees_for(problem, bound * factor)
+        for order in orders(problem, picks):
+            yield list_schedule(problem, picks, order)
