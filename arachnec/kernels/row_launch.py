@@ -1,6 +1,6 @@
 """How many warps, buffers and programs a kernel over rows is given: from the row's size and the device's limits.
 
-Every number here follows from counting registers and shared memory; ``benchmarks/kernel_speed.py --tune`` searches
+Every number here follows from counting registers and shared memory; ``benchmarks/kernels --tune`` searches
 around it.
 """
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
 
-import kernel_speed
+import speed
 import torch
 from triton_interpreter import let_one_element_be_an_index
 
@@ -35,10 +35,10 @@ def main() -> None:
     torch.cuda.get_device_name = lambda: "no device"
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=64)
     torch.compile = lambda run, mode, dynamic: run
-    kernel_speed.DEVICE = torch.device("cpu")
-    kernel_speed.CHECKED = dict.fromkeys(kernel_speed.LAYOUTS, 12)
-    kernel_speed.COPIED = 1 << 12
-    kernel_speed.main()
+    speed.DEVICE = torch.device("cpu")
+    speed.CHECKED = dict.fromkeys(speed.LAYOUTS, 12)
+    speed.COPIED = 1 << 12
+    speed.main()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ LARGEST_ERROR = 2e-5
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernel_speed.py")
+    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernels" / "speed.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,7 +35,7 @@ def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: Mo
 def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        "benchmarks/kernel_speed.py",
+        "benchmarks/kernels",
         "--hidden",
         "1536",
         "--layouts",

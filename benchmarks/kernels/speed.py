@@ -1,8 +1,8 @@
 """Checks and times the Triton kernels; prints the fraction of the measured copy bandwidth each one reaches.
 
-    python benchmarks/kernel_speed.py --output benchmarks/results/kernels.json     # on a GPU: check, time, keep
-    python benchmarks/kernel_speed.py --tune                                       # on a GPU: search the launches
-    python benchmarks/kernel_speed.py                                              # elsewhere: registers and bytes only
+    python benchmarks/kernels --output benchmarks/results/kernels.json     # on a GPU: check, time, keep
+    python benchmarks/kernels --tune                                       # on a GPU: search the launches
+    python benchmarks/kernels                                              # elsewhere: registers and bytes only
 
 A time is the median of what the GPU took for a call, with a cold L2 cache and without the host's launching. The
 fraction is the bytes that one pass must move, over the time, over what a copy of 1 GiB moves in a second; beside it the
@@ -32,10 +32,10 @@ import torch._functorch.config
 import triton
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # also where arachnec is not installed
 sys.path.insert(0, str(Path(__file__).parent))
-from kernels_cases import KERNELS, LAYOUTS, Case, cases, segment_of
-from kernels_estimates import without_gpu
+from cases import KERNELS, LAYOUTS, Case, cases, segment_of
+from estimates import without_gpu
 
 from arachnec.kernels import norm_launch, row_launch
 from arachnec.kernels.row_launch import Launch

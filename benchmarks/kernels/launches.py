@@ -1,4 +1,4 @@
-"""Every launch of the kernels at one size on tensors without storage, for ``kernel_speed.py`` to compile."""
+"""Every launch of the kernels at one size on tensors without storage, for ``benchmarks/kernels`` to compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known of the kernels' speed without a device, for ``kernel_speed.py``: compiled, counted, estimated."""
+"""What can be known of the kernels' speed without a device: compiled, counted, estimated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import triton
-from kernels_cases import Case, cases
-from kernels_launches import launch_all
-from kernels_model import Work, fraction_of_copy
+from cases import Case, cases
+from launches import launch_all
+from speed_model import Work, fraction_of_copy
 
 from arachnec.kernels import bias_gelu, gate_residual, norm_launch, rope_launch, row_launch
 from arachnec.kernels.compile_estimate import Estimate, Recorder, estimate, specialisation
@@ -68,7 +68,7 @@ def without_gpu(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, 
             found = fraction_of_copy(compiled[name, specialisation(kernel, *call[1:])], work_of(kernel, call, tokens * (4 if layout == "batch 4" else 1), moved))  # fmt: skip  # noqa: E501
             row = {"kernel": case, "pass": way, "layout": layout, "tokens": tokens, "hidden": hidden}
             estimates.append(row | {"bytes": moved, "estimated_of_copy": found})
-    print("\nestimated, not measured (benchmarks/kernels_model.py): fraction of an H200's copy bandwidth; MB moved")
+    print("\nestimated, not measured (speed_model.py beside this): fraction of an H200's copy bandwidth; MB moved")
     for r in estimates:
         print(f"{r['kernel']:31} {r['pass']:8} {r['layout']:8} S {r['tokens']:6} H {r['hidden']:5} {r['estimated_of_copy']:6.1%} {r['bytes'] / 1e6:9.1f} MB")  # fmt: skip  # noqa: E501
     head = {"device": "none: compiled for compute capability 9.0", "triton": triton.__version__}

@@ -1,4 +1,4 @@
-"""What ``kernel_speed.py`` measures: each kernel with its eager form, on one sample, four, and a packed sequence."""
+"""What ``benchmarks/kernels`` measures: each kernel with its eager form, on one sample, four, and a packed sequence."""
 
 from __future__ import annotations
 

@@ -1,0 +1,5 @@
+"""``python benchmarks/kernels``: see speed.py."""
+
+from speed import main
+
+main()
