@@ -6,12 +6,15 @@ import os
 import platform
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.data.manifest import read_manifest
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.models.file import load_model_file
 from arachnec.passes.cluster_file import parse_cluster
@@ -28,6 +31,15 @@ from arachnec.passes.stage_sizes import crowding
 WORKER = "arachnec.backends.profiler"
 
 
+@dataclass(frozen=True)
+class TooFewGpus(Diagnostic):
+    title: ClassVar[str] = "GPUs that torch finds on this machine: {found}; needed are {ranks} x {device}"
+    help: ClassVar[str] = "measure on a machine that has them; `--cluster {ranks}:cpu` measures this one's processors"
+    found: int
+    ranks: int
+    device: str
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What the ranks found: (stage, phase, measurements), plain links where no cascade was shared, and the end."""
 
@@ -40,11 +52,12 @@ class Measured(msgspec.Struct, frozen=True):
 def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile.
 
-    Raises ``UserError`` for a malformed input, before anything is started, and for what fails on a rank.
+    Raises ``UserError`` for a malformed input or too few GPUs, before anything is started, and for what fails on a rank.
     """
     machine = parse_cluster(cluster)
     load_model_file(model)
     read_manifest(data)
+    _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         found = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(found)]
@@ -58,6 +71,14 @@ def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> 
     profile = fitted(measured, machine)
     write_profile(profile, output)
     return profile
+
+
+def _demand_devices(machine: Cluster) -> None:
+    import torch
+
+    device = str(machine.attrs["device"])
+    if device != "cpu" and torch.cuda.device_count() < machine.world:
+        raise UserError(TooFewGpus(None, torch.cuda.device_count(), machine.world, device))
 
 
 def fitted(measured: Measured, machine: Cluster) -> Profile:

@@ -106,6 +106,8 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
     shown = "the end of the line" if found == "\n" else f"`{found.splitlines()[0] if found else found}`"
     if close:
         return syntax_errors.UnknownWord(span, expected=_joined(words), found=shown, suggestion=close[0])
+    if words == ["`module`"]:
+        return syntax_errors.NotAModule(span, found=shown)
     return syntax_errors.UnexpectedText(span, expected=_joined(words), found=shown)
 
 

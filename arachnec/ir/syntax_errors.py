@@ -34,11 +34,22 @@ class TextEnds(Diagnostic):
     expected: str
 
 
+BEGINNING = 'a module begins with `module @name attributes {{ level = "traced" }} {{`'
+
+
 @dataclass(frozen=True)
 class NoModule(Diagnostic):
     title: ClassVar[str] = "there is no module in {file}"
-    help: ClassVar[str] = 'a module begins with `module @name attributes {{ level = "traced" }} {{`'
+    help: ClassVar[str] = BEGINNING
     file: str
+
+
+@dataclass(frozen=True)
+class NotAModule(Diagnostic):
+    title: ClassVar[str] = "expected `module`, found {found}"
+    label: ClassVar[str] = "not the beginning of a module"
+    help: ClassVar[str] = f"{BEGINNING}; give a file that `arachnec opt` or `arachnec compile` wrote"
+    found: str
 
 
 @dataclass(frozen=True)
