@@ -90,7 +90,7 @@ class CostModel:
         return {}
 
     @cached_property
-    def _found_sizes(self) -> dict[tuple[object, ...], tuple[float, float, float]]:
+    def _found_sizes(self) -> dict[tuple[object, ...], tuple[float, float, float, float]]:
         return {}
 
     @cached_property
@@ -241,21 +241,23 @@ class CostModel:
 
     def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:
-            return sum(self._sizes(_of_one_rank(cascade, degree), name))
-        fixed, linear, pairwise = self._sizes(cascade, name)
+            fixed, caption, *shared = self._sizes(_of_one_rank(cascade, degree), name)
+            return fixed + (caption + sum(shared)) * slowdown
+        fixed, caption, linear, pairwise = self._sizes(cascade, name)
         heads = self._number(cascade, "heads") or split.ulysses
         pairs = uneven(heads, split.ulysses) / split.ring
-        return fixed + (linear * uneven(cascade.tokens, degree) + pairwise * pairs) * slowdown
+        return fixed + (caption + linear * uneven(cascade.tokens, degree) + pairwise * pairs) * slowdown
 
-    def _sizes(self, cascade: Cascade, name: str) -> tuple[float, float, float]:
-        """ms on one rank of a stage's ``name``: what no degree divides, what tokens divide, what pairs of them do."""
+    def _sizes(self, cascade: Cascade, name: str) -> tuple[float, float, float, float]:
+        """ms on one rank of a stage's ``name``: what no size and no degree changes, what the caption takes in full on
+        every rank, what tokens divide, what pairs of them do."""
         key = cascade.stage, name, cascade.batch, cascade.tokens, cascade.text
         found = self._found_sizes.get(key)
         if found is None:
             formula = self._formula(cascade, name)
             if formula is None:
                 raise ValueError(f"stage {cascade.stage} has no `{name}` formula; run `annotate` first")
-            fixed = linear = pairwise = 0.0
+            fixed = caption = linear = pairwise = 0.0
             for term in formula.terms:
                 value = term.coefficient * math.prod(_size(cascade, symbol) ** power for symbol, power in term.powers)
                 powers = dict(term.powers)
@@ -263,9 +265,11 @@ class CostModel:
                     pairwise += value
                 elif "S" in powers:
                     linear += value
+                elif "T" in powers:
+                    caption += value
                 else:
                     fixed += value
-            found = self._found_sizes[key] = fixed, linear, pairwise
+            found = self._found_sizes[key] = fixed, caption, linear, pairwise
         return found
 
     def _communication(

@@ -70,6 +70,16 @@ def test_a_cascade_takes_as_long_as_its_slowest_device() -> None:
     assert cost.time(cascade, 4) == pytest.approx(75), "without ranks, those that suit it best"
 
 
+@pytest.mark.parametrize(("symbol", "size"), [("S", 10_000), ("T", 100)])
+def test_an_encoder_and_the_caption_take_longer_on_a_slower_device(symbol: str, size: int) -> None:
+    work = Formula((Term(5.0, ()), Term(1e-2, ((symbol, 1),))), "ms")
+    module = costed(MIXED, [10_000], forward=work)
+    for phase in (Phase.ENCODE, Phase.FORWARD):
+        cost, cascade = CostModel(module), replace(module.cascades[0], phase=phase)
+        assert cost.time(cascade, 1, ranks=(0,)) == pytest.approx(5 + 1e-2 * size)
+        assert cost.time(cascade, 1, ranks=(5,)) == pytest.approx(5 + 1e-2 * size * SLOWDOWN), "a launch takes as long"
+
+
 def test_measured_times_are_those_of_the_fastest_device() -> None:
     module = costed(MIXED, [10_000])
     timed = module.cascades[0].with_attrs(times=((1, Quantity(10.0, "ms")), (2, Quantity(6.0, "ms"))))
