@@ -52,7 +52,7 @@ class Measured(msgspec.Struct, frozen=True):
 def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile.
 
-    Raises ``UserError`` for a malformed input or too few GPUs, before anything is started, and for what fails on a rank.
+    Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
     machine = parse_cluster(cluster)
     load_model_file(model)
