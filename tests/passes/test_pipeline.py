@@ -102,7 +102,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 cuts = st.builds(
     Cut,
     st.sampled_from(["one", "two words"]),
-    st.floats(allow_nan=False, allow_infinity=False).map(Duration),
+    st.floats(min_value=0, allow_infinity=False).map(Duration),
     st.lists(st.integers(), max_size=3).map(tuple),
     st.lists(words, max_size=3).map(tuple),
     st.floats(allow_nan=False, allow_infinity=False),
