@@ -13,8 +13,10 @@ import msgspec
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.passes.checking.values import bucket_of
+from arachnec.passes.simulation.events import COMPUTE as COMPUTE
+from arachnec.passes.simulation.events import Interval as Interval
+from arachnec.passes.simulation.events import Transfer as Transfer
 
-COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 DRAWN = (*COMPUTE, "reduce", "step")
 
 
@@ -24,29 +26,6 @@ class BadMeasured(Diagnostic):
     help: ClassVar[str] = "`arachnec run` writes it; run again, or remove it"
     path: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Interval:
-    """One instruction on one rank; ms from the start of the iteration."""
-
-    rank: int
-    op: str
-    target: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One handoff over the links; ms from the start of the iteration."""
-
-    cascade: str
-    source: int
-    target: int
-    bytes: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)

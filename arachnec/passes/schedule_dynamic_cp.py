@@ -18,7 +18,7 @@ from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
 from arachnec.passes.scheduling.groups import Group, chain_ticks, in_rounds, power_sizes, sinks_of
 from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.problem import Problem, Solution
+from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 from arachnec.passes.stage_sizes import times_of
 
 PACE = 1.05  # of the heaviest sequence's work, up to which a group is filled
@@ -45,17 +45,22 @@ class ScheduleDynamicCp(Pass):
             raise UserError(BadTokensPerRank(None, self.tokens))
         cost = CostModel(module)
         problem = problem_of(module, cost)
-        work: dict[int, float] = {}
-        wanted: dict[int, float] = {}
-        for sink in sinks_of(problem):
-            cascade = module.cascades[sink]
-            # a measured cascade has no tokens to speak of: its time on the fewest GPUs stands for S^2
-            measured = times_of(cascade)
-            work[sink] = min(measured.items())[1] if measured else float(cascade.batch * cascade.tokens**2)
-            wanted[sink] = cascade.tokens / self.tokens if self.tokens and not measured else 1
-        schedule = in_rounds(problem, dynamic_rounds(problem, work, wanted))
+        schedule = in_dynamic_rounds(module, problem, self.tokens)
         bound = lower_bound(problem)
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+
+
+def in_dynamic_rounds(module: Module, problem: Problem, tokens: int | None = None) -> Schedule:
+    """The cascades of a module in rounds, with at most ``tokens`` of a sequence per GPU."""
+    work: dict[int, float] = {}
+    wanted: dict[int, float] = {}
+    for sink in sinks_of(problem):
+        cascade = module.cascades[sink]
+        # a measured cascade has no tokens to speak of: its time on the fewest GPUs stands for S^2
+        measured = times_of(cascade)
+        work[sink] = min(measured.items())[1] if measured else float(cascade.batch * cascade.tokens**2)
+        wanted[sink] = cascade.tokens / tokens if tokens and not measured else 1
+    return in_rounds(problem, dynamic_rounds(problem, work, wanted))
 
 
 def dynamic_rounds(problem: Problem, work: dict[int, float], wanted: dict[int, float]) -> list[list[Group]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,13 +57,22 @@ class Individual:
     priorities: tuple[float, ...]
 
 
-def evolve(problem: Problem, cluster: Cluster, generations: int, population: int, seed: int) -> Individual:
-    """The best individual of all generations."""
+def evolve(
+    problem: Problem,
+    cluster: Cluster,
+    generations: int,
+    population: int,
+    seed: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Individual:
+    """The best individual of all generations, or of those before ``stop`` says so."""
     dice = random.Random(seed)
     bound = lower_bound(problem)
     people = [_first(problem, bound, dice) for _ in range(population)]
     rated = sorted((decode(problem, cluster, one)[1], number, one) for number, one in enumerate(people))
     for _ in range(generations):
+        if stop():
+            break
         children = [one for _, _, one in rated[:ELITE]]
         while len(children) < population:
             # the best of a few drawn at random has the lowest place

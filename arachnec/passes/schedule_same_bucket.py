@@ -47,15 +47,20 @@ class ScheduleSameBucket(Pass):
         if self.degree is not None and not 1 <= self.degree <= world:
             raise UserError(BadBucketDegree(None, self.degree, world))
         problem = problem_of(module, cost)
-        buckets: dict[object, list[int]] = {}
-        for sink in sinks_of(problem):
-            cascade = module.cascades[sink]
-            buckets.setdefault((cascade.stage, cascade.tokens, cascade.attrs.get("times")), []).append(sink)
-        degrees = [self.degree] if self.degree else sorted({c.degree for job in problem.jobs for c in job.choices})
-        tried = [one_bucket_at_a_time(problem, list(buckets.values()), degree) for degree in degrees]
-        schedule = min(tried, key=lambda found: found.makespan(problem))
+        schedule = bucket_by_bucket(module, problem, self.degree)
         bound = lower_bound(problem)
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+
+
+def bucket_by_bucket(module: Module, problem: Problem, degree: int | None = None) -> Schedule:
+    """The cascades of a module, those of one length at a time, at one degree or the best one."""
+    buckets: dict[object, list[int]] = {}
+    for sink in sinks_of(problem):
+        cascade = module.cascades[sink]
+        buckets.setdefault((cascade.stage, cascade.tokens, cascade.attrs.get("times")), []).append(sink)
+    degrees = [degree] if degree else sorted({c.degree for job in problem.jobs for c in job.choices})
+    tried = [one_bucket_at_a_time(problem, list(buckets.values()), each) for each in degrees]
+    return min(tried, key=lambda found: found.makespan(problem))
 
 
 def one_bucket_at_a_time(problem: Problem, buckets: list[list[int]], degree: int) -> Schedule:

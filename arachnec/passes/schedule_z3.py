@@ -66,10 +66,12 @@ MOST_RUNNING = 48  # jobs that run into a tail: each is a row of the model
 MOST_JUSTIFIED = 1000  # jobs, of a schedule that is not good: milliseconds
 FIXED_LAYOUTS = 4096  # jobs x GPUs up to which fixed layouts are tried too: they cost milliseconds
 Z3_STEPS_PER_STEP = 20_000
-BEFORE_PLACING = 0.4  # of the budget; the rest goes on with placed makespans, where those are longer
+MIXED_SHARE = 0.3  # of the budget, for schedules for fewer GPUs where nodes differ
+LEAST_PLACING = 0.1  # of the budget
+BEFORE_PLACING = 0.3  # of the budget; the rest goes on with placed makespans, where those are longer
 PLACINGS = 1.3  # times what placing the first of many cascades took: set aside for placing the last
 LATE = 1.02  # times the bound: a placed schedule that ends later is compared with fixed layouts
-GROUPS_SHARE = 0.4  # of what is left then, for an integer program over groups
+GROUPS_SHARE = 0.25  # of what is left then, for an integer program over groups
 PACKED_SHARE = 0.25  # of what is left, for annealing before Z3 is given a packing whole
 SEARCH_SHARE = 0.7  # of what is left, for annealing before Z3 is given chains whole
 
@@ -102,19 +104,21 @@ class ScheduleZ3(Pass):
         share = BEFORE_PLACING if placing_is_quick(problem) else 1.0
         found = solve(problem, Clock(started, self.budget * share, self.steps), self.seed)
         if cost.kinds and problem.jobs:
-            schedule = best_on_mixed(module, cost, problem, found.schedule)
+            until = Clock(started, self.budget * (share + MIXED_SHARE), self.steps)
+            schedule = best_on_mixed(module, cost, problem, found.schedule, lambda: until.left() <= 0)
             found = replace(found, schedule=schedule, proved=False)
         # of devices that differ the problem, and so its bound, counts all as the fastest
         real = mixed_bound(module, cost, problem, found.area_bound) if cost.kinds else found.area_bound
-        # counted anew: whatever the search took, placing gets its share
-        clock = Clock(time.perf_counter(), self.budget * (1 - BEFORE_PLACING), self.steps)
+        # whatever the search took, placing gets something
+        least = time.perf_counter() - started + self.budget * LEAST_PLACING / 1e3
+        clock = Clock(started, max(self.budget, least * 1e3), self.steps)
         schedule = best_placed(
             module,
             cost,
             problem,
             replace(found, bound=max(found.bound, real), area_bound=real),
             seed=self.seed,
-            steps=TRIES if self.steps is None else self.steps,
+            steps=max(TRIES, TRIES_OF_FEW * 2 ** min(len(problem.jobs), 20)) if self.steps is None else self.steps,
             seconds=0.0 if self.steps is not None else max(0.0, clock.left()) * GROUPS_SHARE / 1e3,
             stop=lambda: clock.left() <= 0,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.simulator_network import route
+from arachnec.passes.simulation.network import route
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.simulator_network import route
+from arachnec.passes.simulation.network import route
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
 from arachnec.passes.cluster_file import parse_cluster

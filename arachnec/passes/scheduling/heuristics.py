@@ -2,13 +2,12 @@
 
 Degrees: for a threshold T take the smallest area among the choices that end by T (Turek, Wolf and Yu, SPAA 1992), for
 several T between the bound and half as much again. Order: by the chain behind a job, by width, or by length. Each pair
-gives one schedule; the best is kept. ``improve`` then changes the degrees and order of the jobs that end last.
+gives one schedule; the best is kept.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
@@ -152,55 +151,3 @@ class FreeProfile:
             self.times.insert(position, moment)
             self.free.insert(position, self.free[position - 1])
         return position
-
-
-def improve(
-    problem: Problem,
-    schedule: Schedule,
-    bound: int,
-    *,
-    seed: int,
-    steps: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> Schedule:
-    """Local search over degrees and order: ``steps`` tries, or until ``stop`` says so or the bound is met.
-
-    A try changes degrees by one place, or moves a job in the order; half of the time it is a job that ends last. It is
-    kept if the makespan is no longer than before.
-    """
-    dice = random.Random(seed)
-    order = sorted(range(len(problem.jobs)), key=lambda j: (schedule.starts[j], j))
-    current, length = schedule, schedule.makespan(problem)
-    best = schedule
-    moldable = [j for j, job in enumerate(problem.jobs) if len(job.choices) > 1]
-    for _ in range(steps):
-        if length <= bound or stop():
-            break
-        picks, new_order = list(current.picks), order
-        last = _last_jobs(problem, current, length)
-        if moldable and dice.random() < 0.6:
-            for _ in range(dice.choice((1, 1, 2))):
-                j = dice.choice(last if dice.random() < 0.5 else moldable)
-                picks[j] = min(max(picks[j] + dice.choice((-1, 1)), 0), len(problem.jobs[j].choices) - 1)
-        if dice.random() < 0.6:
-            new_order = _moved(problem, order, dice.choice(last) if dice.random() < 0.5 else None, dice)
-        tried = list_schedule(problem, picks, new_order)
-        reached = tried.makespan(problem)
-        if reached <= length:
-            if reached < length:
-                best = tried
-            current, order, length = tried, new_order, reached
-    return best
-
-
-def _last_jobs(problem: Problem, schedule: Schedule, length: int) -> list[int]:
-    runs = zip(problem.jobs, schedule.picks, schedule.starts, strict=True)
-    return [j for j, (job, pick, start) in enumerate(runs) if start + job.choices[pick].ticks == length]
-
-
-def _moved(problem: Problem, order: list[int], job: int | None, dice: random.Random) -> list[int]:
-    """The order with a job, or a random one, somewhere else; what it waits for still comes before it."""
-    wished = list(order)
-    position = wished.index(job) if job is not None else dice.randrange(len(wished))
-    wished.insert(dice.randrange(len(wished)), wished.pop(position))
-    return list(nearest_order(problem, wished))

@@ -7,8 +7,8 @@ have, and as many as all would be worth by their speed. ``place`` says how long 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice, takewhile
 
 from arachnec.ir.nodes import Module
 from arachnec.passes.bound import lower_bound
@@ -20,14 +20,21 @@ from arachnec.passes.topology import machines, node_of
 CANDIDATES = 4  # of the shortest for each number of GPUs, that are placed
 
 
-def best_on_mixed(module: Module, cost: CostModel, problem: Problem, found: Schedule) -> Schedule:
-    """The schedule found, or one for fewer GPUs that is shorter once it is placed, where placing is quick."""
-    if not placing_is_quick(problem):
+def best_on_mixed(
+    module: Module, cost: CostModel, problem: Problem, found: Schedule, stop: Callable[[], bool]
+) -> Schedule:
+    """The schedule found, or one for fewer GPUs that is shorter once it is placed, where placing is quick.
+
+    None is tried any more once ``stop`` says so.
+    """
+    if stop() or not placing_is_quick(problem):
         return found
     measure = Measure(module, cost, problem)
     best, length = found, measure.of(found)
     for gpus in sorted(counts(cost)):
-        for schedule in islice(schedules_for(problem, gpus), CANDIDATES):
+        for schedule in islice(schedules_for(problem, gpus, stop), CANDIDATES):
+            if stop():
+                return best
             reached = measure.of(schedule)
             if reached < length:
                 best, length = schedule, reached
@@ -43,10 +50,11 @@ def counts(cost: CostModel) -> set[int]:
     return {*list(accumulate(count for _, count in by_speed))[:-1], max(1, round(worth))}
 
 
-def schedules_for(problem: Problem, gpus: int) -> Iterator[Schedule]:
+def schedules_for(problem: Problem, gpus: int, stop: Callable[[], bool]) -> Iterator[Schedule]:
     """List schedules that use no more than so many GPUs, the shortest first; none where a job needs more."""
     jobs = [Job(tuple(choice for choice in job.choices if choice.degree <= gpus), job.before) for job in problem.jobs]
     if not all(job.choices for job in jobs):
         return
     fewer = Problem(tuple(jobs), gpus)
-    yield from sorted(list_schedules(fewer, lower_bound(fewer)), key=lambda schedule: schedule.makespan(fewer))
+    made = takewhile(lambda _: not stop(), list_schedules(fewer, lower_bound(fewer)))
+    yield from sorted(made, key=lambda schedule: schedule.makespan(fewer))

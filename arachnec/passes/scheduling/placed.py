@@ -1,10 +1,11 @@
 """The schedule whose iteration is shortest once it has been placed.
 
 A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
-starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, fixed layouts
-and annealed schedules among them, the shortest is kept, and a local search over degrees and order goes on from it with
-the same measure: when the gradients would be summed (``scheduling.ending``), which is the placed makespan where there
-are none to sum.
+starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, the layouts
+that others train with and annealed schedules among them, and compared by when the gradients would be summed
+(``scheduling.ending``). Groups that share links slow each other down, too, which a tenth of a second of simulation
+says (``scheduling.simulated``): it decides between the shortest candidates and the layouts of others, and a local
+search over degrees and order goes on with it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,32 @@ from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
+from arachnec.passes.schedule_dynamic_cp import in_dynamic_rounds
 from arachnec.passes.schedule_flexsp import solved
-from arachnec.passes.schedule_knapformer import cuts
+from arachnec.passes.schedule_genetic import decode, evolve
+from arachnec.passes.schedule_knapformer import best_bags, cuts
+from arachnec.passes.schedule_same_bucket import bucket_by_bucket
 from arachnec.passes.scheduling.anneal import anneal, neighbour
 from arachnec.passes.scheduling.decode import start_order
 from arachnec.passes.scheduling.ending import Ending
-from arachnec.passes.scheduling.fixed import at_least, deal
+from arachnec.passes.scheduling.fixed import at_least, best_one_degree, deal
 from arachnec.passes.scheduling.groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.passes.scheduling.heuristics import THRESHOLDS, degrees_for, list_schedule, orders
 from arachnec.passes.scheduling.module import decided
 from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solution
+from arachnec.passes.scheduling.simulated import simulated_ms
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
 ANYWHERE = 40  # jobs up to which it costs tens of them on any number of GPUs
 CANDIDATES = 24  # of the shortest, that are placed
+SIMULATED = 8  # of the shortest of those, that are simulated
+EVOLVING = 0.5  # of the seconds given, for a genetic search
+PROGRAM = 0.7  # for FlexSP's integer program
+SEARCHING = 1.0  # for a search that does not simulate
+GENERATIONS, POPULATION = 60, 40  # of it at most
 FEW = 4  # layouts, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
-ANNEALING = 0.25  # of FlexSP's time, for one of them
+ANNEALING = 0.2  # of the seconds given, for one of them
 TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
 
 
@@ -54,8 +64,9 @@ def best_placed(
 ) -> Schedule:
     """The schedule found, or one whose iteration is shorter once placed; ``steps`` tries, or until ``stop`` says so.
 
-    ``seconds`` of wall time go to the integer program of FlexSP for one more candidate, and most of as many to
-    annealing; 0 leaves the former out and counts the latter's tries.
+    Parts of ``seconds`` of wall time go to the integer program of FlexSP and to a genetic search for one more
+    candidate each, to annealing and to a search that does not simulate; 0 leaves the former two out and counts the
+    tries of the others.
     """
     best = found.schedule
     if not placing_is_quick(problem) or stop():
@@ -65,31 +76,58 @@ def best_placed(
     length = measure.of(best)
     if length <= least:
         return best
-    made = chain(group_layouts(problem, seconds), list_schedules(problem, found.area_bound))
-    candidates = [best, *takewhile(lambda _: not stop(), made)]
+    judged = {best: measure.simulated(best)}
+    for schedule in named_layouts(module, cost, problem, seed, seconds):
+        if stop():
+            break
+        judged.setdefault(schedule, measure.simulated(schedule))
+    made = chain(group_layouts(problem, seconds * PROGRAM), list_schedules(problem, found.area_bound))
+    candidates = [*judged, *takewhile(lambda _: not stop(), made)]
     dice = random.Random(seed)
     starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
     candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
-    others = sorted(candidates, key=lambda schedule: schedule.makespan(problem))
-    for schedule in islice(others, CANDIDATES):
+    rated = {best: length}
+    for schedule in islice(sorted(candidates, key=lambda schedule: schedule.makespan(problem)), CANDIDATES):
         if stop():
             break
-        if schedule.makespan(problem) / TICKS < length and (reached := measure.of(schedule)) < length:
-            best, length = schedule, reached
-    current, order, now = best, start_order(best), length
-    for _ in range(steps):
-        if now <= least or stop():
-            break
-        picks, wished = neighbour(problem, current.picks, order, dice)
-        tried = list_schedule(problem, picks, wished)
-        if tried.makespan(problem) / TICKS > now:
-            continue
-        reached = measure.of(tried)
-        if reached <= now:
-            current, order, now = tried, wished, reached
-            if reached < length:
-                best, length = tried, reached
-    return best
+        if schedule.makespan(problem) / TICKS < min(rated.values()):
+            rated[schedule] = measure.of(schedule)
+    for schedule in sorted(rated, key=rated.__getitem__)[:SIMULATED]:
+        if schedule not in judged and not stop():
+            judged[schedule] = measure.simulated(schedule)
+    until = time.perf_counter() + seconds * SEARCHING
+    best = min(rated, key=rated.__getitem__)
+    quick = Search(measure, measure.of, best, rated[best])
+    quick.run(least, dice, steps, lambda: stop() or (seconds > 0 and time.perf_counter() > until))
+    if not stop():
+        judged.setdefault(quick.best, measure.simulated(quick.best))
+    best = min(judged, key=judged.__getitem__)
+    exact = Search(measure, measure.simulated, best, judged[best])
+    exact.run(least, dice, steps, stop)
+    return exact.best
+
+
+class Search:
+    """A local search over degrees and order; ``length`` is that of the best by ``judge``, in ms."""
+
+    def __init__(self, measure: Measure, judge: Callable[[Schedule], float], start: Schedule, length: float) -> None:
+        self.measure, self.judge = measure, judge
+        self.best, self.length = start, length
+
+    def run(self, least: float, dice: random.Random, steps: int, stop: Callable[[], bool]) -> None:
+        """``steps`` tries, or until ``stop`` says so or nothing can be shorter than ``least``."""
+        problem, order = self.measure.problem, start_order(self.best)
+        for _ in range(steps):
+            if self.length <= least or stop():
+                break
+            picks, wished = neighbour(problem, self.best.picks, order, dice)
+            tried = list_schedule(problem, picks, wished)
+            if tried.makespan(problem) / TICKS > self.length:
+                continue
+            if self.judge != self.measure.of and self.measure.of(tried) > self.length:
+                continue
+            if (reached := self.judge(tried)) <= self.length:
+                self.best, order, self.length = tried, wished, reached
 
 
 class Placing:
@@ -137,11 +175,19 @@ class Measure:
         self.chosen: dict[tuple[int, int], Cascade] = {}
 
     def of(self, schedule: Schedule) -> float:
+        placed = self._placed(schedule)
+        return math.inf if placed is None else self.ending.of(placed)
+
+    def simulated(self, schedule: Schedule) -> float:
+        """What cascades share is counted, too."""
+        placed = self._placed(schedule)
+        return math.inf if placed is None else simulated_ms(self.module, self.cost.cluster, placed)
+
+    def _placed(self, schedule: Schedule) -> list[Cascade] | None:
         try:
-            placed = best_placements(self._cascades(schedule), self.cost)
+            return best_placements(self._cascades(schedule), self.cost)
         except UserError:
-            return math.inf
-        return self.ending.of(placed)
+            return None
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:
         return [self._cascade(job, *at) for job, at in enumerate(zip(schedule.picks, schedule.starts, strict=True))]
@@ -155,6 +201,21 @@ class Measure:
             found = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
             self.chosen[job, pick] = found
         return found.with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))
+
+
+def named_layouts(module: Module, cost: CostModel, problem: Problem, seed: int, seconds: float) -> Iterator[Schedule]:
+    """The layouts that others train with; of a genetic search, as long a one as a part of ``seconds`` allows."""
+    yield best_one_degree(problem)
+    yield deal(problem, at_least(problem, 1), in_turn=True)
+    yield in_dynamic_rounds(module, problem)
+    yield bucket_by_bucket(module, problem)
+    bags = best_bags(problem, cuts(problem.gpus))
+    if bags is not None:
+        yield bags
+    if seconds > 0:
+        end = time.perf_counter() + seconds * EVOLVING
+        person = evolve(problem, cost.cluster, GENERATIONS, POPULATION, seed, lambda: time.perf_counter() > end)
+        yield decode(problem, cost.cluster, person)[0]
 
 
 def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from arachnec.backends.simulator_network import LinkName, Load, Route, Work, route
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.passes.cost import Attention, CostModel
+from arachnec.passes.simulation.network import LinkName, Load, Route, Work, route
 from arachnec.passes.stage_sizes import crowding
 from arachnec.passes.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 
@@ -128,7 +128,10 @@ class Works:
                     self._add(inside, outside, source, target, sent.passed)
             latency += sent.hops * self._latency(group)
         planned = self._cost.communication(cascade, split, group, cascade.recompute)
-        return _Sent(planned, latency, tuple(_load(needed) for needed in (inside, outside) if needed))
+        loads = tuple(_load(needed) for needed in (inside, outside) if needed)
+        # between nodes a plan may count contention within the group, which no link knows of
+        penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)
+        return _Sent(planned, latency + max(0.0, penalty), loads)
 
     def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
         """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
