@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.passes.bound import longest_chain, lower_bound
 from arachnec.passes.schedule_z3 import Clock, shorter_tail, solve
-from arachnec.passes.scheduling.heuristics import best_heuristic, improve, list_schedule, orders
+from arachnec.passes.scheduling.heuristics import best_heuristic, list_schedule, orders
 from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.passes.scheduling.window import Answer, find_schedule
 
@@ -103,14 +103,12 @@ def test_no_schedule_is_shorter_than_the_lower_bound(problem: Problem) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(problems(most_jobs=12, most_ticks=50), st.integers(0, 3))
-def test_every_heuristic_schedule_is_valid(problem: Problem, seed: int) -> None:
+@given(problems(most_jobs=12, most_ticks=50))
+def test_every_heuristic_schedule_is_valid(problem: Problem) -> None:
     bound = lower_bound(problem)
     first = best_heuristic(problem, bound)
     assert violations(problem, first) == []
-    better = improve(problem, first, bound, seed=seed, steps=50)
-    assert violations(problem, better) == []
-    assert bound <= better.makespan(problem) <= first.makespan(problem)
+    assert bound <= first.makespan(problem)
     for order in orders(problem, first.picks):
         assert violations(problem, list_schedule(problem, first.picks, order)) == []
 
