@@ -75,14 +75,15 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
     from arachnec.passes.fusion.cost import Price
     from arachnec.passes.fusion.graph import bits
     from arachnec.passes.fusion.match import kernel_name
-    from arachnec.passes.fusion.parts import chosen_matches, rest_of
+    from arachnec.passes.fusion.parts import chosen_matches, is_single, launches_of, rest_of
 
     price = cost.price(region)
     assert isinstance(price, Price)
     matches = chosen_matches(cost, region)
-    parts = [*(match.ops for match in matches), *rest_of(graph, region, matches)]
+    rest = rest_of(graph, region, matches)
+    parts = [*(match.ops for match in matches), *rest]
     before, after = cost.formula(region)[0], sum(cost.formula(part)[1] for part in parts)
-    single = {part for part in parts[len(matches) :] if (part & graph.core).bit_count() == 1}
+    single = {part for part in rest if is_single(graph, part)}
     backward = [(alone if part in single else together)(cost, part, graph.bytes_of) for part in parts]
     many = alone(cost, region, graph.bytes_of)
     # a layer that keeps its bias reads the whole gradient once more, to add it up
@@ -98,7 +99,7 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
         kept_before=_gib(many.kept, graph.sizes),
         kept_after=_gib(sum(part.kept for part in backward), graph.sizes),
         launches_before=price.launches_before,
-        launches_after=sum(map(cost.launches, parts)),
+        launches_after=len(matches) + sum(launches_of(cost, part) for part in rest),
         registers=price.registers or None,
         stopped=stopped,
     )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ from torch import Tensor, fx, nn
 from arachnec.backends import fused_block
 from arachnec.backends.fused_block import Region, fuse_block, fused_blocks
 from arachnec.backends.fused_kernels import KERNELS
+from arachnec.backends.generated_pieces import generated
+from arachnec.backends.generated_region import Generated
 from arachnec.ir.nodes import Graph
 from arachnec.passes.fuse import fuse_graph
 from arachnec.passes.tracing.blocks import CapturedBlock, CapturedModel, capture_blocks
@@ -22,6 +29,8 @@ from arachnec.passes.tracing.captured import lifted
 from arachnec.passes.tracing.dims import B, S, T
 from arachnec.passes.tracing.graph import block_graph
 from tests.models.sequence_models import HEADS, MODELS, WIDTH, FusedBlock, ModelCase, PlainModel, Size, user_written
+
+HERE = Path(__file__).parent
 
 
 class HalfRotatedBlock(FusedBlock):
@@ -170,14 +179,46 @@ def test_output_and_every_gradient_are_those_of_the_model(
             assert error <= 1e-5 * max(torch.linalg.vector_norm(gradient), 1e-3 * whole), name
 
 
-def test_what_a_row_of_a_diffusers_block_needs_is_done_by_hand_written_kernels(
+def test_what_a_row_of_a_diffusers_block_needs_is_by_hand_except_where_tokens_are_joined(
     case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]],
 ) -> None:
     for graph in case[3]:
-        if graph.name.startswith(DIFFUSERS):
-            kernels = [str(region.attrs["kernel"]) for region in graph.fused if region.attrs["schedule"] == "row"]
-            assert any("norm_rope" in kernel for kernel in kernels)
-            assert not any("generated" in kernel for kernel in kernels)
+        if not graph.name.startswith(DIFFUSERS):
+            continue
+        for region in graph.fused:
+            if region.attrs["schedule"] == "row" and "generated" in str(region.attrs["kernel"]):
+                targets = {op.target for op in graph.ops if op.name in region.ops}
+                assert "aten.cat.default" in targets
+                assert region.attrs["launches_after"] == 2
+        if graph.name != "HunyuanVideoTransformerBlock":  # whose queries and keys are joined with the text's
+            assert any("norm_rope" in str(region.attrs["kernel"]) for region in graph.fused)
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video", "cogvideox-rotary", "cogvideox-sincos"])
+def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    captured = capture_blocks(CASES[name].build(), CASES[name].examples(), verify=False).blocks[0]
+    graph = fuse_graph(block_graph(captured))
+    module = fuse_block(captured, graph, kernels=True, compiler=generated)
+    counted = {r.name: r.attrs["launches_after"] for r in graph.fused if r.attrs["kernel"] == "generated"}
+    assert counted
+    for title, launches in counted.items():
+        region = module.get_submodule(title)
+        assert isinstance(region, Region) and isinstance(region._compiled, Generated)
+        assert len(region._compiled.forward.launchers) == launches
+
+
+def test_generated_joins_of_tokens_have_the_models_output_and_gradients() -> None:
+    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_joins.py"), "hunyuan-video", "cogvideox-sincos"]
+    path = {"PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"hunyuan-video", "cogvideox-sincos"}
+    assert all(errors["generated"] >= 2 for errors in found.values())
+    assert all(errors["output"] <= 1e-5 and errors["gradients"] <= 1e-5 for errors in found.values())
 
 
 def test_the_models_own_forward_is_back_afterwards(

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from arachnec.passes.fusion.graph import bits
+from arachnec.passes.fusion.graph import FusionGraph, bits
 from arachnec.passes.fusion.ops import Kind, stem, values_read
-
-if TYPE_CHECKING:
-    from arachnec.passes.fusion.cost import RegionCost
 
 BOTH = ("mul", "div", "addcmul", "lerp", "where", "maximum", "minimum", "atan2")  # keep their operands
 _ONE = """layer_norm rms_norm native_layer_norm gelu silu tanh sigmoid exp rsqrt sqrt pow log sin cos erf relu softplus
@@ -33,17 +30,33 @@ class Backward:
     kept: Size
 
 
-def alone(cost: RegionCost, region: int, size: Callable[[str], Size]) -> Backward:
+class Traffic(Protocol):
+    """Which values regions of ``graph`` read and write."""
+
+    @property
+    def graph(self) -> FusionGraph: ...
+
+    def made(self, i: int) -> list[str]:
+        """The tensors that an operation makes."""
+
+    def loaded(self, region: int) -> list[str]:
+        """The values that a region reads."""
+
+    def written(self, region: int) -> list[str]:
+        """What a region makes that is read outside it."""
+
+
+def alone(traffic: Traffic, region: int, size: Callable[[str], Size]) -> Backward:
     """Every operation of the region by itself; ``size`` gives the bytes of a value.
 
     What several operations keep is kept once.
     """
-    graph = cost.graph
+    graph = traffic.graph
     moved: Size = 0
     kept: dict[str, Size] = {}
     for i in bits(region & graph.core):
         op = graph.ops[i]
-        made = sum(size(name) for name in cost.made(i))
+        made = sum(size(name) for name in traffic.made(i))
         operands = [name for name in values_read(op) if name in graph.sizes.shapes]
         saved = operands if stem(op) in BOTH else operands[:1] if stem(op) in ONE else []
         largest = max((graph.sizes.at(graph.sizes.count(name)) for name in operands), default=0.0)
@@ -60,8 +73,8 @@ def alone(cost: RegionCost, region: int, size: Callable[[str], Size]) -> Backwar
     return Backward(moved, sum(kept.values()))
 
 
-def together(cost: RegionCost, region: int, size: Callable[[str], Size]) -> Backward:
+def together(traffic: Traffic, region: int, size: Callable[[str], Size]) -> Backward:
     """The region as one pass, which computes again what stands between its inputs and its results."""
-    results = sum(size(name) for name in cost.written(region))
-    inputs = sum(size(name) for name in cost.loaded(region) if name in cost.graph.sizes.shapes)
+    results = sum(size(name) for name in traffic.written(region))
+    inputs = sum(size(name) for name in traffic.loaded(region) if name in traffic.graph.sizes.shapes)
     return Backward(results + 2 * inputs, inputs)

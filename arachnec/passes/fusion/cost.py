@@ -106,10 +106,11 @@ class RegionCost:
         saved = (before - after + back) / self.machine.bandwidth + 2 * (len(core) - launches) * LAUNCH
         return Price(before, after, len(core), launches, round(held), saved)
 
-    def seconds(self, region: int) -> float:
-        """What one forward and backward of a region takes by this model."""
-        moved = self._moved(region) + together(self, region, self._at).moved
-        return float(moved / self.machine.bandwidth + 2 * self.launches(region) * LAUNCH)
+    def seconds(self, region: int, launches: int = 1) -> float:
+        """What one forward and backward of a region takes by this model, each in so many ``launches``."""
+        backward = alone if (region & self.graph.core).bit_count() == 1 else together
+        moved = self._moved(region) + backward(self, region, self._at).moved
+        return float(moved / self.machine.bandwidth + 2 * launches * LAUNCH)
 
     def _moved(self, region: int) -> float:
         """Bytes that one forward reads and writes."""

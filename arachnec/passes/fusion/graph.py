@@ -83,6 +83,9 @@ class FusionGraph:
         """Rows are the sizes that clips change; a row is everything of one token."""
         op = self.ops[i]
         name = op.operands[0] if self.kinds[i] is Kind.REDUCTION and op.operands else op.name
+        return self._space_of(name, is_permuted=stem(op) in ("permute",))
+
+    def _space_of(self, name: str, *, is_permuted: bool = False) -> Space:
         dims = self.sizes.shapes.get(name, ())
         rows, width = ONE, ONE
         for dim in dims:
@@ -90,10 +93,14 @@ class FusionGraph:
                 rows *= dim
             else:
                 width *= dim
-        fixed_tokens = len(dims) > 2 and all(not d.free_symbols for d in dims[1:]) and stem(op) not in ("permute",)
+        fixed_tokens = len(dims) > 2 and all(not d.free_symbols for d in dims[1:]) and not is_permuted
         if fixed_tokens:  # a caption of constant length: its tokens are rows all the same
             rows, width = rows * dims[1], width / dims[1]
         return Space(sympy.expand(rows), sympy.expand(width))
+
+    def rows_of(self, name: str) -> sympy.Expr:
+        """The rows of a value, an operation's or an input of the graph."""
+        return self._space_of(name).rows
 
     def reduces_rows(self, i: int) -> bool:
         """Whether a reduction runs over what is rows for others: over tokens, or over clips."""

@@ -1,7 +1,8 @@
 """How a region runs: hand-written kernels with what they leave over, or one generated kernel, whichever takes less.
 
 A kernel that stands for a part of a region alone makes the rest read and write memory again. The cost model weighs
-that; where both move as much, the hand-written kernel stays.
+that; where both move as much, the hand-written kernel stays. What is joined along tokens is written in place by a
+generated kernel for each part, and copied once more beside hand-written ones.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+import sympy
+
 from arachnec.passes.fusion.cost import RegionCost
 from arachnec.passes.fusion.graph import FusionGraph, bits
 from arachnec.passes.fusion.match import match_region
-from arachnec.passes.fusion.ops import Kind
+from arachnec.passes.fusion.ops import Kind, stem, values_read
 from arachnec.passes.fusion.walk import Match
 
 FLOATING = ("f64", "f32", "f16", "bf16")
@@ -21,15 +24,14 @@ GENERATED = 1.1
 
 
 def chosen_matches(cost: RegionCost, region: int) -> tuple[Match, ...]:
-    """The hand-written kernels that ``region`` calls; none where one kernel for all of it is faster."""
+    """The hand-written kernels that ``region`` calls; none where generated kernels for all of it are faster."""
     graph = cost.graph
     matches = match_region(graph, region)
     rest = rest_of(graph, region, matches)
-    left_over = any(graph.kinds[i] is not Kind.JOIN for part in rest for i in bits(part & graph.core))
-    if not matches or not left_over or not _is_one_program(cost, region):
+    if not matches or not any(part & graph.core for part in rest) or not _is_covered(cost, region):
         return matches
-    by_hand = sum(cost.seconds(match.ops) for match in matches) + GENERATED * sum(map(cost.seconds, rest))
-    return matches if by_hand <= GENERATED * cost.seconds(region) else ()
+    by_hand = sum(cost.seconds(match.ops) for match in matches) + sum(_seconds(cost, part) for part in rest)
+    return matches if by_hand <= _seconds(cost, region) else ()
 
 
 def rest_of(graph: FusionGraph, region: int, matches: tuple[Match, ...]) -> tuple[int, ...]:
@@ -60,11 +62,52 @@ def rest_of(graph: FusionGraph, region: int, matches: tuple[Match, ...]) -> tupl
     return tuple(graph.with_views(group) & region & ~taken for group in groups.values())
 
 
-def _is_one_program(cost: RegionCost, region: int) -> bool:
-    """Whether a template makes one kernel of the region: rows of one length, of floating-point numbers."""
+def launches_of(cost: RegionCost, part: int) -> int:
+    """Launches of ``part`` without hand-written kernels: one for each set of rows, which joins along tokens cut."""
+    graph = cost.graph
+    if is_single(graph, part):
+        return cost.launches(part)
+    cut = _cut_rows(graph, part)
+    kernels = set[tuple[sympy.Expr, sympy.Expr]]()
+    for i in (i for i in bits(part & graph.core) if graph.escapes(i, part)):
+        space = graph.spaces[i]
+        tokens, clips = space.rows.as_coeff_Mul()  # tokens of constant number are lanes where nothing cuts them
+        whole = cut[i] == {space.rows}
+        kernels |= {(clips, space.width * tokens)} if whole else {(rows, space.width) for rows in cut[i]}
+    return max(cost.launches(part), len(kernels))
+
+
+def is_single(graph: FusionGraph, part: int) -> bool:
+    """Whether ``part`` is one operation, which runs as PyTorch has it."""
+    return (part & graph.core).bit_count() == 1
+
+
+def _seconds(cost: RegionCost, part: int) -> float:
+    """One forward and backward of ``part`` in generated kernels, or as PyTorch's own operation."""
+    factor = 1.0 if is_single(cost.graph, part) else GENERATED
+    return factor * cost.seconds(part, launches_of(cost, part))
+
+
+def _cut_rows(graph: FusionGraph, part: int) -> dict[int, frozenset[sympy.Expr]]:
+    """For each operation the rows of the kernels that make it: its own, or those of the parts joined above it."""
+    cut: dict[int, frozenset[sympy.Expr]] = {}
+    for i in bits(part & graph.core):
+        rows, found = graph.spaces[i].rows, set[sympy.Expr]()
+        for name in values_read(graph.ops[i]):
+            read, producer = graph.rows_of(name), graph.index.get(graph.base(name), -1)
+            if graph.kinds[i] is Kind.JOIN and read != rows:
+                written_over = "scatter" in stem(graph.ops[i])
+                found |= {read, sympy.expand(rows - read)} if written_over else {read}
+            elif producer in cut and read == rows == graph.spaces[producer].rows:
+                found |= cut[producer] - {rows}
+        cut[i] = frozenset(found or {rows})
+    return cut
+
+
+def _is_covered(cost: RegionCost, region: int) -> bool:
+    """Whether the templates make kernels of the region: floating-point numbers, no sums over rows."""
     graph = cost.graph
     values = [*cost.loaded(region), *(graph.ops[i].name for i in bits(region & graph.core))]
     if any(graph.dtypes.get(name) not in FLOATING for name in values):
         return False
-    rows = {graph.spaces[i].rows for group in cost.groups(region) if not group.broadcast for i in group.ops}
-    return len(rows) == 1 and cost.launches(region) == 1
+    return all(group.launches <= 1 for group in cost.groups(region))
