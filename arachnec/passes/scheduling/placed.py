@@ -15,6 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
 from arachnec.ir.diagnostic import UserError
@@ -45,6 +46,7 @@ EVOLVING = 0.5  # of the seconds given, for a genetic search
 PROGRAM = 0.7  # for FlexSP's integer program
 SEARCHING = 1.0  # for a search that does not simulate
 GENERATIONS, POPULATION = 60, 40  # of it at most
+CLOSE = 1e-6  # of the bound, by which a simulated iteration may be longer and nothing else is tried
 FEW = 4  # layouts, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
 ANNEALING = 0.2  # of the seconds given, for one of them
@@ -72,21 +74,21 @@ def best_placed(
     if not placing_is_quick(problem) or stop():
         return best
     measure = Measure(module, cost, problem)
-    least = found.bound / TICKS * (1 + 1e-9) + measure.ending.least
-    length = measure.of(best)
-    if length <= least:
-        return best
+    least = found.bound / TICKS * (1 + CLOSE) + measure.ending.least
     judged = {best: measure.simulated(best)}
+    if judged[best] <= least:
+        return best
+    late = len(problem.jobs) * problem.gpus > MOST
     for schedule in named_layouts(module, cost, problem, seed, seconds):
-        if stop():
+        if late and stop():  # a few milliseconds are worth more than keeping to the clock
             break
-        judged.setdefault(schedule, measure.simulated(schedule))
+        judged[schedule] = measure.simulated(schedule)
     made = chain(group_layouts(problem, seconds * PROGRAM), list_schedules(problem, found.area_bound))
     candidates = [*judged, *takewhile(lambda _: not stop(), made)]
     dice = random.Random(seed)
     starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
     candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
-    rated = {best: length}
+    rated = {best: measure.of(best)}
     for schedule in islice(sorted(candidates, key=lambda schedule: schedule.makespan(problem)), CANDIDATES):
         if stop():
             break
@@ -97,37 +99,39 @@ def best_placed(
             judged[schedule] = measure.simulated(schedule)
     until = time.perf_counter() + seconds * SEARCHING
     best = min(rated, key=rated.__getitem__)
-    quick = Search(measure, measure.of, best, rated[best])
-    quick.run(least, dice, steps, lambda: stop() or (seconds > 0 and time.perf_counter() > until))
+    search = Search(measure, least, dice, steps)
+    best = search.run(best, rated[best], lambda: stop() or (seconds > 0 and time.perf_counter() > until))
     if not stop():
-        judged.setdefault(quick.best, measure.simulated(quick.best))
+        judged[best] = measure.simulated(best)
     best = min(judged, key=judged.__getitem__)
-    exact = Search(measure, measure.simulated, best, judged[best])
-    exact.run(least, dice, steps, stop)
-    return exact.best
+    return search.run(best, judged[best], stop, simulate=True)
 
 
+@dataclass(frozen=True)
 class Search:
-    """A local search over degrees and order; ``length`` is that of the best by ``judge``, in ms."""
+    """Local searches over degrees and order, of ``steps`` tries each, or until one is as short as ``least``."""
 
-    def __init__(self, measure: Measure, judge: Callable[[Schedule], float], start: Schedule, length: float) -> None:
-        self.measure, self.judge = measure, judge
-        self.best, self.length = start, length
+    measure: Measure
+    least: float  # ms
+    dice: random.Random
+    steps: int
 
-    def run(self, least: float, dice: random.Random, steps: int, stop: Callable[[], bool]) -> None:
-        """``steps`` tries, or until ``stop`` says so or nothing can be shorter than ``least``."""
-        problem, order = self.measure.problem, start_order(self.best)
-        for _ in range(steps):
-            if self.length <= least or stop():
+    def run(self, start: Schedule, length: float, stop: Callable[[], bool], *, simulate: bool = False) -> Schedule:
+        """The shortest schedule seen, placed and perhaps simulated; ``length`` is that of the first, in ms."""
+        problem, best, order = self.measure.problem, start, start_order(start)
+        for _ in range(self.steps):
+            if length <= self.least or stop():
                 break
-            picks, wished = neighbour(problem, self.best.picks, order, dice)
+            picks, wished = neighbour(problem, best.picks, order, self.dice)
             tried = list_schedule(problem, picks, wished)
-            if tried.makespan(problem) / TICKS > self.length:
+            if tried.makespan(problem) / TICKS > length:
                 continue
-            if self.judge != self.measure.of and self.measure.of(tried) > self.length:
-                continue
-            if (reached := self.judge(tried)) <= self.length:
-                self.best, order, self.length = tried, wished, reached
+            reached = self.measure.of(tried)
+            if simulate and reached <= length:
+                reached = self.measure.simulated(tried)
+            if reached <= length:
+                best, order, length = tried, wished, reached
+        return best
 
 
 class Placing:
