@@ -1,7 +1,8 @@
-"""Runs generated kernels in Triton's interpreter, in a process of its own: prints what it found as JSON."""
+"""Runs a part of the generated kernels in Triton's interpreter, in a process of its own: prints errors as JSON."""
 
 import json
 import os
+import sys
 import tempfile
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -12,6 +13,7 @@ import torch
 from arachnec.backends import generated_text, generated_tiles
 from arachnec.backends.generated_region import Generated
 from tests.backends.generated_cases import CASES, region, sized
+from tests.kernels.triton_interpreter import let_one_element_be_an_index
 
 
 def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, float]:
@@ -33,19 +35,20 @@ def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, fl
     }
 
 
-def main() -> None:
-    found = {f"fp64 {name}": errors(name, torch.float64, {"B": 2, "S": 5, "T": 3}) for name in CASES}
-    for kind, dtype, names in (
+def narrow() -> dict[str, dict[str, float]]:
+    kinds = (
         ("fp32", torch.float32, ("row", "heads", "joined")),
         ("bf16", torch.bfloat16, ("joined", "activations")),
         ("fp16", torch.float16, ("joined",)),
-    ):
-        found |= {f"{kind} {name}": errors(name, dtype, {"B": 1, "S": 3, "T": 2}) for name in names}
-    for name in ("read elsewhere", "row", "loop", "caption"):
-        found[f"fp64 {name} in blocks"] = in_blocks(name, {"B": 2, "S": 5})
-    for name in ("attended", "as wide as clips"):
-        found[f"fp64 {name} in blocks"] = in_blocks(name, {"B": 2, "S": 5, "T": 9})
-    print(json.dumps(found))
+    )
+    sizes = {"B": 1, "S": 3, "T": 2}
+    return {f"{kind} {name}": errors(name, dtype, sizes) for kind, dtype, names in kinds for name in names}
+
+
+def blocks() -> dict[str, dict[str, float]]:
+    sizes = {"B": 2, "S": 5, "T": 9}
+    names = ("read elsewhere", "row", "loop", "caption", "attended", "as wide as clips")
+    return {f"fp64 {name} in blocks": in_blocks(name, sizes) for name in names}
 
 
 def in_blocks(name: str, sizes: dict[str, int]) -> dict[str, float]:
@@ -61,5 +64,18 @@ def in_blocks(name: str, sizes: dict[str, int]) -> dict[str, float]:
         generated_text.tilings_of_symbol = widths
 
 
+def main(part: str) -> None:
+    let_one_element_be_an_index()
+    if part == "narrow":
+        found = narrow()
+    elif part == "blocks":
+        found = blocks()
+    else:
+        first, parts = (int(number) for number in part.split("/"))
+        sizes = {"B": 2, "S": 5, "T": 3}
+        found = {f"fp64 {name}": errors(name, torch.float64, sizes) for name in [*CASES][first::parts]}
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -33,13 +33,14 @@ HERE = Path(__file__).parent
 ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
-def test_outputs_and_gradients_are_those_of_float64_to_rounding() -> None:
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_generated.py")]
+@pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"])
+def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str) -> None:
+    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_generated.py"), part]
     path = {"PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) >= 30
+    assert len(found) >= 6
     wrong = {(case, k): e for case, errors in found.items() for k, e in errors.items() if not e <= ROUNDING[case[:4]]}
     assert not wrong
 
