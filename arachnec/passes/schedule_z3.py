@@ -34,7 +34,14 @@ from arachnec.passes.scheduling.fixed import best_one_degree
 from arachnec.passes.scheduling.heuristics import MANY_JOBS, best_heuristic, quick_list_schedule
 from arachnec.passes.scheduling.mixed import best_on_mixed
 from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.placed import Measure, Placing, best_placed, few_layouts, placing_is_quick
+from arachnec.passes.scheduling.placed import (
+    Measure,
+    Placing,
+    best_placed,
+    few_layouts,
+    named_layouts,
+    placing_is_quick,
+)
 from arachnec.passes.scheduling.problem import TICKS, Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.scheduling.repack import Repacking
 from arachnec.passes.scheduling.tail import tail_of, with_tail
@@ -128,7 +135,8 @@ class ScheduleZ3(Pass):
         """Of many cascades: with degrees whose blocks nest, so that it can be placed as it is.
 
         Two placements are measured, of the first packing and of the last; the first one's time is set aside for the
-        last. Schedules of other kinds follow where that is late and time is left.
+        last. Between them come layouts that others train with, and after them, where that is late and time is left,
+        those of one degree.
         """
         bound = lower_bound(problem)
         clock = Clock(started, self.budget, self.steps)
@@ -137,6 +145,10 @@ class ScheduleZ3(Pass):
         if not _any_left(clock):
             return Solution(whole, bound, bound, whole.makespan(problem) <= bound, first.ms)
         trial = Placing(Measure(module, cost, problem), whole, clock.left)
+        # what others train with is judged first, for half of the budget at most
+        named = named_layouts(module, cost, problem, self.seed, 0.0)
+        while clock.left() - trial.slowest * PLACINGS > self.budget / 2 and (layout := next(named, None)) is not None:
+            trial.offer(layout)
         until = replace(clock, budget=clock.budget - trial.slowest * PLACINGS)
         if first.options is not None and first.packed is not None:
             found = repack(inside.problem, first.options, first.packed, first.schedule, bound, until, self.seed)

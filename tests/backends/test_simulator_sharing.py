@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.backends.simulator import Simulation, simulate
-from arachnec.passes.simulation.network import Activity, Network, Work
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase, Program
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.passes.cost import CostModel
 from arachnec.passes.lower import lower
+from arachnec.passes.simulation.network import Activity, Network, Work
 from tests.passes.plans import DIT, cluster, linear, module_of, timed
 
 GIB = 2**30

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.passes.simulation.network import route
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.data_sheets import DATA_SHEETS
+from arachnec.passes.simulation.network import route
 from arachnec.passes.topology import group_link, handoff_time, host_of, ring_link, ulysses_link
 
 

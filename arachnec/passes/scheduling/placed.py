@@ -39,6 +39,7 @@ from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solutio
 from arachnec.passes.scheduling.simulated import simulated_ms
 
 MOST = 4096  # jobs x GPUs up to which placing a schedule costs milliseconds
+MOST_SIMULATED = 32768  # jobs x GPUs up to which simulating one costs tens of them
 ANYWHERE = 40  # jobs up to which it costs tens of them on any number of GPUs
 CANDIDATES = 24  # of the shortest, that are placed
 SIMULATED = 8  # of the shortest of those, that are simulated
@@ -135,15 +136,17 @@ class Search:
 
 
 class Placing:
-    """The shortest by ``measure`` of schedules; after the first none is placed for which no time is left.
+    """The shortest of schedules, simulated where that is quick; after the first none for which no time is left.
 
     ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` the most one took, in ms.
     """
 
     def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
         self.measure, self.left = measure, left
+        quick = len(measure.problem.jobs) * measure.problem.gpus <= MOST_SIMULATED
+        self.judge = measure.simulated if quick else measure.of
         began = time.perf_counter()
-        self.best, self.length = first, measure.of(first)
+        self.best, self.length = first, self.judge(first)
         self.slowest = (time.perf_counter() - began) * 1e3
 
     def offer(self, schedule: Schedule) -> None:
@@ -151,7 +154,7 @@ class Placing:
         if least >= self.length or self.slowest > self.left():
             return
         began = time.perf_counter()
-        length = self.measure.of(schedule)
+        length = self.judge(schedule)
         self.slowest = max(self.slowest, (time.perf_counter() - began) * 1e3)
         if length < self.length:
             self.best, self.length = schedule, length
