@@ -93,7 +93,7 @@ def standardised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activations(x: Tensor, g: Tensor) -> Tensor:
-    y = F.gelu(x) * F.softplus(g) + x.clamp(-0.5, 0.7) + (x.square() + 1) ** 0.7 + F.mish(g)
+    y = F.gelu(x) * F.softplus(g) + x.clamp(-0.5, 0.75) + (x.square() + 1) ** 0.7 + F.mish(g)
     return torch.where(x > g, y, F.leaky_relu(x, 0.1)) + F.hardswish(x) + F.relu(g) + F.elu(x)
 
 
