@@ -140,7 +140,7 @@ def test_a_schedule_that_placing_stretches_gives_way_to_one_that_is_shorter_plac
     trial = Placing(measure, schedule, lambda: 1e9)
     for layout in few_layouts(problem):
         trial.offer(layout)
-    assert trial.length == measure.of(trial.best) < measure.of(schedule)
+    assert trial.length == trial.judge(trial.best) < trial.judge(schedule)
 
 
 def test_no_schedule_is_placed_for_which_no_time_is_left() -> None:
