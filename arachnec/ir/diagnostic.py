@@ -58,6 +58,11 @@ class SystemRefuses(Diagnostic):
     reason: str
 
 
+def counted(number: int, things: str) -> str:
+    """``1 GPU`` or ``2 GPUs``, of ``"GPU"``."""
+    return f"{number} {things}" if number == 1 else f"{number} {things}s"
+
+
 def refused(error: OSError) -> SystemRefuses | None:
     """What to tell the user of an error about a path or a full disk; None where it is about something else."""
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -205,11 +205,11 @@ class IllegalDegree(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongRankCount(Diagnostic):
-    title: ClassVar[str] = "{node} has degree {degree} and {ranks} ranks"
+    title: ClassVar[str] = "{node} has degree {degree} and {ranks}"
     label: ClassVar[str] = "one rank for each of its degree"
     node: str
     degree: int
-    ranks: int
+    ranks: str
 
 
 @dataclass(frozen=True)

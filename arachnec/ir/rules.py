@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from arachnec.ir import errors
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.nodes import (
     Cascade,
     Clip,
@@ -232,7 +232,7 @@ def degrees_are_legal(world: World) -> Found:
         timed = [integer(pair[0]) for pair in cascade.attrs.get("times", ())]  # type: ignore[index, union-attr]
         reason = None
         if not 1 <= degree <= cluster.world:
-            reason = f"the cluster has {cluster.world} ranks"
+            reason = f"the cluster has {counted(cluster.world, 'rank')}"
         elif listed is not None and degree not in listed:
             reason = f"stage `{symbol(cascade.stage)}` allows {', '.join(map(str, listed))}"
         elif timed and degree not in timed:
@@ -294,7 +294,7 @@ def groups_fit_the_degree(world: World) -> Found:
     for cascade in world.module.cascades:
         degree, ranks = cascade.degree, cascade.ranks
         if len(ranks) != degree:
-            yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, len(ranks))
+            yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, counted(len(ranks), "rank"))
         if "ulysses" in cascade.attrs or "ring" in cascade.attrs:
             ulysses, ring = (integer(cascade.attrs.get(name, 1)) for name in ("ulysses", "ring"))
             if ulysses * ring != degree or ulysses < 1:
@@ -307,7 +307,9 @@ def _shards(cascade: Cascade) -> Found:
         return
     shards, span = integers(cascade.attrs["shards"]), _at(cascade, "shards")
     if len(shards) != cascade.degree:
-        yield errors.WrongShards(span, label(cascade), f"for {len(shards)} ranks", f"{cascade.degree}, its degree")
+        yield errors.WrongShards(
+            span, label(cascade), f"for {counted(len(shards), 'rank')}", f"{cascade.degree}, its degree"
+        )
     elif min(shards) < 0:
         yield errors.WrongShards(span, label(cascade), "below zero", "zero or more tokens")
     elif sum(shards) != cascade.tokens:

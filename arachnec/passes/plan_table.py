@@ -6,7 +6,7 @@
                                                          {"stage": "dit", "ms": {"1": 29840}}]}]}
 
 The stages of a task follow one another. The degrees listed are the legal ones; ``unit`` is ``ms`` or ``s``, by default
-the key of the times.
+the key of the times. Schedules count in microseconds, and a stage that took 0 counts as one.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class _Reader:
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
                 raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
-            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < LONGEST:
-                raise self._bad(f"the time of {where} at degree {degree}", time, "a positive number", near)
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < LONGEST:
+                raise self._bad(f"the time of {where} at degree {degree}", time, "a number from 0", near)
             pairs.append((int(degree), Quantity(float(time) * scale, "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))
 

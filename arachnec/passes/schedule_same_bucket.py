@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
@@ -23,9 +23,10 @@ from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 
 @dataclass(frozen=True)
 class BadBucketDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-same-bucket{{degree={degree}}}` on a cluster of {world} GPUs"
+    title: ClassVar[str] = "`schedule-same-bucket{{degree={degree}}}` on a cluster of {gpus}"
     help: ClassVar[str] = "give a degree from 1 to {world}"
     degree: int
+    gpus: str
     world: int
 
 
@@ -45,7 +46,7 @@ class ScheduleSameBucket(Pass):
         cost = CostModel(module)
         world = cost.cluster.world
         if self.degree is not None and not 1 <= self.degree <= world:
-            raise UserError(BadBucketDegree(None, self.degree, world))
+            raise UserError(BadBucketDegree(None, self.degree, counted(world, "GPU"), world))
         problem = problem_of(module, cost)
         schedule = bucket_by_bucket(module, problem, self.degree)
         bound = lower_bound(problem)

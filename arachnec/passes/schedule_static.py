@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.base import Pass
 from arachnec.passes.bound import lower_bound
@@ -24,9 +24,10 @@ from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
 
 @dataclass(frozen=True)
 class BadDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-static{{degree={degree}}}` on a cluster of {world} GPUs"
+    title: ClassVar[str] = "`schedule-static{{degree={degree}}}` on a cluster of {gpus}"
     help: ClassVar[str] = "give a degree from 1 to {world}"
     degree: int
+    gpus: str
     world: int
 
 
@@ -48,7 +49,7 @@ class ScheduleStatic(Pass):
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
         if self.degree is not None and self.degree < 1:
-            raise UserError(BadDegree(None, self.degree, cost.cluster.world))
+            raise UserError(BadDegree(None, self.degree, counted(cost.cluster.world, "GPU"), cost.cluster.world))
         problem = problem_of(module, cost)
         bound = lower_bound(problem)
         schedule = self._schedule(problem)

@@ -55,6 +55,30 @@ def test_a_person_gets_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "91.07 s" in out and "proved optimal" in out and "D_241" in out
 
 
+@pytest.mark.parametrize("dit", [{"1": 100, "2": 55}, {"1": 0, "2": 0}])
+def test_a_stage_that_took_no_time_counts_as_a_microsecond(
+    dit: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [{"stage": "vae", "ms": {"1": 0}}, {"stage": "dit", "ms": dit}]
+    table = tmp_path / "t.json"
+    table.write_text(json.dumps({"tasks": [{"name": name, "stages": stages} for name in "abc"]}))
+    assert run(["plan", str(table), "--cluster", "4:h100-80g", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for task in "abc":
+        first, then = sorted((r for r in report["cascades"] if r["name"] == task), key=lambda row: row["start_ms"])
+        assert (first["stage"], then["stage"]) == ("vae", "dit")
+        assert first["end_ms"] - first["start_ms"] == pytest.approx(1e-3)
+        assert then["start_ms"] >= first["end_ms"] - 1e-9
+
+
+def test_one_gpu_is_told_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "t.json"
+    table.write_text('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"2": 3}}]}]}')
+    assert run(["plan", str(table), "--cluster", "1:h100-80g"]) == 2
+    said = capsys.readouterr().err
+    assert "has no legal degree on 1 GPU\n" in said and "at least 2 GPUs" in said
+
+
 def test_seconds_and_tasks_of_one_name_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = [{"stage": "dit", "s": {"1": 2, "2": 1.5}}]
     table = tmp_path / "t.json"
@@ -97,8 +121,8 @@ def test_other_schedulers_plan_the_same_table(capsys: pytest.CaptureFixture[str]
         ('{"tasks": [{"name": "a", "stages": [{"stage": "x"}]}]}', "without times"),
         ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {}}]}]}', "an object from degree to time"),
         ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"0": 3}}]}]}', "a whole number from 1"),
-        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": -3}}]}]}', "a positive number"),
-        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": NaN}}]}]}', "a positive number"),
+        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": -3}}]}]}', "a number from 0"),
+        ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"1": NaN}}]}]}', "a number from 0"),
         ('{"tasks": [{"name": "a", "stages": [{"stage": "x", "ms": {"64": 3}}]}]}', "has no legal degree on 8 GPUs"),
     ],
 )

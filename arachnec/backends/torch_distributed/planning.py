@@ -18,7 +18,7 @@ from typing import ClassVar
 import msgspec
 
 from arachnec.backends.executable import Executable, iteration_of, read_executable
-from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.passes.topology import mix_of
@@ -29,10 +29,11 @@ PLANNER = "arachnec.backends.torch_distributed.planning"
 
 @dataclass(frozen=True)
 class CannotReplan(Diagnostic):
-    title: ClassVar[str] = "the plan is for {planned} ranks and cannot be made again for {world}"
-    help: ClassVar[str] = "give at most {gpus} ranks, or a multiple of {gpus}, or compile for another cluster"
-    planned: int
+    title: ClassVar[str] = "the plan is for {planned} and cannot be made again for {world}"
+    help: ClassVar[str] = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
+    planned: str
     world: int
+    most: str
     gpus: int
 
 
@@ -64,7 +65,9 @@ def cluster_for(cluster: Cluster, world: int) -> Cluster:
         changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
         return replace(cluster, attrs=changed)
     if world % cluster.gpus:
-        raise UserError(CannotReplan(None, cluster.world, world, cluster.gpus))
+        raise UserError(
+            CannotReplan(None, counted(cluster.world, "rank"), world, counted(cluster.gpus, "rank"), cluster.gpus)
+        )
     nodes = world // cluster.gpus
     return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))
 

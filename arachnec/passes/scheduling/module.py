@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.bound import lower_bound
@@ -59,13 +59,13 @@ class StateTooLarge(Diagnostic):
 
 @dataclass(frozen=True)
 class NoDegree(Diagnostic):
-    title: ClassVar[str] = "{what} has no legal degree on {world} GPUs"
+    title: ClassVar[str] = "{what} has no legal degree on {gpus}"
     label: ClassVar[str] = "legal are {legal}"
-    help: ClassVar[str] = "use a cluster of at least {least} GPUs, or measure it at a smaller degree"
+    help: ClassVar[str] = "use a cluster of at least {least}, or measure it at a smaller degree"
     what: str
-    world: int
+    gpus: str
     legal: str
-    least: int
+    least: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     if not legal:
         degrees = sorted(times_of(cascade)) or [0]
         listed = ", ".join(str(degree) for degree in degrees)
-        raise UserError(NoDegree(cascade.span, describe(cascade), cost.cluster.world, listed, degrees[0]))
+        gpus = counted(cost.cluster.world, "GPU")
+        raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
     spare = RESERVE * cost.cluster.memory - held
     options = cost.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
     choices: list[Choice] = []
