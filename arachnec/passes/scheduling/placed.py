@@ -43,9 +43,9 @@ MOST_SIMULATED = 32768  # jobs x GPUs up to which simulating one costs tens of t
 ANYWHERE = 40  # jobs up to which it costs tens of them on any number of GPUs
 CANDIDATES = 24  # of the shortest, that are placed
 SIMULATED = 8  # of the shortest of those, that are simulated
-EVOLVING = 0.5  # of the seconds given, for a genetic search
-PROGRAM = 0.7  # for FlexSP's integer program
-SEARCHING = 1.0  # for a search that does not simulate
+EVOLVING = 1.0  # of the seconds given, for a genetic search
+PROGRAM = 0.4  # for FlexSP's integer program
+SEARCHING = 0.6  # for a search that does not simulate
 GENERATIONS, POPULATION = 60, 40  # of it at most
 CLOSE = 1e-6  # of the bound, by which a simulated iteration may be longer and nothing else is tried
 FEW = 4  # layouts, where placing one takes its time
@@ -79,9 +79,9 @@ def best_placed(
     judged = {best: measure.simulated(best)}
     if judged[best] <= least:
         return best
-    late = len(problem.jobs) * problem.gpus > MOST
+    slow = len(problem.jobs) * problem.gpus > MOST
     for schedule in named_layouts(module, cost, problem, seed, seconds):
-        if late and stop():  # a few milliseconds are worth more than keeping to the clock
+        if slow and stop():  # a few milliseconds are worth more than keeping to the clock
             break
         judged[schedule] = measure.simulated(schedule)
     made = chain(group_layouts(problem, seconds * PROGRAM), list_schedules(problem, found.area_bound))
