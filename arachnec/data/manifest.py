@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,26 +89,6 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     (clips,) = groups.values()
     size = batch or len(clips)
     return Manifest(tuple(tuple(clips[i : i + size]) for i in range(0, len(clips), size)), path)
-
-
-def write_manifest(manifest: Manifest, path: str | Path) -> None:
-    """Write normalised JSONL: one line a clip, every known key, absolute paths. Reading it gives the same clips."""
-    lines = []
-    for number, iteration in enumerate(manifest.iterations):
-        for clip in iteration:
-            row = {
-                "id": clip.id,
-                "iteration": number,
-                "frames": clip.frames,
-                "height": clip.height,
-                "width": clip.width,
-                "text_tokens": clip.text_tokens,
-                "caption": clip.caption,
-                "path": None if clip.path is None else str(clip.path),
-                "start": clip.start or None,
-            }
-            lines.append(json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False))
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _iteration(row: Row, grouped: bool) -> object:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.manifest import read_manifest, write_manifest
+from arachnec.data.manifest import read_manifest
 from arachnec.ir.diagnostic import UserError, render
 
 ROW = '{"frames": 5, "height": 64, "width": 96, "text_tokens": 7}'
@@ -68,15 +68,16 @@ def test_csv_and_parquet_say_what_jsonl_says(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "c.parquet").clips == expected
 
 
-def test_normalised_manifest_reads_back_as_the_same_clips(tmp_path: Path) -> None:
+def test_a_row_may_stand_for_several_clips_and_iterations_have_names(tmp_path: Path) -> None:
     (tmp_path / "v.safetensors").touch()
     text = (
         '{"clips": 2, "iteration": "x", "frames": 5, "height": 64, "width": 96, "caption": "é"}\n'
         '{"iteration": "y", "frames": 1, "height": 8, "width": 8, "text_tokens": 3, "video": "v.safetensors"}'
     )
     manifest = read_manifest(written(tmp_path, text))
-    write_manifest(manifest, tmp_path / "out.jsonl")
-    assert read_manifest(tmp_path / "out.jsonl").iterations == manifest.iterations
+    assert [[clip.frames for clip in iteration] for iteration in manifest.iterations] == [[5, 5], [1]]
+    assert manifest.clips[0].caption == "é"
+    assert manifest.clips[2].path == tmp_path / "v.safetensors"
 
 
 MISTAKES = {
