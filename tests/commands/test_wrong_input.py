@@ -225,10 +225,9 @@ TABLES = {
     '{"tasks": [{"name": "a", "stages": []}]}': "at least one stage",
     '{"unit": "weeks", "tasks": []}': "ms or s",
     '{"tasks": [], "task": 1}': "did you mean `tasks`",
-    table(d1=-5): "a positive number",
-    table(d1=0): "a positive number",
-    table(d1="5"): "a positive number",
-    table(d1=10**400): "a positive number",
+    table(d1=-5): "a number from 0",
+    table(d1="5"): "a number from 0",
+    table(d1=10**400): "a number from 0",
     table(d0=5): "a whole number from 1",
     table(d16=5): "16",
 }
