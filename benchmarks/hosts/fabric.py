@@ -29,7 +29,7 @@ PREFIX = "arachnec"
 DEVICE = "eth0"
 PORT = 29500  # every fabric has its own network
 BURST_MS = 1.0  # what may pass unshaped after a pause; less, and a busy machine's late timers cost bandwidth
-QUEUE = "50ms"
+QUEUE = "2s"  # long enough to drop nothing, as the fabrics that this stands for do not
 NAMESPACES = Path("/run/netns")
 
 
