@@ -1,6 +1,6 @@
 """Every named pipeline on real training iterations of HunyuanVideo at 720p: simulated iteration times.
 
-    python benchmarks/workload_hunyuan.py benchmarks/data/hunyuan_720p_129f.jsonl [--clusters 2x8:h100-80g,8x8:h100-80g]
+    python benchmarks/workload_hunyuan.py [MANIFEST] [--clusters 2x8:h100-80g,8x8:h100-80g]
 
 The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with
 `iteration` will do. The model is traced once, on the meta device. Costs are those of the data sheet, so the ratios mean
@@ -28,6 +28,7 @@ from arachnec.passes.pipelines import NOT_COMPARED, PIPELINES
 from arachnec.report import simulation_report
 
 MODEL = Path(__file__).parents[1] / "examples" / "hunyuanvideo.py"
+DATA = Path(__file__).parent / "data" / "hunyuan_720p_129f.jsonl"
 CLUSTERS = "2x8:h100-80g,8x8:h100-80g"
 SAME = 1e-3  # relative: closer is a tie
 
@@ -88,7 +89,7 @@ def slower(found: list[dict[str, object]], pipelines: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
+    parser.add_argument("data", type=Path, nargs="?", default=DATA)
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--pipelines", help="names separated by commas; default: all")
