@@ -22,8 +22,9 @@ import random
 import time
 from collections.abc import Callable
 
-from arachnec.passes.schedule_z3 import Clock, solve
+from arachnec.passes.scheduling.clock import Clock
 from arachnec.passes.scheduling.problem import Choice, Job, Problem
+from arachnec.passes.scheduling.search import solve
 from arachnec.report import imbalance
 
 WIDTH, RANKS, SEED = 3072, 8, 0

@@ -26,8 +26,9 @@ from collections.abc import Callable
 
 from plan_peers import Answer, arachne_ga, cp_sat, highs
 
-from arachnec.passes.schedule_z3 import Clock, solve
+from arachnec.passes.scheduling.clock import Clock
 from arachnec.passes.scheduling.problem import TICKS, Choice, Job, Problem, violations
+from arachnec.passes.scheduling.search import solve
 
 SIZES = ((16, 8), (64, 32), (256, 64), (1024, 256), (4096, 1024), (32, 32), (128, 64), (512, 256))
 FRAMES = (17, 33, 49, 65, 81, 97, 121)

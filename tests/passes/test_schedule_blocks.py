@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.schedule_z3 import Clock, solve
 from arachnec.passes.scheduling.blocks import best_packing, options_of, pack, realize
+from arachnec.passes.scheduling.clock import Clock
 from arachnec.passes.scheduling.matrix import Question, schedule_by_sets
 from arachnec.passes.scheduling.packing import find_packing
 from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, violations
 from arachnec.passes.scheduling.repack import Repacking
+from arachnec.passes.scheduling.search import solve
 from arachnec.passes.scheduling.window import Answer, find_schedule
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)

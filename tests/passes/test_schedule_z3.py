@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.passes.bound import longest_chain, lower_bound
-from arachnec.passes.schedule_z3 import Clock, shorter_tail, solve
+from arachnec.passes.scheduling.clock import Clock
 from arachnec.passes.scheduling.heuristics import best_heuristic, list_schedule, orders
 from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, Schedule, violations
+from arachnec.passes.scheduling.prove import shorter_tail
+from arachnec.passes.scheduling.search import solve
 from arachnec.passes.scheduling.window import Answer, find_schedule
 
 # Durations in 10 ms at degree 1, 2, 4, 8 of VAE and DiT (degree 2, 4, 8 where there are three).
