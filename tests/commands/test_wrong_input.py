@@ -130,7 +130,7 @@ def test_a_manifest_with_a_mistake(text: str, refused: Callable[..., str], tmp_p
 @pytest.mark.parametrize("text", ["frames,frames,height,width\n9,9,3,3\n", "frames,height\n9\n", 'caption\n"abc\n'])
 def test_a_csv_with_a_mistake(text: str, refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "clips.csv").write_text(text)
-    refused("compile", "model.py", "--data", "clips.csv", "--cluster", "2:cpu")
+    assert "clips.csv" in refused("compile", "model.py", "--data", "clips.csv", "--cluster", "2:cpu")
 
 
 MODELS = {
@@ -245,9 +245,11 @@ def test_a_pipeline_that_plan_cannot_use(passes: str, refused: Callable[..., str
     refused("plan", "table.json", "--cluster", "4:cpu", "--passes", passes)
 
 
-@pytest.mark.parametrize("pipelines", ["", "default,nope", "partition"])
-def test_pipelines_that_cannot_be_compared(pipelines: str, refused: Callable[..., str]) -> None:
-    refused("compare", *COMPILE[1:], "--pipelines", pipelines)
+@pytest.mark.parametrize(
+    ("pipelines", "reason"), [("", "pipeline"), ("default,nope", "`nope`"), ("partition", "gives a partitioned module")]
+)
+def test_pipelines_that_cannot_be_compared(pipelines: str, reason: str, refused: Callable[..., str]) -> None:
+    assert reason in refused("compare", *COMPILE[1:], "--pipelines", pipelines)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +340,8 @@ def test_an_option_of_run_that_cannot_be(
     options: tuple[str, ...], built: Path, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     shutil.copytree(built, tmp_path / "build")
-    refused("run", "build", *options)
+    said = refused("run", "build", *options)
+    assert options[0] in said or options[-1].split("/")[0] in said
 
 
 @pytest.mark.parametrize("found", [0, 1])
@@ -369,4 +372,4 @@ def test_a_failed_compile_leaves_the_old_executable(built: Path, refused: Callab
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_takes_an_option_it_does_not_know(command: str, refused: Callable[..., str]) -> None:
-    refused(command, "--no-such-option")
+    assert "--no-such-option" in refused(command, "--no-such-option")

@@ -2,8 +2,8 @@
 
 The costs of a plan are those of a cascade that has its links to itself. Groups on one NIC, one uplink or one host's
 PCIe slow each other down, and so do gradient sums and the backwards that hide them. The discrete events that
-``arachnec compare`` reports (``passes.simulation``) know that; they take some milliseconds for a plan of a few dozen
-cascades, ten times what placing it takes.
+``arachnec compare`` reports (``passes.simulation``) know that; they take 17 ms of processor time for 16 cascades on 16
+GPUs and 0.1 s for 105 on 256, three to eight times what placing them takes.
 """
 
 from __future__ import annotations
