@@ -21,12 +21,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Value
 from arachnec.passes.communication import Volumes, collective_time, hop_time, volumes
 from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.devices import Devices
 from arachnec.passes.stage_sizes import (
     considered,
     gradient_bytes,
@@ -39,7 +39,6 @@ from arachnec.passes.stage_sizes import (
 from arachnec.passes.topology import (
     Link,
     group_link,
-    kinds_of_ranks,
     machines,
     node_of,
     packed_ranks,
@@ -97,30 +96,14 @@ class CostModel:
     def _found_links(self) -> dict[tuple[object, ...], tuple[Link, Link, Link, float]]:
         return {}
 
-    # -- devices that differ ---------------------------------------------------------------------------------------
-
     @cached_property
+    def devices(self) -> Devices:
+        return Devices(self.cluster)
+
+    @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each kind of device, where there are several kinds; those with most memory first."""
-        kinds = kinds_of_ranks(self.cluster) if "mixed" in self.cluster.attrs else ()
-        return kinds if len(kinds) > 1 else ()
-
-    @cached_property
-    def _kind_of(self) -> dict[int, int]:
-        return {rank: kind for kind, ranks in enumerate(self.kinds) for rank in ranks}
-
-    def _packed_on_kinds(self, degree: int) -> list[tuple[int, ...]]:
-        """The first ``degree`` ranks of each kind that has so many, else of all kinds."""
-        packed = [ranks[:degree] for ranks in self.kinds if len(ranks) >= degree]
-        return packed or [tuple(sorted(rank for ranks in self.kinds for rank in ranks)[:degree])]
-
-    def _slowdown(self, ranks: tuple[int, ...] | None) -> float:
-        """How much longer the slowest of these devices takes than the cluster's fastest, for which the formulas are."""
-        if not self.kinds or ranks is None:
-            return 1.0
-        every = machines(self.cluster)
-        fastest = max(machine.flops for machine in every)
-        return fastest / min(every[node_of(self.cluster, rank)].flops for rank in ranks)
+        return self.devices.kinds
 
     # -- degrees ---------------------------------------------------------------------------------------------------
 
@@ -177,16 +160,16 @@ class CostModel:
         if self.kinds and ranks is None:
             return min(
                 self.time(cascade, degree, ranks=where, ulysses=ulysses, ring=ring, recompute=recompute)
-                for where in self._packed_on_kinds(degree)
+                for where in self.devices.packed(degree)
             )
         times = times_of(cascade)
         if times:
             if degree not in times:
                 raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
-            return times[degree] * self._slowdown(ranks)
+            return times[degree] * self.devices.slowdown(ranks)
         if ranks is not None and len({node_of(self.cluster, rank) for rank in ranks}) == 1:
             # every node is like the first, or the first of its kind
-            ranks = self.kinds[self._kind_of[ranks[0]]][:degree] if self.kinds else None
+            ranks = self.devices.like(ranks[0])[:degree] if self.kinds else None
         key = (*shape_of(cascade), degree, ranks, ulysses, recompute)
         found = self._memo.get(key)
         if found is None:
@@ -210,7 +193,7 @@ class CostModel:
         compute = 0.0
         for count, name in ((forward, "forward"), (backward, "backward")):
             if count:
-                compute += count * self._compute(cascade, name, degree, split, self._slowdown(ranks))
+                compute += count * self._compute(cascade, name, degree, split, self.devices.slowdown(ranks))
         return compute + self._communication(cascade, degree, split, ranks, forward, backward)
 
     def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: bool = False) -> float:
@@ -376,22 +359,12 @@ class CostModel:
         """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
         if not self.kinds:
             return self.room
-        if ranks is not None:
-            return min(self._rooms[self._kind_of[rank]] for rank in ranks)
-        most = (room for room, kind in zip(self._rooms, self.kinds, strict=True) for _ in kind)
-        return next(islice(most, degree - 1, None))
+        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - self.resident
 
     @cached_property
     def largest_memory(self) -> float:
         """GiB of the device that has most."""
         return max(machine.memory for machine in machines(self.cluster))
-
-    @cached_property
-    def _rooms(self) -> tuple[float, ...]:
-        """For each kind of device."""
-        every = machines(self.cluster)
-        memories = (every[node_of(self.cluster, kind[0])].memory for kind in self.kinds)
-        return tuple((1 - RESERVE) * memory - self.resident for memory in memories)
 
     def has_attention(self, cascade: Cascade) -> bool:
         return self._number(cascade, "attentions") > 0

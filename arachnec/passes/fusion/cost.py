@@ -33,12 +33,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Bytes of one forward as numbers at the usual sizes; ``saved`` in seconds of one forward and backward."""
+    """``launches_before`` of one forward; ``registers`` in KiB; ``saved`` in s of one forward and backward."""
 
-    bytes_before: float
-    bytes_after: float
     launches_before: int
-    launches_after: int
     registers: int
     saved: float
 
@@ -104,7 +101,7 @@ class RegionCost:
         back = sum(self._backward[i] for i in core) - together(self, region, self._at).moved
         # the backward takes at least as many launches as the forward
         saved = (before - after + back) / self.machine.bandwidth + 2 * (len(core) - launches) * LAUNCH
-        return Price(before, after, len(core), launches, round(held), saved)
+        return Price(len(core), round(held), saved)
 
     def seconds(self, region: int, launches: int = 1) -> float:
         """What one forward and backward of a region takes by this model, each in so many ``launches``."""
