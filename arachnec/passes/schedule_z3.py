@@ -25,17 +25,11 @@ from arachnec.passes.base import Duration, Pass
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.bound_mixed import mixed_bound
 from arachnec.passes.cost import CostModel
+from arachnec.passes.scheduling.candidates import few_layouts, named_layouts
 from arachnec.passes.scheduling.clock import Clock
 from arachnec.passes.scheduling.mixed import best_on_mixed
 from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.placed import (
-    Measure,
-    Placing,
-    best_placed,
-    few_layouts,
-    named_layouts,
-    placing_is_quick,
-)
+from arachnec.passes.scheduling.placed import Measure, Placing, best_placed, placing_is_quick
 from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solution
 from arachnec.passes.scheduling.search import TRIES, TRIES_OF_FEW, first_nested, repack, solve
 from arachnec.passes.stage_sizes import times_of

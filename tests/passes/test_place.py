@@ -19,10 +19,11 @@ from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place, pick_ranks, placements
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.passes.scheduling.candidates import few_layouts
 from arachnec.passes.scheduling.check import validate_schedule
 from arachnec.passes.scheduling.heuristics import list_schedule
 from arachnec.passes.scheduling.module import problem_of, with_times
-from arachnec.passes.scheduling.placed import MOST, Measure, Placing, few_layouts, placing_is_quick
+from arachnec.passes.scheduling.placed import MOST, Measure, Placing, placing_is_quick
 from arachnec.passes.scheduling.problem import TICKS, Schedule
 from arachnec.report import imbalance, plan_report
 

@@ -13,7 +13,8 @@ from itertools import accumulate, islice, takewhile
 from arachnec.ir.nodes import Module
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.placed import Measure, list_schedules, placing_is_quick
+from arachnec.passes.scheduling.candidates import list_schedules
+from arachnec.passes.scheduling.placed import Measure, placing_is_quick
 from arachnec.passes.scheduling.problem import Job, Problem, Schedule
 from arachnec.passes.topology import machines, node_of
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
@@ -23,17 +22,11 @@ from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import best_placements
-from arachnec.passes.schedule_dynamic_cp import in_dynamic_rounds
-from arachnec.passes.schedule_flexsp import solved
-from arachnec.passes.schedule_genetic import decode, evolve
-from arachnec.passes.schedule_knapformer import best_bags, cuts
-from arachnec.passes.schedule_same_bucket import bucket_by_bucket
 from arachnec.passes.scheduling.anneal import anneal, neighbour
+from arachnec.passes.scheduling.candidates import group_layouts, list_schedules, named_layouts
 from arachnec.passes.scheduling.decode import start_order
 from arachnec.passes.scheduling.ending import Ending
-from arachnec.passes.scheduling.fixed import at_least, best_one_degree, deal
-from arachnec.passes.scheduling.groups import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
-from arachnec.passes.scheduling.heuristics import THRESHOLDS, degrees_for, list_schedule, orders
+from arachnec.passes.scheduling.heuristics import list_schedule
 from arachnec.passes.scheduling.module import decided
 from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solution
 from arachnec.passes.scheduling.simulated import simulated_ms
@@ -43,12 +36,9 @@ MOST_SIMULATED = 32768  # jobs x GPUs up to which simulating one costs 0.1 s at 
 ANYWHERE = 40  # jobs that cost 0.06 s to place and 0.2 s to simulate even on 1024 GPUs
 CANDIDATES = 24  # of the shortest, that are placed
 SIMULATED = 8  # of the shortest of those, that are simulated
-EVOLVING = 1.0  # of the seconds given, for a genetic search
 PROGRAM = 0.4  # for FlexSP's integer program
 SEARCHING = 0.6  # for a search that does not simulate
-GENERATIONS, POPULATION = 60, 40  # of it at most
 CLOSE = 1e-6  # of the bound, by which a simulated iteration may be longer and nothing else is tried
-FEW = 4  # layouts, where placing one takes its time
 COOLINGS = 3  # runs of annealing, from the shortest candidates
 ANNEALING = 0.2  # of the seconds given, for one of them
 TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
@@ -208,56 +198,3 @@ class Measure:
             found = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
             self.chosen[job, pick] = found
         return found.with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))
-
-
-def named_layouts(module: Module, cost: CostModel, problem: Problem, seed: int, seconds: float) -> Iterator[Schedule]:
-    """The layouts that others train with; of a genetic search, as long a one as a part of ``seconds`` allows."""
-    yield best_one_degree(problem)
-    yield deal(problem, at_least(problem, 1), in_turn=True)
-    yield in_dynamic_rounds(module, problem)
-    yield bucket_by_bucket(module, problem)
-    bags = best_bags(problem, cuts(problem.gpus))
-    if bags is not None:
-        yield bags
-    if seconds > 0:
-        end = time.perf_counter() + seconds * EVOLVING
-        person = evolve(problem, cost.cluster, GENERATIONS, POPULATION, seed, lambda: time.perf_counter() > end)
-        yield decode(problem, cost.cluster, person)[0]
-
-
-def group_layouts(problem: Problem, seconds: float) -> Iterator[Schedule]:
-    """One degree for all, for every degree; groups of one or two sizes filled to equal load; groups by FlexSP."""
-    for degree in sorted({choice.degree for job in problem.jobs for choice in job.choices}):
-        yield deal(problem, at_least(problem, degree), in_turn=False)
-    ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
-    for sizes in cuts(problem.gpus):
-        groups = least_loaded(ticks, sizes)
-        if groups is not None:
-            yield in_rounds(problem, [groups])
-    if seconds > 0:
-        yield from solved(problem, seconds)
-
-
-def few_layouts(problem: Problem) -> Iterator[Schedule]:
-    """Of the layouts that give all jobs one degree those that need least time by area and longest job, least first."""
-    kinds = Counter(id(job.choices) for job in problem.jobs)
-    rows = {id(job.choices): job.choices for job in problem.jobs}
-    degrees = {choice.degree for row in rows.values() for choice in row}
-
-    def least(degree: int) -> float:
-        area, longest = 0, 0
-        for kind, row in rows.items():
-            choice = next((choice for choice in row if choice.degree >= degree), row[-1])
-            area, longest = area + kinds[kind] * choice.area, max(longest, choice.ticks)
-        return max(area / problem.gpus, longest)
-
-    for degree in sorted(degrees, key=least)[:FEW]:
-        yield deal(problem, at_least(problem, degree), in_turn=False)
-
-
-def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
-    """Degrees for thresholds up to twice the bound, in every order of the heuristics."""
-    for factor in THRESHOLDS:
-        picks = degrees_for(problem, bound * factor)
-        for order in orders(problem, picks):
-            yield list_schedule(problem, picks, order)
