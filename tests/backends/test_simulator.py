@@ -83,6 +83,23 @@ def test_transfers_out_of_one_device_share_its_port() -> None:
     assert ends == pytest.approx([0.010 + 3 * MS_OF_GIB] * 3)
 
 
+def test_a_rank_that_computes_is_sent_what_it_reads_next_if_it_has_room() -> None:
+    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    cascades = [
+        timed("s", Phase.TRAIN, 1, 1000, (), (0.0, 30.0), (1,)),
+        timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
+        timed("t", Phase.TRAIN, 0, 1000, ("e",), (30.0, 60.0), (1,)),
+    ]
+
+    def starts(memory: float) -> float:
+        lowered = lower(with_output(module_of(cluster(memory=memory), clips, cascades), 1 / 1000))
+        return next(i.start for i in simulate(lowered).timeline.intervals if (i.op, i.target) == ("forward", "t"))
+
+    assert starts(80.0) == pytest.approx(30.0)
+    assert starts(34.0) == pytest.approx(30.0)  # 13 of the stages, 20 for the backward and 1 to receive
+    assert starts(33.5) == pytest.approx(30.0 + 0.010 + MS_OF_GIB)
+
+
 def test_a_transfer_speeds_up_when_another_one_ends() -> None:
     clips = [Clip(number, 17, 480, 832, 0, tokens) for number, tokens in enumerate((1000, 3000))]
     cascades = [

@@ -194,6 +194,47 @@ def test_a_link_is_never_idle_and_never_faster_than_it_is(sizes: list[float]) ->
     assert [ends[n] for n in sorted(ends, key=lambda n: sizes[n])] == sorted(ends.values())
 
 
+LINKS = ("a", "b", "c")
+
+
+def fair_rates(capacities: dict[str, float], flows: list[frozenset[str]]) -> list[float]:
+    """Max-min fair rates by water filling: the scarcest link's users get equal parts of it, then the rest as well."""
+    rates, left, todo = [0.0] * len(flows), dict(capacities), set(range(len(flows)))
+    while todo:
+        parts = {link: left[link] / n for link in left if (n := sum(link in flows[i] for i in todo))}
+        scarcest = min(parts, key=lambda link: parts[link])
+        for number in [number for number in todo if scarcest in flows[number]]:
+            rates[number] = parts[scarcest]
+            todo.remove(number)
+            for link in flows[number]:
+                left[link] -= parts[scarcest]
+    return rates
+
+
+@given(
+    st.fixed_dictionaries({link: st.floats(1.0, 8.0) for link in LINKS}),
+    st.lists(st.sets(st.sampled_from(LINKS), min_size=1).map(frozenset), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_what_another_link_holds_back_leaves_its_part_to_the_others(
+    capacities: dict[str, float], flows: list[frozenset[str]], together: bool
+) -> None:
+    network = Network()
+    activities = []
+    for number, flow in enumerate(flows):
+        load = tuple((100.0 / capacities[link], (link,)) for link in sorted(flow))
+        activities.append(Activity(Work(loads=(load,)), number, 0.0))
+        network.start(activities[-1])
+        if not together:
+            network.settle(0.0)
+    network.settle(0.0)
+    assert [100.0 / each.takes for each in activities] == pytest.approx(fair_rates(capacities, flows), rel=0.01)
+    for each in activities[1:]:
+        network.finish(each)
+    network.settle(0.0)
+    assert activities[0].takes == pytest.approx(activities[0].work.alone)
+
+
 def test_a_formula_of_no_traffic_leaves_the_plan_as_it_is() -> None:
     module = module_of(cluster(nodes=2), [Clip(0, 17, 480, 832, 0, TOKENS)], [trained("a", 0, (0, 4))])
     constant = Formula((Term(0.0),), "GiB")

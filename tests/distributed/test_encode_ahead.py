@@ -13,12 +13,12 @@ from arachnec.backends.executable import read_executable
 from arachnec.backends.torch_distributed import training_run
 from arachnec.backends.torch_distributed.ahead import Ahead, encoders_first
 from arachnec.backends.torch_distributed.gradients import GradientSums
-from arachnec.backends.torch_distributed.handoffs import planned_memory, posting_order
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.training import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.passes.simulation.posting import planned_memory, posting_order
 from tests.distributed.executor_cases import Work, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
 

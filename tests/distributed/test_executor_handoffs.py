@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from arachnec.backends.torch_distributed.handoffs import planned_memory, posting_order
 from arachnec.ir.nodes import Instruction, Program
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.passes.simulation.posting import planned_memory, posting_order
 
 
 def gib(**values: float) -> Attributes:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.handoffs import planned_memory
 from arachnec.ir.nodes import Cascade, Module, Program
+from arachnec.passes.simulation.posting import planned_memory
 
 BEFORE = ("encode", "send", "receive", "free")  # what a program begins with while no model has run
 

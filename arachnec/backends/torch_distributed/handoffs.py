@@ -6,14 +6,14 @@ ranks are matched first in, first out; ``check`` has proved that both sides list
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.ir.nodes import Instruction, Program, quantity
+from arachnec.ir.nodes import Program
 
 
 @dataclass(frozen=True)
@@ -70,67 +70,9 @@ class Handoffs:
             self.arrived(name)
 
 
-def posting_order(program: Program, limit: float, given: Collection[str] = ()) -> tuple[tuple[Instruction, ...], ...]:
-    """For each instruction, the receives to post before it: each as early as order and memory allow.
-
-    ``limit`` is the device's memory in GiB. A receive moves over what stands before it while the rank's planned memory,
-    its buffer included, stays under the limit at every instruction in between; receives never pass one another, so
-    the order per pair of ranks stays as it was proved. ``given`` are values that are there from the start.
-    """
-    steps = program.instructions
-    held = list(planned_memory(program, given))
-    posts: list[list[Instruction]] = [[] for _ in steps]
-    earliest = 0
-    for index, step in enumerate(steps):
-        if step.op != "receive":
-            continue
-        size = _gib(step, "memory")
-        place = index
-        while place > earliest and held[place - 1] + size <= limit:
-            place -= 1
-            held[place] += size
-        posts[place].append(step)
-        earliest = place
-    return tuple(tuple(post) for post in posts)
-
-
-def planned_memory(program: Program, given: Collection[str] = ()) -> tuple[float, ...]:
-    """GiB on this rank while each instruction runs, by the program's own numbers.
-
-    ``given`` are cascades that were encoded before the program starts.
-    """
-    current = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
-    owned: dict[str, float] = {}
-    activations: dict[str, float] = {}
-    profile: list[float] = []
-    for step in program.instructions:
-        if step.op == "encode" and step.target in given:
-            owned[step.target] = _gib(step, "memory")
-    current += sum(owned.values())
-    for step in program.instructions:
-        if step.op == "encode" and step.target in given:
-            pass
-        elif step.op in ("encode", "receive", "denoise"):
-            owned[step.target] = owned.get(step.target, 0.0) + _gib(step, "memory")
-            current += _gib(step, "memory")
-        elif step.op == "forward":
-            activations[step.target] = _gib(step, "memory")
-            current += activations[step.target]
-        profile.append(current + _gib(step, "workspace"))
-        if step.op == "backward":
-            current -= activations.pop(step.target, 0.0)
-        elif step.op == "free":
-            current -= owned.pop(step.target, 0.0) + activations.pop(step.target, 0.0)
-    return tuple(profile)
-
-
 def directed_pairs(programs: Sequence[Program]) -> tuple[tuple[int, int], ...]:
     """Every (from, to) that some program sends over, sorted."""
     return tuple(sorted({(p.rank, step.peers[0]) for p in programs for step in p.instructions if step.op == "send"}))
-
-
-def _gib(step: Instruction, name: str) -> float:
-    return quantity(step.attrs[name]) if name in step.attrs else 0.0
 
 
 def _bytes(value: Tensor) -> Tensor:

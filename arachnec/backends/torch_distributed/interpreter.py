@@ -20,7 +20,7 @@ from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.ahead import Ahead
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.gradients import GradientSums, layers_in
-from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec, posting_order
+from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
@@ -31,6 +31,7 @@ from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
 from arachnec.passes.checking.values import sums_inside
+from arachnec.passes.simulation.posting import posting_order
 
 
 class SequenceParallel(Protocol):

@@ -2,11 +2,11 @@
 
 Every rank walks its own list. A group's instruction starts when the last of its ranks has come to it, and takes the
 ``time`` that the plan states where nobody disturbs it: its communication shares links, and on CPUs its computing
-shares cores, with whatever else runs (``simulation.network``). A send and a receive are posted and not waited for; the
-transfer runs once both are posted; the first instruction that reads a received value waits for it, and ``free`` waits
-for the value's sends. A sum of gradients is posted too, inside a backward where the program says so; it runs once all
-its ranks have come to it and the sums of its group before it are through, and ``step`` waits for it. So does the
-``torch_distributed`` back end.
+shares cores, with whatever else runs (``simulation.network``). A send and a receive are posted and not waited for, a
+receive as early as ``simulation.posting`` says; the transfer runs once both are posted; the first instruction that
+reads a received value waits for it, and ``free`` waits for the value's sends. A sum of gradients is posted too, inside
+a backward where the program says so; it runs once all its ranks have come to it and the sums of its group before it
+are through, and ``step`` waits for it. So does the ``torch_distributed`` back end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.checking.values import Values, bucket_of, sums_inside, written
 from arachnec.passes.simulation.network import Activity, Network, Work
+from arachnec.passes.simulation.posting import posting_order
 from arachnec.passes.simulation.work import Works
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
@@ -53,6 +54,7 @@ class _Rank:
 
     rank: int
     instructions: tuple[Instruction, ...]
+    posts: list[tuple[Instruction, ...]]  # the receives to post before each of them; none where that is done
     at: int = 0
     coming: set[str] = field(default_factory=set)  # values that are posted and have not arrived
     leaving: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # sends under way, by value
@@ -116,7 +118,10 @@ class Engine:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
-        self._ranks = {p.rank: _Rank(p.rank, p.instructions, inside=sums_inside(p)) for p in values.module.programs}
+        self._ranks = {
+            p.rank: _Rank(p.rank, p.instructions, list(posting_order(p, cluster.memory)), inside=sums_inside(p))
+            for p in values.module.programs
+        }
         self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []
         self._count = 0
         self._arrived: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -146,20 +151,21 @@ class Engine:
     def _advance(self, rank: _Rank, now: float) -> None:
         """Walk on until something takes time or has to be waited for."""
         while rank.at < len(rank.instructions):
+            for receive in rank.posts[rank.at]:
+                self._post(receive.peers[0], rank.rank, receive, now, send=False)
+            rank.posts[rank.at] = ()
             instruction = rank.instructions[rank.at]
             rank.waiting_for = self._missing(rank, instruction)
             if rank.waiting_for is not None:
                 return
             if instruction.op == "send":
                 self._post(rank.rank, instruction.peers[0], instruction, now, send=True)
-            elif instruction.op == "receive":
-                self._post(instruction.peers[0], rank.rank, instruction, now, send=False)
             elif instruction.op == "reduce":
                 self._post_sum(rank, rank.at, now)
             elif instruction.op == "step" and rank.summing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
                 return
-            elif instruction.op != "free":
+            elif instruction.op not in ("receive", "free"):
                 self._enter(rank, instruction, now)
                 return
             rank.at += 1

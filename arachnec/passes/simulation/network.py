@@ -1,10 +1,11 @@
 """What activities share while they run: links, and the cores of a node.
 
 An activity is a transfer, a cascade or a sum of gradients. It takes time of its own, time on cores, and time on sets of
-links, one set after another; the busiest link of a set makes its pace. A link gives its users equal parts. A transfer
-uses its links all the time; a cascade uses them for the part of its time that is communication, and to the others it
-counts as that part of a user. For users that never pause this is fair sharing; for others it is mean-value analysis of
-a shared server (Schweitzer's approximation, 1979).
+links, one set after another; the busiest link of a set makes its pace. A link gives its users equal parts, and what a
+user cannot take, because another link holds it back, to the others (max-min fairness). A transfer uses its links all
+the time; a cascade uses them for the part of its time that is communication, and to the others it counts as that part
+of a user. For users that never pause this is fair sharing; for others it is mean-value analysis of a shared server
+(Schweitzer's approximation, 1979).
 
 Within a node a device's own port is the link, and the host's where devices have no links of their own; between nodes
 the NIC that the device sits on, which it shares with the devices of the same letter, and between racks the uplinks too,
@@ -26,6 +27,8 @@ Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of so
 
 SMALLEST = 1e-3  # change in the users of a link that the others on it are told of
 SWEEPS = 3  # pace and use of activities follow from each other; they settle quickly
+ROUNDING = 1e-9  # users of a link that are none
+HELD_BACK = 0.999  # of its pace, above which a link is the one that makes it
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,23 @@ class Work:
         return self.fixed + self.compute + sum(max(ms for ms, _ in load) for load in self.loads)
 
 
+@dataclass(frozen=True)
+class Held:
+    """Users of a link that other links hold back: so many, and the part of the link that they take."""
+
+    users: float = 0.0
+    part: float = 0.0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.users + other.users, self.part + other.part)
+
+    def __sub__(self, other: Held) -> Held:
+        return Held(self.users - other.users, self.part - other.part)
+
+
+NOBODY = Held()
+
+
 @dataclass(eq=False)
 class Activity:
     """Work under way. ``end`` holds as long as nobody else starts or ends; ``version`` counts the changes."""
@@ -63,6 +83,7 @@ class Activity:
     version: int = 0
     computes: float = 0.0  # part of its time that it is on cores
     uses: list[float] = field(default_factory=list)  # part of its time that it is on each of ``work.loads``
+    held: dict[LinkName, Held] = field(default_factory=dict)  # on links that do not make its pace
 
     @property
     def end(self) -> float:
@@ -79,7 +100,8 @@ class Network:
     cores: float | None = None
     _on: dict[LinkName, dict[Activity, None]] = field(default_factory=lambda: defaultdict(dict))
     _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by so many; or cores wanted
-    _told: dict[LinkName, float] = field(default_factory=dict)  # ``_used`` as it was when its users were paced
+    _held: dict[LinkName, Held] = field(default_factory=dict)  # those of ``_used`` that other links hold back
+    _told: dict[LinkName, tuple[float, Held]] = field(default_factory=dict)  # both as when its users were paced
     _changed: dict[LinkName, None] = field(default_factory=dict)
     _started: list[Activity] = field(default_factory=list)
 
@@ -94,6 +116,7 @@ class Network:
 
     def finish(self, activity: Activity) -> None:
         self._use(activity, [0.0] * len(activity.uses), 0.0)
+        self._hold(activity, {})
         for link in self._links(activity.work):
             del self._on[link][activity]
 
@@ -108,8 +131,8 @@ class Network:
                 if not self._on[link]:
                     del self._on[link], self._used[link]
                     self._told.pop(link, None)
-                elif abs(self._used[link] - self._told.get(link, 0.0)) > SMALLEST:
-                    self._told[link] = self._used[link]
+                elif self._is_news(link):
+                    self._told[link] = self._used[link], self._held.get(link, NOBODY)
                     moved.update(self._on[link])
             if not moved:
                 break
@@ -118,6 +141,12 @@ class Network:
             found.update(moved)
             moved = {}
         return list(found)
+
+    def _is_news(self, link: LinkName) -> bool:
+        used, held = self._told.get(link, (0.0, NOBODY))
+        now = self._held.get(link, NOBODY)
+        change = max(abs(self._used[link] - used), abs(now.users - held.users), abs(now.part - held.part))
+        return change > SMALLEST
 
     def _links(self, work: Work) -> Iterator[LinkName]:
         for load in work.loads:
@@ -133,14 +162,49 @@ class Network:
             activity.left = max(0.0, activity.left - (now - activity.since) / activity.takes)
         activity.since = now
         activity.version += 1
-        work, used = activity.work, self._used
+        work = activity.work
         computing = work.compute * self._crowding(activity)
         sending = [
-            max(ms * (1.0 - use + max(map(used.__getitem__, links))) for ms, links in load)
+            max(self._sending(activity, ms, links, use) for ms, links in load)
             for load, use in zip(work.loads, activity.uses, strict=True)
         ]
         activity.takes = work.fixed + computing + sum(sending)
         self._use(activity, sending, computing)
+        self._hold(activity, self._held_back(activity, sending))
+
+    def _sending(self, activity: Activity, ms: float, links: tuple[LinkName, ...], use: float) -> float:
+        """What takes ``ms`` on each of the links alone, ``use`` of the users being the activity itself."""
+        if self._held.keys().isdisjoint(links):
+            return ms * (1.0 - use + max(map(self._used.__getitem__, links)))
+        return ms * max(self._slowness(activity, link, use) for link in links)
+
+    def _slowness(self, activity: Activity, link: LinkName, use: float) -> float:
+        """How many equal parts the link is in, of which the activity takes one."""
+        users = 1.0 - use + self._used[link]
+        held = self._held.get(link, NOBODY) - activity.held.get(link, NOBODY)
+        left = 1.0 - held.part
+        return users if left * users <= users - held.users else (users - held.users) / left
+
+    def _held_back(self, activity: Activity, sending: list[float]) -> dict[LinkName, Held]:
+        """What the activity takes of the links that it shares and that do not make its pace."""
+        found: dict[LinkName, Held] = {}
+        for load, whole, use in zip(activity.work.loads, sending, activity.uses, strict=True):
+            for ms, links in load:
+                for link in links:
+                    if len(self._on[link]) > 1 and ms * self._slowness(activity, link, use) < HELD_BACK * whole:
+                        found[link] = Held(use, use * ms / whole)
+        return found
+
+    def _hold(self, activity: Activity, held: dict[LinkName, Held]) -> None:
+        for link in {**activity.held, **held}:
+            change = held.get(link, NOBODY) - activity.held.get(link, NOBODY)
+            rest = self._held.get(link, NOBODY) + change
+            self._changed[link] = None
+            if rest.users > ROUNDING:
+                self._held[link] = rest
+            else:
+                self._held.pop(link, None)
+        activity.held = held
 
     def _crowding(self, activity: Activity) -> float:
         """By how much its computing is slower than with a core for every rank: equal parts of the node's cores."""
