@@ -30,6 +30,7 @@ from arachnec.backends.cascade_step import (
     trained_parameters,
 )
 from arachnec.backends.local_profile import Measured
+from arachnec.backends.profile_points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
 from arachnec.backends.sequence_blocks import SequenceModel, install
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSums
@@ -50,20 +51,10 @@ from arachnec.passes.stage_sizes import token_bytes
 
 TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
-SHAPES = 7  # clip shapes measured on one rank, from the shortest to the longest
-SHARED_SHAPES = 4  # and on several
-BATCHES = (4, 2)  # of the shortest and of a middle shape, once more, to tell the cost of a clip from that of a call
+SHARED_SHAPES = 4  # clip shapes measured on several ranks
 ROUNDS = (5, 15)
 BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
 MESSAGES = (4 << 10, 4 << 20)  # bytes
-
-
-@dataclass(frozen=True)
-class Point:
-    """A micro-batch to measure."""
-
-    clips: tuple[VideoClip, ...]
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -95,17 +86,27 @@ class Profiler:
     sequence: SequenceModel | None = field(init=False)  # the same model with blocks that can be shared
     optimizer: Optimizer = field(init=False)
     jobs: list[Job] = field(init=False, default_factory=list)
+    _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
+    _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
 
     def __post_init__(self) -> None:
-        points = choose_points(self.clips, self._trace())
+        tokens = self._trace()
+        points = choose_points(self.clips, tokens)
         self.encoders = build_encoders(self.model_file, TRAINING, self.device)
+        self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
         self.model = build_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)
         self.sequence = self._sequence() if self.at_once > 1 else None
-        self.jobs += self._encoder_jobs(points)
+        self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]
+        further = [
+            self._encoder_job(name, point)
+            for name in self.encoders
+            for point in more_points(self.clips, tokens, self._deciding[name], points)
+        ]
+        self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0)
         self.jobs += [
             Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
             for point in points
@@ -115,15 +116,26 @@ class Profiler:
         self.jobs += self._last_jobs()
 
     def measure(self) -> Measured:
-        """As many rounds as the budget allows, the first one not counted."""
-        started = time.perf_counter()
-        self.round()
+        """As many rounds as the budget allows, the first one not counted, of as many encoded shapes as fit it."""
+        once = self._longest(self.round)
         self.forget()
-        once = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        longest = max(float(value) for value in gather(once, self.device))
-        for _ in range(min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(longest, 1e-6))))):
+        for job in self._further:
+            more = self._longest(job.run if dist.get_rank() < job.ranks else lambda: None)
+            if ROUNDS[0] * (once + more) > BUDGET_S:
+                break
+            self.jobs.append(job)
+            once += more
+        for _ in range(min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
             self.round()
         return self.measured()
+
+    def _longest(self, work: Callable[[], object]) -> float:
+        """Seconds that this work takes on the rank that is last."""
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        return max(float(value) for value in gather(took, self.device))
 
     def round(self) -> None:
         """Measure everything once."""
@@ -174,11 +186,9 @@ class Profiler:
             text = msgspec.json.encode([traced.tokens(clip) for clip in self.clips]).decode()
         return msgspec.json.decode(share_text(text, self.device), type=list[int])
 
-    def _encoder_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
-        for name, encoder in self.encoders.items():
-            for point in points:
-                run = partial(_timed_encode, encoder, point, self.device)
-                yield Job(name, ("forward",), self.at_once, run, point)
+    def _encoder_job(self, name: str, point: Point) -> Job:
+        run = partial(_timed_encode, self.encoders[name], point, self.device)
+        return Job(name, ("forward",), self.at_once, run, point)
 
     def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
         """Cascades on 2, 4, ... ranks, side by side."""
@@ -245,6 +255,9 @@ class Profiler:
     def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:
         assert job.point is not None
         batch, tokens, text = len(job.point.clips), job.point.tokens, job.point.clips[0].text_tokens
+        if job.stage in self._deciding:
+            sizes = sizes_of(job.point.clips[0], self._deciding[job.stage])
+            return Measurement(batch, tokens, text, job.degree, ms, sizes=sizes)
         if job.degree == 1 or not self._stages:
             return Measurement(batch, tokens, text, job.degree, ms)
         attrs = self._stages[job.stage].attrs
@@ -260,20 +273,6 @@ class Profiler:
             output=token_bytes(self._stages[job.stage], batch * tokens),
         )
         return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
-
-
-def choose_points(clips: Sequence[VideoClip], tokens: Sequence[int]) -> list[Point]:
-    """Clips of up to ``SHAPES`` shapes spread over the range of tokens; last, batches of a short and a middle one."""
-    of_shape = {clip.shape: Point((clip,), count) for clip, count in zip(clips, tokens, strict=True)}
-    points = spread(sorted(of_shape.values(), key=lambda point: (point.tokens, point.clips[0].text_tokens)), SHAPES)
-    batched = dict(zip((points[0], points[len(points) // 2]), BATCHES, strict=True))
-    return [*points, *(Point(point.clips * count, point.tokens) for point, count in batched.items())]
-
-
-def spread(points: Sequence[Point], count: int) -> list[Point]:
-    """Up to ``count`` of the points, evenly from the first to the last."""
-    last = len(points) - 1
-    return [points[i] for i in sorted({round(i * last / max(1, count - 1)) for i in range(count)})]
 
 
 def measure_links(device: torch.device) -> LinkProfile:

@@ -98,7 +98,10 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 def begin_of(plan: Module) -> Module:
     """A lowered module as it was before anything was scheduled: at level costed, for when no earlier one is at hand."""
-    cascades = tuple(replace(c, attrs=Attributes.of(times=c.attrs.get("times"))) for c in plan.cascades)
+    measured = ("times", "per_clip")
+    cascades = tuple(
+        replace(c, attrs=Attributes.of(**{name: c.attrs.get(name) for name in measured})) for c in plan.cascades
+    )
     return replace(
         plan, level=Level.COSTED, cascades=cascades, reductions=(), steps=(), programs=(), attrs=Attributes()
     )

@@ -104,6 +104,7 @@ FUSED = table("""
 
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
+    per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     degree    | int         | scheduled | required | ranks that share it
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration

@@ -2,6 +2,8 @@
 
 From a data sheet, one forward takes the stage's TFLOP over the cluster's sustained TFLOP/s and a constant per block;
 a backward takes twice that (two matrix products for each one of forward).
+
+An encoder's time is no formula of sizes: its cascades carry what one of their clips takes, where a profile has it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.passes.base import Pass
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.profile_file import (
     Profile,
     StageNotProfiled,
+    find_clip_time,
     find_fit,
     find_synchronisation,
     formula_of,
@@ -47,6 +50,8 @@ class NoFlops(Diagnostic):
 class Annotate(Pass):
     """Gives every stage its ``forward`` and ``backward`` time as formulas in B, S and T.
 
+    Encoders' cascades of clips that the profile measured get their time ``per_clip``.
+
     ``profile`` is a file made by ``arachnec profile`` or the name of a device with a data sheet; by default the data
     sheet of the cluster's device counts, with the cluster's own ``flops``.
     """
@@ -74,7 +79,8 @@ class Annotate(Pass):
             else:
                 stages.append(from_data_sheet(stage, flops, overhead))
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
-        return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages))
+        cascades = with_measured_clips(module, profile)
+        return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)
 
 
 def from_data_sheet(stage: Stage, flops: float, overhead: float) -> Stage:
@@ -105,6 +111,26 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
         backward=_scaled(formula_of(backward.coefficients), crowd, 0.0) if stage.trained and backward else None,
         costs="profile",
     )
+
+
+def with_measured_clips(module: Module, profile: Profile | None) -> tuple[Cascade, ...]:
+    """The cascades; an encoder's whose clips all take one measured time have it as ``per_clip``, the others have none.
+
+    Like the stages' times it is for nodes whose ranks all compute.
+    """
+    clips = {
+        clip.id: {"frames": clip.frames, "height": clip.height, "width": clip.width, "text": clip.text}
+        for clip in module.clips
+    }
+    crowd = crowding(module.cluster) if module.cluster else 1.0
+    made = []
+    for cascade in module.cascades:
+        found: set[float | None] = set()
+        if profile is not None and cascade.phase is Phase.ENCODE:
+            found = {find_clip_time(profile, cascade.stage, clips[number]) for number in cascade.clips}
+        ms = found.pop() if len(found) == 1 else None
+        made.append(cascade.with_attrs(per_clip=None if ms is None else Quantity(ms * crowd, "ms")))
+    return tuple(made)
 
 
 def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:

@@ -10,9 +10,11 @@
 
 Compute is the stage's formula over the degree: terms without S (launch overhead, what every rank does in full for
 the caption) are not divided, terms linear in S wait for the rank with the most tokens, terms in S^2 and S*T for the
-rank with the most heads. Communication is alpha-beta: Ulysses all-to-all (arXiv 2309.14509, section 3) and
-ring attention (arXiv 2310.01889), each over the links that its groups really use. Where devices differ, the slowest of
-a group sets its pace, and a cascade without ranks is thought of on the kind that is best for it.
+rank with the most heads. An encoder's ranks deal out whole clips and wait for the one with the most, which takes the
+formula's time for so many, or so many times the cascade's ``per_clip``, where that was measured. Communication is
+alpha-beta: Ulysses all-to-all (arXiv 2309.14509, section 3) and ring attention (arXiv 2310.01889), each over the links
+that its groups really use. Where devices differ, the slowest of a group sets its pace, and a cascade without ranks is
+thought of on the kind that is best for it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from arachnec.passes.communication import Volumes, collective_time, hop_time, vo
 from arachnec.passes.data_sheets import find_data_sheet
 from arachnec.passes.devices import Devices
 from arachnec.passes.stage_sizes import (
+    clip_time,
     considered,
     gradient_bytes,
     shape_of,
@@ -224,7 +227,10 @@ class CostModel:
 
     def _compute(self, cascade: Cascade, name: str, degree: int, split: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:
-            fixed, caption, *shared = self._sizes(_of_one_rank(cascade, degree), name)
+            busiest, each = _of_one_rank(cascade, degree), clip_time(cascade)
+            if each is not None:
+                return busiest.batch * each * slowdown
+            fixed, caption, *shared = self._sizes(busiest, name)
             return fixed + (caption + sum(shared)) * slowdown
         fixed, caption, linear, pairwise = self._sizes(cascade, name)
         heads = self._number(cascade, "heads") or split.ulysses

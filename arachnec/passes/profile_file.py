@@ -4,12 +4,15 @@ Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B
 coefficient, by least squares on the relative error of what was measured on one rank. What cascades on several ranks
 took beyond that is fitted, over all stages and phases, by ``alpha messages + bytes / beta``. The file keeps the
 measurements, the residuals and the error on points that were held out, so that anybody can see how far to trust it.
+
+An encoder's formula has only terms in what the encoder is given, and stands only for clips of sizes that were not
+measured (``find_clip_time``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +30,9 @@ LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One timed run: ``batch`` clips of ``tokens`` and ``text`` tokens on ``degree`` ranks took ``ms``.
 
-    Each of several ranks waited for ``messages`` that followed one another, and sent ``moved`` bytes.
+    Each of several ranks waited for ``messages`` that followed one another, and sent ``moved`` bytes. ``sizes``: of an
+    encoder, those of the clips' frames, height, width (pixels) and text (tokens) that change what it is given: clips
+    equal in these take the same time. None for a trained stage.
     """
 
     batch: int
@@ -37,6 +42,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ms: float
     messages: float = 0.0
     moved: float = 0.0
+    sizes: dict[str, int] | None = None
 
 
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,13 +242,21 @@ def _solve(measurements: Sequence[Measurement]) -> dict[str, float]:
     import numpy as np
     from scipy.optimize import nnls
 
-    names = list(_POWERS)
+    names = _terms_of(measurements)
     rows = np.array([[_basis(name, run) for name in names] for run in measurements])
     rows /= np.array([run.ms for run in measurements])[:, None]
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     solution, _ = nnls(rows / scale, np.ones(len(measurements)))
     return {name: float(value / size) for name, value, size in zip(names, solution, scale, strict=True) if value > 0}
+
+
+def _terms_of(measurements: Sequence[Measurement]) -> list[str]:
+    """Of an encoder without those that its measurements say it does not depend on: these would only fit noise."""
+    sizes = [run.sizes for run in measurements]
+    text = any(names is None or "text" in names for names in sizes)
+    tokens = any(names is None or names.keys() - {"text"} for names in sizes)
+    return [name for name in _POWERS if (text or "T" not in name) and (tokens or "S" not in name)]
 
 
 def _held_out(measurements: Sequence[Measurement]) -> float | None:
@@ -261,7 +275,7 @@ def _exponent(coefficients: dict[str, float], measurements: Sequence[Measurement
     varying = {name: value for name, value in coefficients.items() if name not in ("B", "1")}
     low = predict(varying, Measurement(1, short, short_text, 1, 0.0))
     high = predict(varying, Measurement(1, long, long_text, 1, 0.0))
-    if short == long or low <= 0 or high <= 0:
+    if short == long or low <= 0 or high <= 0 or not any("S" in name for name in varying):
         return None
     return math.log(high / low) / math.log(long / short)
 
@@ -274,6 +288,19 @@ def formula_of(coefficients: dict[str, float]) -> Formula:
 
 def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
     return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
+
+
+def find_clip_time(profile: Profile, stage: str, sizes: Mapping[str, int]) -> float | None:
+    """ms of an encoder for one clip with these sizes, alone on one rank: the mean of the measurements of clips equal in
+    all that decides its time. None where there are none."""
+    found = [
+        run.ms
+        for entry in profile.stages
+        if entry.stage == stage
+        for run in entry.measurements
+        if run.sizes is not None and (run.batch, run.degree) == (1, 1) and run.sizes.items() <= sizes.items()
+    ]
+    return math.fsum(found) / len(found) if found else None
 
 
 def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None:

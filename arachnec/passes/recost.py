@@ -37,7 +37,7 @@ class Recost(Pass):
         costed = Annotate(self.profile).run(replace(module, level=Level.PARTITIONED))
         costed = replace(costed, level=module.level)
         cost = CostModel(costed)
-        cascades = retimed(module.cascades, cost)
+        cascades = retimed(costed.cascades, cost)
         programs = tuple(replace(p, instructions=tuple(_instructions(p, cascades, cost))) for p in module.programs)
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
         problem = problem_of(costed, cost)

@@ -12,8 +12,8 @@ from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, quantity
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """What two cascades must share to cost the same."""
-    times, inputs = cascade.attrs.get("times"), bool(cascade.inputs)
-    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, times, inputs
+    measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip")
+    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, *measured, bool(cascade.inputs)
 
 
 def times_of(cascade: Cascade) -> dict[int, float]:
@@ -23,6 +23,12 @@ def times_of(cascade: Cascade) -> dict[int, float]:
         return {}
     pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
     return {integer(degree): quantity(time) for degree, time in pairs}
+
+
+def clip_time(cascade: Cascade) -> float | None:
+    """The measured ms of each of an encoder's clips, on one rank, that stand instead of its stage's formula."""
+    value = cascade.attrs.get("per_clip")
+    return None if value is None else quantity(value)
 
 
 def considered(legal: tuple[int, ...]) -> tuple[int, ...]:

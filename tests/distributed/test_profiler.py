@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from arachnec.backends.local_profile import Measured
-from arachnec.backends.profiler import Profiler, choose_points
+from arachnec.backends.profile_points import choose_points
+from arachnec.backends.profiler import Profiler
 from arachnec.models.file import load_model_file
 from arachnec.passes.profile_file import fit_profile
 from tests.distributed.executor_cases import ENCODER, MODEL, clip
