@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
@@ -68,7 +69,7 @@ def deciding_sizes(encoder: nn.Module, clips: Sequence[VideoClip]) -> tuple[str,
     assert callable(load)
 
     def loaded(clip: VideoClip) -> tuple[int, ...]:
-        return tuple(load(clip, "meta").shape)
+        return tuple(load(clip, torch.device("meta")).shape)
 
     first, found = clips[0], []
     usual = loaded(first)

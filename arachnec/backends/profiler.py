@@ -88,6 +88,7 @@ class Profiler:
     jobs: list[Job] = field(init=False, default_factory=list)
     _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
     _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
+    _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
@@ -106,7 +107,8 @@ class Profiler:
             for name in self.encoders
             for point in more_points(self.clips, tokens, self._deciding[name], points)
         ]
-        self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0)
+        # the longest first: what they take matters most to a plan
+        self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0, reverse=True)
         self.jobs += [
             Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
             for point in points
@@ -236,9 +238,10 @@ class Profiler:
             return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
 
     def _encoded(self, point: Point) -> dict[str, Tensor]:
-        first = point.clips[:1]
-        single = {name: encode(encoder, first, self.device) for name, encoder in self.encoders.items()}
-        return {name: torch.cat([value] * len(point.clips)) for name, value in single.items()}
+        first = point.clips[0]
+        if first.id not in self._encodings:
+            self._encodings[first.id] = {n: encode(e, [first], self.device) for n, e in self.encoders.items()}
+        return {name: torch.cat([value] * len(point.clips)) for name, value in self._encodings[first.id].items()}
 
     def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
         started = _now(self.device)

@@ -176,6 +176,9 @@ def test_a_difference_is_said_the_right_way_round(now: float, then: float) -> No
 def test_begin_of_a_plan_forgets_all_that_was_decided() -> None:
     begin = begin_of(plan())
     assert {name for cascade in begin.cascades for name in cascade.attrs} == set()
+    measured = tuple(cascade.with_attrs(per_clip=Quantity(3.0, "ms")) for cascade in plan().cascades)
+    begun = begin_of(replace(plan(), cascades=measured))
+    assert {name for cascade in begun.cascades for name in cascade.attrs} == {"per_clip"}
     assert quantity(PASSES.run(begin).attrs["area_bound"]) == quantity(plan().attrs["area_bound"])
 
 

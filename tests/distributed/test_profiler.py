@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from arachnec.backends.local_profile import Measured
-from arachnec.backends.profile_points import choose_points
+from arachnec.backends.profile_points import SHAPES, choose_points
 from arachnec.backends.profiler import Profiler
 from arachnec.models.file import load_model_file
 from arachnec.passes.profile_file import fit_profile
@@ -68,6 +69,28 @@ def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(
     measured, _ = run_ranks(2, profiled, str(model), 1, timeout=600.0)
     assert all(row.degree == 1 and row.ms > 0 for *_, rows in measured.stages for row in rows)
     assert measured.links is not None
+
+
+def every_clip(model: str, budget_s: float) -> Measured:
+    clips = [clip(str(frames), frames) for frames in range(1, 12)]
+    with mock.patch.multiple("arachnec.backends.profiler", BUDGET_S=budget_s, ROUNDS=(1, 1)):
+        return Profiler(load_model_file(model), clips, torch.device("cpu"), 2).measure()
+
+
+def test_an_encoder_is_measured_at_every_size_of_the_data_where_the_budget_allows(model: Path) -> None:
+    measured, _ = run_ranks(2, every_clip, str(model), 1e6, timeout=600.0)
+    rows = {stage: rows for stage, phase, rows in measured.stages if phase == "forward"}
+    assert all(row.ms > 0 for row in rows["vae"])
+    assert {row.sizes["frames"] for row in rows["vae"] if row.sizes} == set(range(1, 12))
+    assert {row.sizes is None for row in rows["dit"]} == {True}
+    assert len({row.tokens for row in rows["dit"]}) == SHAPES
+
+
+def test_further_sizes_of_encoders_are_left_out_where_the_budget_is_small(model: Path) -> None:
+    measured, _ = run_ranks(2, every_clip, str(model), 0.0, timeout=600.0)
+    rows = {stage: rows for stage, phase, rows in measured.stages if phase == "forward"}
+    assert {row.tokens for row in rows["vae"]} == {row.tokens for row in rows["dit"]}
+    assert len(rows["vae"]) == SHAPES + 2
 
 
 def test_shapes_are_spread_from_the_shortest_to_the_longest_and_two_are_batched() -> None:

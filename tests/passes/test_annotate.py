@@ -1,5 +1,6 @@
 """Formulas from a data sheet and from a profile."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError, render
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage, quantity
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Symbol, Term
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.partition import Partition
+from arachnec.passes.cost import CostModel
+from arachnec.passes.partition import Partition, cascades
 from arachnec.passes.profile_file import (
     LinkProfile,
     Measurement,
@@ -122,6 +124,65 @@ def test_a_profile_stands_instead_of_the_data_sheet_and_brings_its_links(tmp_pat
     assert made.cluster is not None
     assert quantity(made.cluster.attrs["latency"]) == 80.0
     assert quantity(made.cluster.attrs["inter"]) == 50.0
+
+
+def encoders_profile(path: Path) -> Path:
+    def rows(*found: tuple[float, dict[str, int]]) -> list[Measurement]:
+        return [Measurement(1, 100, 20, 1, ms, sizes=sizes) for ms, sizes in found]
+
+    vae = rows((30.0, {"frames": 17, "height": 48, "width": 64}), (90.0, {"frames": 81, "height": 48, "width": 64}))
+    text = rows((3.0, {"text": 20}), (5.0, {"text": 30}))
+    dit = [("dit", phase, RUNS) for phase in ("forward", "backward")]
+    made = fit_profile([("vae", "forward", vae), ("text", "forward", text), *dit], machine="m", device="cpu")
+    write_profile(made, path)
+    return path
+
+
+def encoded_module(*clips: Clip) -> Module:
+    """One micro-batch of these clips."""
+    output = Formula((Term(1e-7, (("B", 1), ("S", 1))),), "GiB")
+    frozen = [Stage(name, False, Attributes.of(flops=FLOPS, output=output)) for name in ("vae", "text")]
+    stages = (*frozen, *module().stages)
+    four = parse_cluster("4:cpu")
+    four = replace(four, attrs=four.attrs.updated(cores=2))
+    return Module("m", Level.PARTITIONED, four, clips, stages, cascades=cascades([clips], stages))
+
+
+def per_clip(made: Module) -> dict[str, float]:
+    return {c.stage: quantity(c.attrs["per_clip"]) for c in made.cascades if "per_clip" in c.attrs}
+
+
+def test_an_encoders_cascade_of_measured_clips_takes_what_was_measured(tmp_path: Path) -> None:
+    path = str(encoders_profile(tmp_path / "p.json"))
+    clips = [Clip(number, 17, 48, 64, 20, 100) for number in range(3)]
+    made = Annotate(path).run(encoded_module(*clips))
+    assert per_clip(made) == {"vae": 60.0, "text": 6.0}  # two ranks share a core
+    vae = made.cascades[0]
+    times = [CostModel(made).time(vae, degree) for degree in (1, 2, 3)]
+    assert times[0] == pytest.approx(180.0)
+    assert times[1] == pytest.approx(120.0, rel=0.05)  # and the ranks gather the output
+    assert times[2] == pytest.approx(60.0, rel=0.05)
+
+
+def test_each_encoder_is_looked_up_by_what_decides_its_time(tmp_path: Path) -> None:
+    path = str(encoders_profile(tmp_path / "p.json"))
+    assert per_clip(Annotate(path).run(encoded_module(Clip(0, 17, 48, 64, 25, 100)))) == {"vae": 60.0}
+    assert per_clip(Annotate(path).run(encoded_module(Clip(0, 33, 48, 64, 30, 100)))) == {"text": 10.0}
+    mixed = Clip(0, 17, 48, 64, 20, 100), Clip(1, 81, 48, 64, 20, 300)
+    assert per_clip(Annotate(path).run(encoded_module(*mixed))) == {"text": 6.0}
+
+
+def test_clips_that_were_not_measured_take_the_formulas_time(tmp_path: Path) -> None:
+    path = str(encoders_profile(tmp_path / "p.json"))
+    made = Annotate(path).run(encoded_module(Clip(0, 33, 48, 64, 25, 100)))
+    assert per_clip(made) == {}
+    assert CostModel(made).time(made.cascades[0], 1) == formula(made.stages[0], "forward")(B=1, S=100, T=25)
+
+
+def test_a_data_sheet_knows_no_measured_clips(tmp_path: Path) -> None:
+    path = str(encoders_profile(tmp_path / "p.json"))
+    made = Annotate(path).run(encoded_module(Clip(0, 17, 48, 64, 20, 100)))
+    assert per_clip(Annotate().run(replace(made, level=Level.PARTITIONED))) == {}
 
 
 def test_partition_takes_its_exponent_from_a_profile(tmp_path: Path) -> None:

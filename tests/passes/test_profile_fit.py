@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
@@ -16,6 +17,7 @@ from arachnec.passes.profile_file import (
     Measurement,
     Profile,
     Synchronisation,
+    find_clip_time,
     fit,
     fit_profile,
     formula_of,
@@ -60,6 +62,55 @@ def test_a_clip_costs_something_beside_its_tokens_and_a_call_something_beside_it
     assert found.coefficients["B"] == pytest.approx(3.0, rel=1e-6)
     assert found.coefficients["1"] == pytest.approx(10.0, rel=1e-6)
     assert formula_of(found.coefficients)(B=3, S=700, T=20) == pytest.approx(alone(3, 700).ms)
+
+
+def encoded(ms: float, tokens: int, caption: int, batch: int = 1, /, **sizes: int) -> Measurement:
+    return Measurement(batch, tokens, caption, 1, ms, sizes=sizes)
+
+
+PIXELS = [
+    encoded(10, 12, 15, frames=1, width=64),
+    encoded(28, 15, 20, frames=1, width=80),
+    encoded(100, 60, 61, frames=17, width=64),
+    encoded(455, 420, 70, frames=81, width=80),
+]
+
+
+def test_an_encoders_formula_has_no_terms_of_what_it_is_not_given() -> None:
+    assert not any("T" in name for name in fit(PIXELS).coefficients)
+    caption = fit([encoded(3, 12, 15, text=15), encoded(6, 420, 70, text=70), encoded(4, 60, 20, text=20)])
+    assert not any("S" in name for name in caption.coefficients)
+    assert caption.exponent is None
+    padded = fit([encoded(3, 12, 15), encoded(3.2, 420, 70)])
+    assert set(padded.coefficients) <= {"B", "1"}
+
+
+def test_a_clip_takes_what_was_measured_of_clips_equal_in_all_that_decides() -> None:
+    batch = encoded(300, 12, 15, 4, frames=1, width=64)
+    again = encoded(12, 12, 99, frames=1, width=64)
+    padded = [encoded(3, 12, 15), encoded(5, 420, 70)]
+    made = fit_profile(
+        [("vae", "forward", [*PIXELS, batch, again]), ("text", "forward", padded), ("dit", "forward", ALONE)],
+        machine="m",
+        device="cpu",
+    )
+    clip = {"frames": 1, "height": 48, "width": 64, "text": 30}
+    assert find_clip_time(made, "vae", clip) == pytest.approx(11)
+    assert find_clip_time(made, "vae", clip | {"width": 96}) is None
+    assert find_clip_time(made, "text", clip | {"width": 96}) == pytest.approx(4)
+    assert find_clip_time(made, "dit", clip) is None
+
+
+def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:
+    made = fit_profile([("vae", "forward", PIXELS), ("dit", "forward", ALONE)], machine="m", device="cpu")
+    content = msgspec.json.decode(msgspec.json.encode(made))
+    for stage in content["stages"]:
+        for row in stage["measurements"]:
+            del row["sizes"]
+    (tmp_path / "old.json").write_bytes(msgspec.json.encode(content))
+    read = read_profile(tmp_path / "old.json")
+    assert [row.ms for row in read.stages[0].measurements] == [row.ms for row in PIXELS]
+    assert find_clip_time(read, "vae", {"frames": 1, "height": 48, "width": 64, "text": 30}) is None
 
 
 def test_the_links_are_what_cascades_on_several_ranks_took_beyond_their_computing(tmp_path: Path) -> None:

@@ -48,6 +48,18 @@ def test_cascades_take_the_new_time_on_their_old_ranks_in_their_old_order(tmp_pa
     assert quantity(made.attrs["makespan"]) == pytest.approx(140)
 
 
+def test_an_encoder_takes_the_measured_time_of_its_clips_and_loses_that_of_another_machine(tmp_path: Path) -> None:
+    measured = [Measurement(1, 1000, 0, 1, 33.0, sizes={"frames": 17, "height": 480, "width": 832})]
+    runs = [("vae", "forward", measured), ("dit", "forward", RUNS), ("dit", "backward", SLOW)]
+    write_profile(fit_profile(runs, machine="m", device="h100-80g"), tmp_path / "clips.json")
+    made = Recost(str(tmp_path / "clips.json")).run(lowered())
+    encode = next(step for step in made.programs[0].instructions if step.op == "encode")
+    assert quantity(encode.attrs["time"]) == pytest.approx(33.0)
+    assert (made.cascades[0].end, made.cascades[1].start) == pytest.approx((33.0, 33.0))
+    assert not find_problems(made)
+    assert Recost(str(profile(tmp_path / "p.json"))).run(made).cascades[0].end == pytest.approx(20)
+
+
 def test_a_program_with_new_times_still_holds_every_rule(tmp_path: Path) -> None:
     before = lowered()
     made = Recost(str(profile(tmp_path / "p.json"))).run(before)
