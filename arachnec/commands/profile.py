@@ -17,6 +17,7 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     the cost formulas that `annotate{profile=FILE}` reads."""
     from arachnec.backends.local_profile import profile_here
     from arachnec.commands.tables import plain_table, terminal
+    from arachnec.ir.diagnostic import counted
 
     profile = profile_here(model, data, cluster, output)
     table = plain_table("measured")
@@ -32,7 +33,12 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
         if stage.fit.held_out is not None:
             error = f"{100 * stage.fit.held_out:.0f} %"
             grows = "" if stage.fit.exponent is None else f", grows as S^{stage.fit.exponent:.2f}"
-            console.print(f"{stage.stage} {stage.phase}: mean error {error} on points held out{grows}", highlight=False)
+            known = {tuple(run.sizes.items()) for run in stage.measurements if run.sizes is not None}
+            said = (
+                f"{counted(len(known), 'size')} of clips taken as measured; the formula for others: " if known else ""
+            )
+            said += f"mean error {error} on points held out{grows}"
+            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False)
     if profile.links is not None:
         links = f"{profile.links.latency:.0f} us, {profile.links.intra:.2f} GB/s"
         console.print(f"links inside a machine: {links}", highlight=False)
