@@ -118,16 +118,19 @@ class Profiler:
         self.jobs += self._last_jobs()
 
     def measure(self) -> Measured:
-        """As many rounds as the budget allows, the first one not counted, of as many encoded shapes as fit it."""
-        once = self._longest(self.round)
+        """As many rounds as the budget allows, with as many further jobs as it has room for; no job's first time
+        counts."""
+        self.round()
         self.forget()
+        once = self._longest(self.round)
         for job in self._further:
-            more = self._longest(job.run if dist.get_rank() < job.ranks else lambda: None)
+            more = self._longest(partial(self._run, job))
             if ROUNDS[0] * (once + more) > BUDGET_S:
                 break
             self.jobs.append(job)
+            self._times[-1].append(self._run(job))
             once += more
-        for _ in range(min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
+        for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
             self.round()
         return self.measured()
 
@@ -142,12 +145,12 @@ class Profiler:
     def round(self) -> None:
         """Measure everything once."""
         drop_gradients(self.parameters)
-        rank = dist.get_rank()
-        row = []
-        for job in self.jobs:
-            dist.barrier()
-            row.append(job.run() if rank < job.ranks else (0.0,) * len(job.phases))
-        self._times.append(row)
+        self._times.append([self._run(job) for job in self.jobs])
+
+    def _run(self, job: Job) -> tuple[float, ...]:
+        """ms of each phase; zeros on ranks that take no part."""
+        dist.barrier()
+        return job.run() if dist.get_rank() < job.ranks else (0.0,) * len(job.phases)
 
     def forget(self) -> None:
         """Leave out the rounds so far, which warmed up."""
