@@ -235,6 +235,66 @@ def test_what_another_link_holds_back_leaves_its_part_to_the_others(
     assert activities[0].takes == pytest.approx(activities[0].work.alone)
 
 
+def flow_over(capacities: dict[str, float], links: frozenset[str], pause: float = 0.0) -> Activity:
+    """100 bytes over links of so many bytes a ms, between which nothing is sent for ``pause`` ms."""
+    load = tuple((100.0 / capacities[link], (link,)) for link in sorted(links))
+    return Activity(Work(fixed=pause, loads=(load,)), links, 0.0)
+
+
+def test_a_link_is_shared_anew_by_what_its_users_come_to_while_they_are_paced() -> None:
+    """By hand: link b (2) gives two flows 1 each, a (3) what is left of it, 2, to its other flow, c (8) the rest, 5."""
+    capacities = {"a": 3.0, "b": 2.0, "c": 8.0}
+    flows = [flow_over(capacities, frozenset(links)) for links in ("abc", "c", "ac", "b", "bc")]
+    network = Network()
+    for flow in flows:
+        network.start(flow)
+        network.settle(0.0)
+    network.finish(flows[-1])
+    network.settle(0.0)
+    assert [100.0 / flow.takes for flow in flows[:-1]] == pytest.approx([1.0, 5.0, 2.0, 1.0], rel=0.005)
+
+
+@given(
+    st.lists(st.floats(1.0, 8.0), min_size=6, max_size=6),
+    st.lists(
+        st.tuples(
+            st.sets(st.sampled_from("abcdef"), min_size=1, max_size=4).map(frozenset),
+            st.sampled_from((0.0, 0.0, 20.0, 200.0)),
+            st.integers(0, 30),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+)
+def test_whatever_came_and_went_no_link_carries_more_than_it_can(
+    speeds: list[float], comings: list[tuple[frozenset[str], float, int]]
+) -> None:
+    capacities = dict(zip("abcdef", speeds, strict=True))
+    network = Network()
+    running: list[Activity] = []
+    for links, pause, leaving in comings:
+        running.append(flow_over(capacities, links, pause))
+        network.start(running[-1])
+        if leaving < len(running):
+            network.finish(running.pop(leaving))
+        network.settle(0.0)
+        for link, capacity in capacities.items():
+            carried = sum(100.0 / flow.takes for flow in running if link in flow.what)
+            assert carried <= 1.05 * capacity
+        assert all(flow.takes >= 0.999 * flow.work.alone for flow in running)
+
+
+def test_nothing_is_paced_anew_where_nothing_has_started_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a simulation whose paces keep moving would foresee more and more ends, each of which moves them again."""
+    monkeypatch.setattr("arachnec.passes.simulation.network.SWEEPS", 1)
+    capacities = {"a": 1.0, "b": 1.3}
+    network = Network()
+    for links in ("a", "b", "ab", "ab"):
+        network.start(flow_over(capacities, frozenset(links), pause=50.0))
+    assert len(network.settle(0.0)) == 4
+    assert network.settle(1.0) == []
+
+
 def test_a_formula_of_no_traffic_leaves_the_plan_as_it_is() -> None:
     module = module_of(cluster(nodes=2), [Clip(0, 17, 480, 832, 0, TOKENS)], [trained("a", 0, (0, 4))])
     constant = Formula((Term(0.0),), "GiB")

@@ -26,8 +26,9 @@ LinkName = Hashable
 Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of some links is needed, (ms, links) by ms
 
 SMALLEST = 1e-3  # change in the users of a link that the others on it are told of
-SWEEPS = 3  # pace and use of activities follow from each other; they settle quickly
-ROUNDING = 1e-9  # users of a link that are none
+NEWS = 2e-3  # the same, for each of many users
+SWEEPS = 8  # pace and use of activities follow from each other; they settle quickly
+ROUNDING = 1e-9  # users of a link that are none; part of a time that is no change
 HELD_BACK = 0.999  # of its pace, above which a link is the one that makes it
 
 
@@ -54,21 +55,8 @@ class Work:
         return self.fixed + self.compute + sum(max(ms for ms, _ in load) for load in self.loads)
 
 
-@dataclass(frozen=True)
-class Held:
-    """Users of a link that other links hold back: so many, and the part of the link that they take."""
-
-    users: float = 0.0
-    part: float = 0.0
-
-    def __add__(self, other: Held) -> Held:
-        return Held(self.users + other.users, self.part + other.part)
-
-    def __sub__(self, other: Held) -> Held:
-        return Held(self.users - other.users, self.part - other.part)
-
-
-NOBODY = Held()
+Held = tuple[float, float]  # users of a link that other links hold back, and the part of the link that they take
+NOBODY: Held = (0.0, 0.0)
 
 
 @dataclass(eq=False)
@@ -102,8 +90,9 @@ class Network:
     _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by so many; or cores wanted
     _held: dict[LinkName, Held] = field(default_factory=dict)  # those of ``_used`` that other links hold back
     _told: dict[LinkName, tuple[float, Held]] = field(default_factory=dict)  # both as when its users were paced
-    _changed: dict[LinkName, None] = field(default_factory=dict)
+    _changed: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by how much, to and fro
     _started: list[Activity] = field(default_factory=list)
+    _ended: bool = False  # whether anything has, since all was settled
 
     def start(self, activity: Activity) -> None:
         work = activity.work
@@ -115,6 +104,7 @@ class Network:
         self._started.append(activity)
 
     def finish(self, activity: Activity) -> None:
+        self._ended = True
         self._use(activity, [0.0] * len(activity.uses), 0.0)
         self._hold(activity, {})
         for link in self._links(activity.work):
@@ -122,31 +112,45 @@ class Network:
 
     def settle(self, now: float) -> list[Activity]:
         """Give every activity the pace that its links and cores allow; those that started or changed."""
+        if not (self._started or self._ended):
+            return []  # what has not settled in SWEEPS may never do
         moved: dict[Activity, None] = dict.fromkeys(self._started)
         found: dict[Activity, None] = dict(moved)
         self._started.clear()
-        for _ in range(SWEEPS):
-            changed, self._changed = self._changed, {}
-            for link in changed:
-                if not self._on[link]:
-                    del self._on[link], self._used[link]
-                    self._told.pop(link, None)
-                elif self._is_news(link):
-                    self._told[link] = self._used[link], self._held.get(link, NOBODY)
-                    moved.update(self._on[link])
+        self._ended = False
+        for sweep in range(SWEEPS):
+            for link in self._news(within=sweep > 0):
+                moved.update(self._on[link])
             if not moved:
-                break
+                return list(found)
             for activity in moved:
-                self._pace(activity, now)
-            found.update(moved)
+                if self._pace(activity, now):
+                    found[activity] = None
             moved = {}
+        for link in self._changed:  # what has not settled is news to whoever comes next
+            self._told.pop(link, None)
         return list(found)
 
-    def _is_news(self, link: LinkName) -> bool:
-        used, held = self._told.get(link, (0.0, NOBODY))
-        now = self._held.get(link, NOBODY)
-        change = max(abs(self._used[link] - used), abs(now.users - held.users), abs(now.part - held.part))
-        return change > SMALLEST
+    def _news(self, *, within: bool) -> list[LinkName]:
+        """The links whose users have to be paced anew, noted as told.
+
+        Before the first sweep only what a link has come to counts: one that ends and one that begins may cancel out.
+        ``within`` the sweeps users were paced one after another, some by what the link was meanwhile.
+        """
+        changed, self._changed = self._changed, defaultdict(float)
+        found: list[LinkName] = []
+        for link, change in changed.items():
+            if not self._on[link]:
+                del self._on[link], self._used[link]
+                self._told.pop(link, None)
+                continue
+            used, (users, part) = self._told.get(link, (0.0, NOBODY))
+            now, held = self._used[link], self._held.get(link, NOBODY)
+            most = max(abs(now - used), abs(held[0] - users), abs(held[1] - part), change if within else 0.0)
+            if most > max(SMALLEST, NEWS * now):
+                self._told[link] = now, held
+                found.append(link)
+        return found
 
     def _links(self, work: Work) -> Iterator[LinkName]:
         for load in work.loads:
@@ -156,21 +160,25 @@ class Network:
             for node, _ in work.computing:
                 yield "cores", node
 
-    def _pace(self, activity: Activity, now: float) -> None:
-        """How long the whole activity takes as things stand; what it has done so far was at the old pace."""
-        if activity.takes > 0:
-            activity.left = max(0.0, activity.left - (now - activity.since) / activity.takes)
-        activity.since = now
-        activity.version += 1
+    def _pace(self, activity: Activity, now: float) -> bool:
+        """How long the whole activity takes as things stand, and whether that is another time than before."""
         work = activity.work
         computing = work.compute * self._crowding(activity)
         sending = [
             max(self._sending(activity, ms, links, use) for ms, links in load)
             for load, use in zip(work.loads, activity.uses, strict=True)
         ]
-        activity.takes = work.fixed + computing + sum(sending)
+        takes = work.fixed + computing + sum(sending)
+        changed = abs(takes - activity.takes) > ROUNDING * takes
+        if changed:
+            if activity.takes > 0:  # what it has done so far was at the old pace
+                activity.left = max(0.0, activity.left - (now - activity.since) / activity.takes)
+            activity.since = now
+            activity.version += 1
+            activity.takes = takes
         self._use(activity, sending, computing)
         self._hold(activity, self._held_back(activity, sending))
+        return changed
 
     def _sending(self, activity: Activity, ms: float, links: tuple[LinkName, ...], use: float) -> float:
         """What takes ``ms`` on each of the links alone, ``use`` of the users being the activity itself."""
@@ -181,9 +189,11 @@ class Network:
     def _slowness(self, activity: Activity, link: LinkName, use: float) -> float:
         """How many equal parts the link is in, of which the activity takes one."""
         users = 1.0 - use + self._used[link]
-        held = self._held.get(link, NOBODY) - activity.held.get(link, NOBODY)
-        left = 1.0 - held.part
-        return users if left * users <= users - held.users else (users - held.users) / left
+        if link not in self._held:
+            return users
+        (held, part), (own, taken) = self._held[link], activity.held.get(link, NOBODY)
+        left, free = 1.0 - part + taken, users - held + own
+        return users if left * users <= free else free / left
 
     def _held_back(self, activity: Activity, sending: list[float]) -> dict[LinkName, Held]:
         """What the activity takes of the links that it shares and that do not make its pace."""
@@ -192,16 +202,18 @@ class Network:
             for ms, links in load:
                 for link in links:
                     if len(self._on[link]) > 1 and ms * self._slowness(activity, link, use) < HELD_BACK * whole:
-                        found[link] = Held(use, use * ms / whole)
+                        found[link] = use, use * ms / whole
         return found
 
     def _hold(self, activity: Activity, held: dict[LinkName, Held]) -> None:
         for link in {**activity.held, **held}:
-            change = held.get(link, NOBODY) - activity.held.get(link, NOBODY)
-            rest = self._held.get(link, NOBODY) + change
-            self._changed[link] = None
-            if rest.users > ROUNDING:
-                self._held[link] = rest
+            (users, part), (before, taken) = held.get(link, NOBODY), activity.held.get(link, NOBODY)
+            if users == before and part == taken:
+                continue
+            self._changed[link] += max(abs(users - before), abs(part - taken))
+            others, rest = self._held.get(link, NOBODY)
+            if others + users - before > ROUNDING:
+                self._held[link] = others + users - before, rest + part - taken
             else:
                 self._held.pop(link, None)
         activity.held = held
@@ -225,13 +237,13 @@ class Network:
                 for _, links in load:
                     for link in links:
                         self._used[link] += change
-                        self._changed[link] = None
+                        self._changed[link] += abs(change)
         change = computing / whole - activity.computes
         if change and self.cores is not None:
             activity.computes += change
             for node, ranks in activity.work.computing:
                 self._used["cores", node] += ranks * change
-                self._changed["cores", node] = None
+                self._changed["cores", node] += ranks * abs(change)
 
 
 @dataclass(frozen=True)
