@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from arachnec.passes.bound import lower_bound
 from arachnec.passes.scheduling.blocks import best_packing, options_of, pack, realize
 from arachnec.passes.scheduling.clock import Clock
-from arachnec.passes.scheduling.matrix import Question, schedule_by_sets
+from arachnec.passes.scheduling.matrix import Conflict, Question, schedule_by_sets
 from arachnec.passes.scheduling.packing import find_packing
 from arachnec.passes.scheduling.problem import Choice, Effort, Job, Problem, violations
 from arachnec.passes.scheduling.repack import Repacking
@@ -86,6 +86,42 @@ def test_sets_of_gpus_and_start_times_give_the_same_answer(problem: Problem, hor
     if schedule is not None:
         assert violations(problem, schedule) == []
         assert schedule.makespan(problem) <= horizon
+
+
+@st.composite
+def crossing(draw: st.DrawFn) -> tuple[Problem, int]:
+    """Equal jobs that share GPUs in many ways, and a horizon near the bound: often sets without start times."""
+    gpus = draw(st.integers(3, 6))
+    kinds: list[Job] = []
+    for _ in range(draw(st.integers(1, 3))):
+        degrees = sorted(draw(st.sets(st.integers(2, gpus - 1), min_size=1, max_size=2)))
+        ticks = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=len(degrees))), reverse=True)
+        kinds.append(Job(tuple(map(Choice, degrees, ticks))))
+    jobs = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=5))
+    problem = Problem(tuple(jobs), gpus)
+    return problem, lower_bound(problem) + draw(st.integers(0, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(crossing())
+def test_conflicts_of_earlier_questions_change_no_answer(case: tuple[Problem, int]) -> None:
+    problem, last = case
+    effort, conflicts = Effort(wall_ms=20_000), list[Conflict]()
+    for horizon in (last - 1, last, last - 2, last + 1, last):
+        answer, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort, conflicts=conflicts)
+        assert answer is find_schedule(problem, horizon, seed=0, effort=effort)[0]
+        if schedule is not None:
+            assert violations(problem, schedule) == []
+            assert schedule.makespan(problem) <= horizon
+
+
+def test_jobs_that_all_meet_are_a_conflict_up_to_its_horizon() -> None:
+    problem = Problem(tuple(Job((Choice(2, 4),)) for _ in range(4)), 3)
+    conflicts: list[Conflict] = []
+    asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)
+    assert asked == (Answer.IMPOSSIBLE, None)
+    assert conflicts and all(conflict.horizon == 12 for conflict in conflicts)
+    assert schedule_by_sets(problem, 16, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)[0] is Answer.FOUND
 
 
 def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> None:

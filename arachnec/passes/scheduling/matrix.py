@@ -4,7 +4,8 @@ In every schedule each job holds some GPUs from its start to its end, so that th
 most the horizon. That is asked first: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. Where
 there are no such sets there is no schedule. Where there are, a second question is whether start times exist for them:
 jobs with a GPU in common run one after the other. If not, the pairs that get in each other's way may not all have a GPU
-in common again with these choices, whichever GPU that is, and the first question is asked again.
+in common again, whichever GPU that is, while their jobs take as long, nor may those of equal jobs, and the first
+question is asked again. Such a conflict holds for all later questions with a nearer horizon, too.
 
 What makes it fast: choices whose area is more above the job's least than is free in all are left out, and a GPU may be
 idle for as much as that less what the choices spend, so that its ticks have a least sum, too. It follows from the rest,
@@ -16,7 +17,7 @@ their rows (Flener and others, CP 2002: both at once, since both are by the same
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -25,7 +26,8 @@ import z3
 from arachnec.passes.scheduling.problem import Choice, Effort, Problem, Schedule, unit_for
 from arachnec.passes.scheduling.window import Answer, find_schedule
 
-MOST_SETS = 50  # for which start times are looked for
+MOST_SETS = 200  # for which start times are looked for
+MOST_EQUAL = 200  # conflicts that follow from one, as jobs are equal
 START_STEPS = 3_000_000  # of Z3, for the start times of one choice of sets
 
 
@@ -45,12 +47,28 @@ class Question:
             self._context.interrupt()
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """Jobs that take at least ``ticks`` do not end by ``horizon`` if each of ``pairs`` has a GPU in common."""
+
+    horizon: int
+    ticks: Mapping[int, int]
+    pairs: tuple[tuple[int, int], ...]
+
+
 def schedule_by_sets(
-    problem: Problem, horizon: int, *, seed: int, effort: Effort, question: Question | None = None
+    problem: Problem,
+    horizon: int,
+    *,
+    seed: int,
+    effort: Effort,
+    question: Question | None = None,
+    conflicts: list[Conflict] | None = None,
 ) -> tuple[Answer, Schedule | None]:
     """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
 
-    The jobs must not wait for each other where a schedule is wanted; a refusal holds for all.
+    The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
+    known, of the same jobs, to which those found are added, also while others add theirs.
     """
     # making the question counts too
     until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
@@ -63,7 +81,8 @@ def schedule_by_sets(
     question = question or Question()
     question.begin(matrix.context)
     try:
-        return _answered(problem, horizon, matrix, question, until, seed=seed, effort=effort)
+        known = conflicts if conflicts is not None else []
+        return _answered(problem, horizon, matrix, question, until, known, seed=seed, effort=effort)
     except z3.Z3Exception:
         if question.stopped:  # between an answer and its model
             return Answer.UNKNOWN, None
@@ -76,11 +95,12 @@ def _answered(
     matrix: _Matrix,
     question: Question,
     until: float | None,
+    conflicts: list[Conflict],
     *,
     seed: int,
     effort: Effort,
 ) -> tuple[Answer, Schedule | None]:
-    in_doubt = False
+    in_doubt, seen = False, 0
     solver = matrix.solver
     solver.set("random_seed", seed % 2**31)
     solver.set("phase", "always_false")  # few cells of the matrix are true
@@ -94,6 +114,10 @@ def _answered(
             if left <= 0:
                 break
             solver.set("timeout", max(1, int(left * 1e3)))
+        while seen < len(conflicts):
+            if conflicts[seen].horizon >= horizon:
+                matrix.exclude(conflicts[seen])
+            seen += 1
         answer = solver.check()
         if answer == z3.unsat:
             return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
@@ -109,7 +133,11 @@ def _answered(
         if conflict is None:
             in_doubt = True
             conflict = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
-        matrix.exclude(rows, conflict)
+        found = Conflict(horizon, {job: rows[job].choice.ticks for pair in conflict for job in pair}, tuple(conflict))
+        if in_doubt:
+            matrix.exclude(found)
+        else:
+            conflicts.append(found)
     else:  # sets without start times, again and again
         wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
         return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
@@ -183,6 +211,7 @@ class _Matrix:
         self.picks: dict[int, list[tuple[z3.BoolRef, Choice]]] = {}
         self.cells: dict[int, list[z3.BoolRef]] = {}
         self.meetings: dict[tuple[int, int], z3.BoolRef] = {}
+        self.choices = dict(enumerate(choices))
         by_length = sorted(
             range(len(choices)), key=lambda j: (-choices[j][-1].ticks, [(c.degree, c.ticks) for c in choices[j]])
         )
@@ -225,15 +254,30 @@ class _Matrix:
             for j in range(len(self.picks))
         ]
 
-    def exclude(self, rows: Sequence[_Row], pairs: Sequence[tuple[int, int]]) -> None:
-        """Not all of these pairs of jobs, with these choices, with a GPU in common, whichever that is."""
-        different = [z3.Not(self._meeting(*pair)) for pair in pairs]
-        for j in sorted({job for pair in pairs for job in pair}):
-            different += [z3.Not(pick) for pick, choice in self.picks[j] if choice == rows[j].choice]
-        self.solver.add(z3.Or(different))
+    def exclude(self, conflict: Conflict) -> None:
+        """Not all of its pairs with a GPU in common, whichever that is, unless a job of theirs is shorter.
+
+        The same holds with equal jobs in the place of its own.
+        """
+        for jobs in self._equal_to(tuple(conflict.ticks)):
+            different = [z3.Not(self._meeting(jobs[a], jobs[b])) for a, b in conflict.pairs]
+            for job, ticks in conflict.ticks.items():
+                different += [pick for pick, choice in self.picks[jobs[job]] if choice.ticks < ticks]
+            self.solver.add(z3.Or(different))
+
+    def _equal_to(self, jobs: Sequence[int]) -> list[dict[int, int]]:
+        """For these jobs equal ones, in all ways if those are few."""
+        found: list[dict[int, int]] = [{}]
+        for job in jobs:
+            equal = [j for j, row in self.choices.items() if row == self.choices[job]]
+            found = [each | {job: j} for each in found for j in equal if j not in each.values()]
+            if len(found) > MOST_EQUAL:
+                return [{j: j for j in jobs}]
+        return found
 
     def _meeting(self, a: int, b: int) -> z3.BoolRef:
         """True where two jobs have a GPU in common."""
+        a, b = min(a, b), max(a, b)
         if (a, b) not in self.meetings:
             self.meetings[a, b] = meet = self._bool(f"meet_{a}_{b}")
             for one, other in zip(self.cells[a], self.cells[b], strict=True):

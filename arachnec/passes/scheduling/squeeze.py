@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from arachnec.passes.bound import lower_bound
-from arachnec.passes.scheduling.matrix import Question, schedule_by_sets
+from arachnec.passes.scheduling.matrix import Conflict, Question, schedule_by_sets
 from arachnec.passes.scheduling.problem import Effort, Problem, Schedule, Solution, violations
 from arachnec.passes.scheduling.window import Answer
 
@@ -51,7 +51,7 @@ def squeeze_in_steps(problem: Problem, incumbent: Solution, *, steps: int, seed:
     state = _Squeeze(problem, incumbent, None, seed)
     while (asked := state.next()) is not None and state.limit <= FIRST_MS:
         effort = Effort(steps, None)
-        answer, found = schedule_by_sets(problem, asked.horizon, seed=seed, effort=effort)
+        answer, found = schedule_by_sets(problem, asked.horizon, seed=seed, effort=effort, conflicts=state.conflicts)
         if found is not None and not violations(problem, found):
             found = shortest_with_its_degrees(problem, found, state.low, seed=seed, effort=effort)
         state.learn(asked, answer, found)
@@ -105,6 +105,7 @@ class _Squeeze:
         self.limit = FIRST_MS
         self.limit_from_above = FIRST_FROM_ABOVE_MS
         self.hopeless = False  # to ask from above
+        self.conflicts: list[Conflict] = []
         self.lock = threading.Lock()
         self.asked: dict[Question, _Asked] = {}
 
@@ -127,7 +128,12 @@ class _Squeeze:
                 number += 1
             try:
                 answer, found = schedule_by_sets(
-                    self.problem, asked.horizon, seed=self.seed + number, effort=effort, question=question
+                    self.problem,
+                    asked.horizon,
+                    seed=self.seed + number,
+                    effort=effort,
+                    question=question,
+                    conflicts=self.conflicts,
                 )
                 if found is not None and not violations(self.problem, found):
                     effort = Effort(None, int((self.until - time.perf_counter()) * 1e3))
