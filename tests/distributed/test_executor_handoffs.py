@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from arachnec.ir.nodes import Instruction, Program
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.simulation.posting import planned_memory, posting_order
@@ -50,3 +53,27 @@ def test_a_receive_never_passes_an_earlier_one() -> None:
 
 def test_a_receive_is_posted_as_far_ahead_as_it_fits() -> None:
     assert places(9.0) == {"x": 0, "y": 2}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12),
+    st.integers(4, 40),
+)
+def test_receives_are_posted_as_early_as_each_finds_room_behind_the_one_before(
+    parts: list[tuple[int, int]], limit: int
+) -> None:
+    """Whole GiB, so that sums are exact: by trying every place, from the receive's own backwards."""
+    ops = ("receive", "forward", "backward", "free")
+    steps = tuple(
+        Instruction(ops[kind], f"v{number}", (0,), gib(memory=float(size))) for number, (kind, size) in enumerate(parts)
+    )
+    program = Program(0, (*steps, Instruction("step", "s")), gib(state=1.0))
+    held, earliest = list(planned_memory(program)), 0
+    for index, step in enumerate(program.instructions):
+        if step.op != "receive":
+            continue
+        size = parts[index][1]
+        place = next(place for place in range(earliest, index + 1) if all(h + size <= limit for h in held[place:index]))
+        held[place:index] = [h + size for h in held[place:index]]
+        earliest = place
+        assert step in posting_order(program, float(limit))[place]

@@ -6,6 +6,7 @@ has room for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from arachnec.ir.nodes import Instruction, Program, quantity
@@ -21,6 +22,9 @@ def posting_order(program: Program, limit: float, given: Collection[str] = ()) -
     steps = program.instructions
     held = list(planned_memory(program, given))
     posts: list[list[Instruction]] = [[] for _ in steps]
+    receives = [step for step in steps if step.op == "receive"]
+    if receives and max(held) + math.fsum(_gib(step, "memory") for step in receives) <= limit:
+        return (tuple(receives), *((),) * (len(steps) - 1))  # room for all of them at once
     earliest = 0
     for index, step in enumerate(steps):
         if step.op != "receive":
