@@ -19,16 +19,21 @@ def command(program: Path) -> None:
     from arachnec.passes.check import checked
     from arachnec.passes.checking.memory import high_water
     from arachnec.passes.checking.values import Values
+    from arachnec.passes.topology import machines, node_of
 
     module = checked(read_program(program))
     assert module.cluster is not None
     values = Values(module)
-    peak = max((high_water(values, each) for each in module.programs), key=lambda usage: usage.total)
+    limits = [node.memory for node in machines(module.cluster)]
+    peak, limit = max(
+        ((high_water(values, each), limits[node_of(module.cluster, each.rank)]) for each in module.programs),
+        key=lambda pair: pair[0].total / pair[1],
+    )
     instructions = sum(len(each.instructions) for each in module.programs)
     click.echo(
         f"{module.name}: {instructions} instructions on {len(module.programs)} ranks hold all rules\n"
         f"  gradient  {len(module.clips)} clips, each once in every trained stage, with weight 1/{len(module.clips)}\n"
         f"  deadlock  none, even where every send waits for its receive\n"
         f"  inputs    all there before they are used\n"
-        f"  memory    at most {peak.total:.2f} of {module.cluster.memory:.2f} GiB, on rank {peak.rank}"
+        f"  memory    at most {peak.total:.2f} of {limit:.2f} GiB, on rank {peak.rank}"
     )

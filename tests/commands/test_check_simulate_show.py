@@ -28,6 +28,17 @@ def test_check_says_what_it_has_proved(executable: Path, capsys: pytest.CaptureF
         assert "at most 61.04 of 80.00 GiB" in said
 
 
+def test_check_holds_the_fullest_device_against_its_own_memory_where_devices_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = 'mixed = [[1, "small", 42 GiB, 300 TFLOP/s, 450 GB/s], [2, "large", 140 GiB, 300 TFLOP/s, 450 GB/s]]'
+    text = VALID.read_text(encoding="utf-8").replace("nodes = 1, gpus = 3", "nodes = 3, gpus = 1")
+    text = text.replace("memory = 80 GiB, flops", "memory = 42 GiB, flops").replace("20 us }", f"20 us, {mixed} }}")
+    (tmp_path / "program.cascade").write_text(text, encoding="utf-8")
+    assert run(["check", str(tmp_path)]) == 0
+    assert "of 42.00 GiB, on rank 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_a_program_that_breaks_a_rule_exits_with_2_and_its_reason(
     command: str, capsys: pytest.CaptureFixture[str]
