@@ -27,7 +27,7 @@ from arachnec.passes.scheduling.problem import Choice, Effort, Problem, Schedule
 from arachnec.passes.scheduling.window import Answer, find_schedule
 
 MOST_SETS = 200  # for which start times are looked for
-MOST_EQUAL = 200  # conflicts that follow from one, as jobs are equal
+MOST_EQUAL = 50  # conflicts that follow from one, as jobs are equal
 START_STEPS = 3_000_000  # of Z3, for the start times of one choice of sets
 
 
@@ -109,15 +109,15 @@ def _answered(
     for _ in range(MOST_SETS):
         if question.stopped:
             break
+        while seen < len(conflicts) and (until is None or time.perf_counter() < until):
+            if conflicts[seen].horizon >= horizon:
+                matrix.exclude(conflicts[seen])
+            seen += 1
         if until is not None:
             left = until - time.perf_counter()
             if left <= 0:
                 break
             solver.set("timeout", max(1, int(left * 1e3)))
-        while seen < len(conflicts):
-            if conflicts[seen].horizon >= horizon:
-                matrix.exclude(conflicts[seen])
-            seen += 1
         answer = solver.check()
         if answer == z3.unsat:
             return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
