@@ -127,6 +127,22 @@ def test_measured_times_stand_instead_of_formulas() -> None:
         cost.time(measured, 3)
 
 
+def test_an_encoder_takes_its_clips_measured_time_for_each_that_the_busiest_rank_has() -> None:
+    encode = replace(cascade(phase=Phase.ENCODE, per_clip=Quantity(20.0, "ms")), batch=5, clips=tuple(range(5)))
+    cost = model()
+    assert [cost.time(encode, degree) for degree in (1, 2, 3, 5)] == pytest.approx([100.0, 60.0, 40.0, 20.0], rel=0.01)
+    assert cost.time(encode, 1) != cost.time(encode.with_attrs(per_clip=None), 1)
+
+
+def test_a_slower_device_takes_longer_for_measured_clips_too() -> None:
+    encode = cascade(phase=Phase.ENCODE, per_clip=Quantity(20.0, "ms"))
+    cost = model("1x4:h100-80g+1x4:a100-80g")
+    fast, slow = cost.time(encode, 1, ranks=(0,)), cost.time(encode, 1, ranks=(4,))
+    assert fast == pytest.approx(20.0)
+    assert slow / fast == pytest.approx(cost.devices.slowdown((4,)))
+    assert cost.least_compute(encode, 1, 2.0) == pytest.approx(40.0)
+
+
 def test_memory_falls_with_the_degree_and_with_recomputation() -> None:
     cost = model()
     assert cost.memory(cascade(), 1) == pytest.approx(24.0 + 0.24 + 0.5)
