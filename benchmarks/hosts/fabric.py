@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 from types import FrameType
 
@@ -30,7 +31,7 @@ DEVICE = "eth0"
 PORT = 29500  # every fabric has its own network
 BURST_MS = 1.0  # what may pass unshaped after a pause; less, and a busy machine's late timers cost bandwidth
 QUEUE = "2s"  # long enough to drop nothing, as the fabrics that this stands for do not
-NETWORK, PREFIX_BITS = "10.77.0.0/16", 16
+NETWORK = ip_network("10.77.0.0/16")
 # As with a fabric's credits, little is under way and whoever waits for a link has as much there as the others. The
 # machine's own choice may be BBR, which probes for what is free: it left a sixth of a link unused and made every step
 # take another time.
@@ -131,7 +132,7 @@ class Hosts:
 
 
 def address(rank: int) -> str:
-    return f"10.77.{rank // 250}.{rank % 250 + 1}"
+    return str(NETWORK[rank + 1])
 
 
 def sent_by_racks(fabric: str) -> list[int]:
@@ -200,9 +201,9 @@ def _build(made: Hosts) -> None:
         _namespace(host)
         _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", host)
         _run("ip", "-n", switch, "link", "set", port, "master", f"rack{rank // fabric.hosts}", "up")
-        _run("ip", "-n", host, "address", "add", f"{address(rank)}/{PREFIX_BITS}", "dev", DEVICE)
+        _run("ip", "-n", host, "address", "add", f"{address(rank)}/{NETWORK.prefixlen}", "dev", DEVICE)
         _run("ip", "-n", host, "link", "set", DEVICE, "up")
-        _run("ip", "-n", host, "route", "replace", NETWORK, "dev", DEVICE, *FLOW_CONTROL)
+        _run("ip", "-n", host, "route", "replace", str(NETWORK), "dev", DEVICE, *FLOW_CONTROL)
         _shape(switch, port, fabric.link_mbit)  # to the host
         _shape(host, DEVICE, fabric.link_mbit)  # and from it
 

@@ -18,6 +18,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.training import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.passes.checking.values import Values
 from arachnec.passes.simulation.posting import planned_memory, posting_order
 from tests.distributed.executor_cases import Work, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
@@ -133,8 +134,9 @@ def test_encoding_ahead_ends_when_there_is_nothing_to_wait_for() -> None:
 
 
 def test_receives_are_posted_later_where_values_from_the_last_step_take_the_room() -> None:
-    _, program = programs(encode("a"), Instruction("free", "a"), encode("b", 3.0), received("r", 1.0))
-    assert planned_memory(program) == (3.0, 3.0, 5.0, 6.0)
-    assert planned_memory(program, {"b"}) == (6.0, 6.0, 5.0, 6.0)
-    assert [len(posts) for posts in posting_order(program, 6.0)] == [1, 0, 0, 0]
-    assert [len(posts) for posts in posting_order(program, 6.0, {"b"})] == [0, 0, 1, 0]
+    module, program = programs(encode("a"), Instruction("free", "a"), encode("b", 3.0), received("r", 1.0))
+    values = Values(module)
+    assert planned_memory(values, program) == (3.0, 3.0, 5.0, 6.0)
+    assert planned_memory(values, program, {"b"}) == (6.0, 6.0, 5.0, 6.0)
+    assert [len(posts) for posts in posting_order(values, program, 6.0)] == [1, 0, 0, 0]
+    assert [len(posts) for posts in posting_order(values, program, 6.0, {"b"})] == [0, 0, 1, 0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.nodes import Instruction, Program
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Stage
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.passes.checking.values import Values
 from arachnec.passes.simulation.posting import planned_memory, posting_order
 
 
@@ -30,12 +31,20 @@ PROGRAM = Program(
 )
 
 
+def values_of(program: Program) -> Values:
+    """Of a module whose cascades all train."""
+    names = dict.fromkeys(step.target for step in program.instructions)
+    cascades = tuple(Cascade(name, Phase.TRAIN, "dit", (0,), 1, 4, 0) for name in names)
+    return Values(Module("m", Level.LOWERED, stages=(Stage("dit", True),), cascades=cascades, programs=(program,)))
+
+
 def places(limit: float) -> dict[str, int]:
-    return {post.target: index for index, posts in enumerate(posting_order(PROGRAM, limit)) for post in posts}
+    posted = posting_order(values_of(PROGRAM), PROGRAM, limit)
+    return {post.target: index for index, posts in enumerate(posted) for post in posts}
 
 
 def test_the_planned_memory_is_what_the_instructions_state() -> None:
-    assert planned_memory(PROGRAM) == (6.0, 7.0, 3.0, 4.0, 7.0, 7.0, 4.0, 2.0)
+    assert planned_memory(values_of(PROGRAM), PROGRAM) == (6.0, 7.0, 3.0, 4.0, 7.0, 7.0, 4.0, 2.0)
 
 
 def test_with_memory_to_spare_every_receive_is_posted_at_the_start() -> None:
@@ -68,7 +77,8 @@ def test_receives_are_posted_as_early_as_each_finds_room_behind_the_one_before(
         Instruction(ops[kind], f"v{number}", (0,), gib(memory=float(size))) for number, (kind, size) in enumerate(parts)
     )
     program = Program(0, (*steps, Instruction("step", "s")), gib(state=1.0))
-    held, earliest = list(planned_memory(program)), 0
+    values = values_of(program)
+    held, earliest = list(planned_memory(values, program)), 0
     for index, step in enumerate(program.instructions):
         if step.op != "receive":
             continue
@@ -76,4 +86,4 @@ def test_receives_are_posted_as_early_as_each_finds_room_behind_the_one_before(
         place = next(place for place in range(earliest, index + 1) if all(h + size <= limit for h in held[place:index]))
         held[place:index] = [h + size for h in held[place:index]]
         earliest = place
-        assert step in posting_order(program, float(limit))[place]
+        assert step in posting_order(values, program, float(limit))[place]

@@ -13,7 +13,7 @@ from arachnec.ir.verify import verify
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.cost import CostModel
 from arachnec.passes.place import pick_ranks
-from arachnec.passes.simulation.network import route
+from arachnec.passes.simulation.routes import route
 from arachnec.passes.topology import group_link, handoff_time, rack_of, ring_link, topology, ulysses_link, uplink_of
 
 

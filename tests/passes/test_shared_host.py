@@ -9,7 +9,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
 from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.data_sheets import DATA_SHEETS
-from arachnec.passes.simulation.network import route
+from arachnec.passes.simulation.routes import route
 from arachnec.passes.topology import group_link, handoff_time, host_of, ring_link, ulysses_link
 
 

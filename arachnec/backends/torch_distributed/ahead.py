@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from arachnec.ir.nodes import Cascade, Module, Program
+from arachnec.passes.checking.values import Values
 from arachnec.passes.simulation.posting import planned_memory
 
 BEFORE = ("encode", "send", "receive", "free")  # what a program begins with while no model has run
@@ -28,13 +29,14 @@ class Ahead:
     @classmethod
     def of(cls, module: Module, program: Program, limit: float) -> Ahead:
         """The longest beginning of the program's encoders whose values fit ``limit`` GiB together from the start on."""
-        cascades = {cascade.name: cascade for cascade in module.cascades}
+        values = Values(module)
         todo: list[Cascade] = []
         for name in encoders_first(program):
-            names = {cascade.name for cascade in todo} | {name}
-            if cascades[name].inputs or max(planned_memory(program, names)) > limit:
+            names = {each.name for each in todo} | {name}
+            cascade = values.cascades[name]
+            if cascade.inputs or max(planned_memory(values, program, names)) > limit:
                 break
-            todo.append(cascades[name])
+            todo.append(cascade)
         return cls(module, todo)
 
     def run(self, encode: Callable[[Cascade], Tensor], waiting: Callable[[], bool]) -> None:

@@ -30,7 +30,7 @@ from arachnec.kernels.exchange import gather_tokens
 from arachnec.kernels.process_groups import ProcessGroups
 from arachnec.kernels.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
-from arachnec.passes.checking.values import sums_inside
+from arachnec.passes.checking.values import Values, sums_inside
 from arachnec.passes.simulation.posting import posting_order
 
 
@@ -103,7 +103,7 @@ class Iteration:
                 )
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
-        return cls(module, program, clips, specs, step, posting_order(program, limit, given), given)
+        return cls(module, program, clips, specs, step, posting_order(Values(module), program, limit, given), given)
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Engine:
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
         self._ranks = {
-            p.rank: _Rank(p.rank, p.instructions, list(posting_order(p, cluster.memory)), inside=sums_inside(p))
+            p.rank: _Rank(p.rank, p.instructions, list(posting_order(values, p, cluster.memory)), inside=sums_inside(p))
             for p in values.module.programs
         }
         self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []

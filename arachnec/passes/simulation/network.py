@@ -6,21 +6,13 @@ user cannot take, because another link holds it back, to the others (max-min fai
 the time; a cascade uses them for the part of its time that is communication, and to the others it counts as that part
 of a user. For users that never pause this is fair sharing; for others it is mean-value analysis of a shared server
 (Schweitzer's approximation, 1979).
-
-Within a node a device's own port is the link, and the host's where devices have no links of their own; between nodes
-the NIC that the device sits on, which it shares with the devices of the same letter, and between racks the uplinks too,
-which a whole rack shares. Both directions are apart.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-
-from arachnec.ir.nodes import Cluster, quantity
-from arachnec.passes.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 
 LinkName = Hashable
 Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of some links is needed, (ms, links) by ms
@@ -244,35 +236,3 @@ class Network:
             for node, ranks in activity.work.computing:
                 self._used["cores", node] += ranks * change
                 self._changed["cores", node] += ranks * abs(change)
-
-
-@dataclass(frozen=True)
-class Route:
-    """The links that a transfer takes, with their capacities in bytes per ms, and the latency in ms."""
-
-    links: tuple[LinkName, ...]
-    capacities: tuple[float, ...]
-    latency: float
-
-
-def route(cluster: Cluster, source: int, target: int) -> Route:
-    """From one rank's device to another's."""
-    attrs = cluster.attrs
-    if node_of(cluster, source) == node_of(cluster, target):
-        speed = intra_of(cluster, source) * 1e6
-        links: tuple[LinkName, ...] = (("port out", source), ("port in", target))
-        capacities: tuple[float, ...] = (speed, speed)
-        host = host_of(cluster, source) * 1e6
-        if host < math.inf:
-            links, capacities = (*links, ("host", node_of(cluster, source))), (*capacities, host)
-        return Route(links, capacities, quantity(attrs["latency"]) / 1e3)
-    speed = quantity(attrs["inter"]) * 1e6
-    links = (
-        ("nic out", node_of(cluster, source), nic_of(cluster, source)),
-        ("nic in", node_of(cluster, target), nic_of(cluster, target)),
-    )
-    capacities = (speed, speed)
-    if rack_of(cluster, source) != rack_of(cluster, target):
-        links += (("up", rack_of(cluster, source)), ("down", rack_of(cluster, target)))
-        capacities += (uplink_of(cluster) * 1e6,) * 2
-    return Route(links, capacities, quantity(attrs["inter_latency"]) / 1e3)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from arachnec.ir.nodes import Instruction, Program, quantity
+from arachnec.ir.nodes import Instruction, Program
+from arachnec.passes.checking.memory import usages
+from arachnec.passes.checking.values import Values, gib
 
 
-def posting_order(program: Program, limit: float, given: Collection[str] = ()) -> tuple[tuple[Instruction, ...], ...]:
+def posting_order(
+    values: Values, program: Program, limit: float, given: Collection[str] = ()
+) -> tuple[tuple[Instruction, ...], ...]:
     """For each instruction, the receives to post before it: each as early as order and memory allow.
 
     ``limit`` is the device's memory in GiB. A receive moves over what stands before it while the rank's planned memory,
@@ -20,16 +24,16 @@ def posting_order(program: Program, limit: float, given: Collection[str] = ()) -
     the order per pair of ranks stays as it was proved. ``given`` are values that are there from the start.
     """
     steps = program.instructions
-    held = list(planned_memory(program, given))
+    held = list(planned_memory(values, program, given))
     posts: list[list[Instruction]] = [[] for _ in steps]
     receives = [step for step in steps if step.op == "receive"]
-    if receives and max(held) + math.fsum(_gib(step, "memory") for step in receives) <= limit:
+    if receives and max(held) + math.fsum(gib(step, "memory") for step in receives) <= limit:
         return (tuple(receives), *((),) * (len(steps) - 1))  # room for all of them at once
     earliest = 0
     for index, step in enumerate(steps):
         if step.op != "receive":
             continue
-        size = _gib(step, "memory")
+        size = gib(step, "memory")
         place = index
         while place > earliest and held[place - 1] + size <= limit:
             place -= 1
@@ -39,35 +43,22 @@ def posting_order(program: Program, limit: float, given: Collection[str] = ()) -
     return tuple(tuple(post) for post in posts)
 
 
-def planned_memory(program: Program, given: Collection[str] = ()) -> tuple[float, ...]:
-    """GiB on this rank while each instruction runs, by the program's own numbers.
+def planned_memory(values: Values, program: Program, given: Collection[str] = ()) -> tuple[float, ...]:
+    """GiB on this rank while each instruction runs, as ``check`` counts them.
 
     ``given`` are cascades that were encoded before the program starts.
     """
-    current = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
-    owned: dict[str, float] = {}
-    activations: dict[str, float] = {}
-    profile: list[float] = []
-    for step in program.instructions:
-        if step.op == "encode" and step.target in given:
-            owned[step.target] = _gib(step, "memory")
-    current += sum(owned.values())
-    for step in program.instructions:
-        if step.op == "encode" and step.target in given:
-            pass
-        elif step.op in ("encode", "receive", "denoise"):
-            owned[step.target] = owned.get(step.target, 0.0) + _gib(step, "memory")
-            current += _gib(step, "memory")
-        elif step.op == "forward":
-            activations[step.target] = _gib(step, "memory")
-            current += activations[step.target]
-        profile.append(current + _gib(step, "workspace"))
-        if step.op == "backward":
-            current -= activations.pop(step.target, 0.0)
-        elif step.op == "free":
-            current -= owned.pop(step.target, 0.0) + activations.pop(step.target, 0.0)
-    return tuple(profile)
+    early = {step.target: gib(step, "memory") for step in program.instructions if _is_given(step, given)}
+    found = []
+    for usage in usages(values, program):
+        if usage.index < 0:
+            continue
+        step = program.instructions[usage.index]
+        if _is_given(step, given):
+            del early[step.target]
+        found.append(usage.total + math.fsum(early.values()))
+    return tuple(found)
 
 
-def _gib(step: Instruction, name: str) -> float:
-    return quantity(step.attrs[name]) if name in step.attrs else 0.0
+def _is_given(step: Instruction, given: Collection[str]) -> bool:
+    return step.op == "encode" and step.target in given

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.passes.cost import Attention, CostModel
-from arachnec.passes.simulation.network import LinkName, Load, Route, Work, route
+from arachnec.passes.simulation.network import LinkName, Load, Work
+from arachnec.passes.simulation.routes import Route, route
 from arachnec.passes.stage_sizes import crowding
 from arachnec.passes.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 
