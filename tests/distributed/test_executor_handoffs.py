@@ -31,6 +31,28 @@ PROGRAM = Program(
 )
 
 
+SPLIT = Program(
+    0,
+    (
+        Instruction("forward", "f", (0,), gib(memory=4.0)),
+        Instruction("backward", "b", (0,), gib(memory=3.0)),
+        Instruction("weight", "w", (0,)),
+        Instruction("receive", "x", (1,), gib(memory=2.0)),
+        Instruction("step", "dit"),
+    ),
+    gib(state=1.0),
+)
+
+
+def test_what_a_weight_still_reads_takes_room() -> None:
+    phases = {"f": (Phase.FORWARD, ()), "b": (Phase.BACKWARD, ("f",)), "w": (Phase.WEIGHT, ("b",))}
+    cascades = tuple(Cascade(name, phase, "dit", (0,), 1, 4, 0, inputs) for name, (phase, inputs) in phases.items())
+    values = Values(Module("m", Level.LOWERED, stages=(Stage("dit", True),), cascades=cascades, programs=(SPLIT,)))
+    assert planned_memory(values, SPLIT) == (5.0, 8.0, 4.0, 3.0, 3.0)
+    assert [len(posts) for posts in posting_order(values, SPLIT, 6.0)] == [0, 0, 1, 0, 0]
+    assert [len(posts) for posts in posting_order(values, SPLIT, 5.5)] == [0, 0, 0, 1, 0]
+
+
 def values_of(program: Program) -> Values:
     """Of a module whose cascades all train."""
     names = dict.fromkeys(step.target for step in program.instructions)
