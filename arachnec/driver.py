@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arachnec.backends.executable import iteration_of, write_executable
-from arachnec.backends.executable_page import PAGE, executable_page
 from arachnec.backends.simulator import Simulation, simulate
-from arachnec.backends.training import Training
+from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.topology import machines, node_of
 from arachnec.data.manifest import Manifest, read_manifest
+from arachnec.executable.folder import iteration_of, write_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module
 from arachnec.ir.values import Attributes
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.fuse import Fuse
-from arachnec.passes.instrument import Instrument
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.pipelines import ORIGINAL_CLIPS
-from arachnec.passes.topology import machines, node_of
+from arachnec.passes.infra.instruments import Instrument
+from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import clips_trained, plan_report, simulation_report
+from arachnec.views.executable_page import PAGE, executable_page
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace

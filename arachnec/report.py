@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from arachnec.backends.simulator import Simulation
-from arachnec.backends.timeline import planned
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module, Phase, quantity
-from arachnec.passes.cost import CostModel
+from arachnec.views.timeline import planned
 
 
 def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:

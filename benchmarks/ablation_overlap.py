@@ -32,11 +32,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from arachnec.backends.simulator import Simulation, simulate
-from arachnec.backends.timeline import COMPUTE
-from arachnec.backends.torch_distributed.ahead import encoders_first
+from arachnec.backends.torch_distributed.encode_ahead import encoders_first
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.ir.values import Quantity
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.views.timeline import COMPUTE
 
 HERE = Path(__file__).parent
 MODEL = HERE / "models" / "ablation_overlap.py"
@@ -195,7 +195,7 @@ def measured(ranks: int, mbit: float | None, rounds: int) -> dict[str, object]:
 def compile_ways(scratch: Path, ranks: int, mbit: float | None) -> tuple[list[tuple[str, str, bool]], dict[str, float]]:
     """Executables of one plan: (name, folder, whether it encodes ahead), and what the simulator says of each."""
     import arachnec.driver
-    from arachnec.backends.local_profile import profile_here
+    from arachnec.profiling.local import profile_here
 
     clips, cluster, profile = scratch / "clips.jsonl", scratch / "cluster.toml", scratch / "profile.json"
     rows = [{"id": str(n), "frames": f, "height": 128, "width": 128, "text_tokens": 0} for n, f in enumerate(FRAMES)]
@@ -239,10 +239,10 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
     import torch
     import torch.distributed as dist
 
-    from arachnec.backends.executable import read_executable
     from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.backends.torch_distributed.ranks import as_rank
     from arachnec.backends.torch_distributed.training_run import Trainer
+    from arachnec.executable.folder import read_executable
 
     def work(device: torch.device) -> None:
         trainers = {way: Trainer(read_executable(Path(folder)), RunOptions(), device) for way, folder, _ in jobs}

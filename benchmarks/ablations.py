@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from traced_stages import clip, module_of, video_mix
 
 from arachnec.backends.simulator import simulate
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Formula, Quantity, Value
-from arachnec.passes.base import Pass
-from arachnec.passes.cost import CostModel
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.pipelines import PIPELINES
-from arachnec.passes.place import best_placements, on_ranks
+from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.placement import best_placements, on_ranks
 
 BUDGET = 2000  # ms, the scheduler's default
 COSTED = "shard-optimizer,partition,annotate"

@@ -22,10 +22,10 @@ import random
 import time
 from collections.abc import Callable
 
-from arachnec.passes.scheduling.clock import Clock
-from arachnec.passes.scheduling.problem import Choice, Job, Problem
-from arachnec.passes.scheduling.search import solve
 from arachnec.report import imbalance
+from arachnec.solver.budget import Clock
+from arachnec.solver.problem import Choice, Job, Problem
+from arachnec.solver.search import solve
 
 WIDTH, RANKS, SEED = 3072, 8, 0
 SIDE = 768 // 16  # tokens along an edge: VAE stride 8, patch 2

@@ -24,14 +24,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
 
-from arachnec.backends.fused_block import fuse_block
+from arachnec.codegen.fused_block import fuse_block
 from arachnec.models.precision import in_precision
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.tracing.blocks import CapturedBlock, capture_blocks
-from arachnec.passes.tracing.captured import lifted
-from arachnec.passes.tracing.dims import B, S, T
-from arachnec.passes.tracing.graph import block_graph
-from arachnec.passes.tracing.record import ExampleCall
+from arachnec.tracing.blocks import CapturedBlock, capture_blocks
+from arachnec.tracing.captured import lifted
+from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.graph import block_graph
+from arachnec.tracing.record import ExampleCall
 
 # heads, feed-forward; heads of 128 values (FACTS: Wan-Video/Wan2.1, wan/configs)
 MODELS = {"wan2_1_1_3b": (12, 8960), "wan2_1_14b": (40, 13824)}

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.executable import Executable, read_executable
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.driver import compile as compile_model
+from arachnec.executable.folder import Executable, read_executable
 from arachnec.models.batch import clip_generator
 
 ROOT = Path(__file__).parents[1]

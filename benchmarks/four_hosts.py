@@ -31,15 +31,15 @@ from same_program import shape
 from scipy.stats import kendalltau
 
 import arachnec.driver
-from arachnec.backends.executable import iteration_of
-from arachnec.backends.local_profile import profile_here
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.topology import rack_of
+from arachnec.cost.model import Attention, CostModel
+from arachnec.executable.folder import iteration_of
 from arachnec.ir.nodes import Cluster, Instruction, Module, integer
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import Attention, CostModel
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.recost import Recost
-from arachnec.passes.topology import rack_of
+from arachnec.profiling.local import profile_here
 
 HERE = Path(__file__).parent
 MODEL, WORKER = HERE / "hosts" / "model.py", "hosts.worker"

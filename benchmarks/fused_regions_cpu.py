@@ -3,7 +3,7 @@
     python benchmarks/fused_regions_cpu.py [tokens ...]
 
 One Wan block of width 256, fp32. Prints the ms of each region, eager and compiled, and the seconds compiling took.
-``WORTH_COMPILING`` and ``FEWEST`` in ``arachnec/backends/fused_block.py`` are from this.
+``WORTH_COMPILING`` and ``FEWEST`` in ``arachnec/codegen/fused_block.py`` are from this.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from arachnec.backends import fused_block
-from arachnec.backends.fused_block import Region, fuse_block
+from arachnec.codegen import fused_block
+from arachnec.codegen.fused_block import Region, fuse_block
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.tracing.blocks import CapturedBlock, capture_blocks
-from arachnec.passes.tracing.captured import lifted
-from arachnec.passes.tracing.dims import B, S, T
-from arachnec.passes.tracing.graph import block_graph
-from arachnec.passes.tracing.record import ExampleCall
+from arachnec.tracing.blocks import CapturedBlock, capture_blocks
+from arachnec.tracing.captured import lifted
+from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.graph import block_graph
+from arachnec.tracing.record import ExampleCall
 
 REPEATS = 5
 

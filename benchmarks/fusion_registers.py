@@ -19,25 +19,25 @@ import torch
 from kernels_estimates import recorded
 from torch import Tensor, fx
 
-from arachnec.backends.fused_block import fuse_block
-from arachnec.backends.generated_index import Unsupported
-from arachnec.backends.generated_region import Generated
+from arachnec.codegen.fused_block import fuse_block
+from arachnec.codegen.triton.index import Unsupported
+from arachnec.codegen.triton.region import Generated
 from arachnec.data.manifest import read_manifest
+from arachnec.fusion.graph import FusionGraph
+from arachnec.fusion.match import match_region
+from arachnec.fusion.shape_constraints import constraints_of
+from arachnec.fusion.walk import Match
 from arachnec.ir.nodes import Fused, Graph
-from arachnec.kernels import bias_gelu, gate_residual, norm_launch, norm_modulate, rope_launch
-from arachnec.kernels.compile_estimate import Estimate, Recorder, estimate, specialisation
-from arachnec.kernels.rope_plain import Rope
-from arachnec.kernels.row_groups import group_vectors, row_groups
+from arachnec.kernels.rowwise import bias_gelu, gate_residual, norm_launch, norm_modulate, rope_launch
+from arachnec.kernels.rowwise.compile_estimate import Estimate, Recorder, estimate, specialisation
+from arachnec.kernels.rowwise.rope_plain import Rope
+from arachnec.kernels.rowwise.row_groups import group_vectors, row_groups
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.fusion.graph import FusionGraph
-from arachnec.passes.fusion.match import match_region
-from arachnec.passes.fusion.walk import Match
-from arachnec.passes.shape_constraints import constraints_of
-from arachnec.passes.tracing.blocks import capture_blocks
-from arachnec.passes.tracing.captured import CapturedBlock
-from arachnec.passes.tracing.graph import DTYPES, block_graph
-from arachnec.passes.tracing.sample import example_calls
+from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.captured import CapturedBlock
+from arachnec.tracing.graph import DTYPES, block_graph
+from arachnec.tracing.sample import example_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {name: dtype for dtype, name in DTYPES.items()}

@@ -16,14 +16,14 @@ from pathlib import Path
 import sympy
 
 from arachnec.data.manifest import read_manifest
+from arachnec.fusion.backward import alone
+from arachnec.fusion.cost import Machine, RegionCost
+from arachnec.fusion.graph import FusionGraph, bits
+from arachnec.fusion.shape_constraints import constraints_of
 from arachnec.ir.nodes import Graph, integer
 from arachnec.ir.values import Attributes, Formula
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.fusion.backward import alone
-from arachnec.passes.fusion.cost import Machine, RegionCost
-from arachnec.passes.fusion.graph import FusionGraph, bits
-from arachnec.passes.shape_constraints import constraints_of
 from arachnec.passes.trace import trace_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -160,13 +160,13 @@ def _answer(connection, function, arguments) -> None:
 
 def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path) -> dict[str, tuple]:
     """Compile and run every plan in forks; plan to (loss, gradients) or (None, message)."""
-    from arachnec.backends.executable import write_executable
+    from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
     from arachnec.driver import front_end, plan_iteration, trace_file
+    from arachnec.executable.folder import write_executable
     from arachnec.models.file import load_model_file
-    from arachnec.passes.cluster_file import parse_cluster
-    from arachnec.passes.pipeline import Pipeline
-    from arachnec.passes.registry import installed, load_file
+    from arachnec.passes.infra.pipeline import Pipeline
+    from arachnec.passes.infra.registry import installed, load_file
 
     loaded = load_model_file(model_file)
     manifest = read_manifest(data)
@@ -192,8 +192,8 @@ def captured(model_file, clips):
     """What every rank would capture at launch; taken once, here, before the ranks are forked."""
     import torch
 
-    from arachnec.passes.tracing.blocks import capture_blocks
-    from arachnec.passes.tracing.sample import example_calls
+    from arachnec.tracing.blocks import capture_blocks
+    from arachnec.tracing.sample import example_calls
 
     torch.manual_seed(SEED)
     try:
@@ -239,11 +239,11 @@ def _rank(rank: int, store: Path, place: Path, capture, gradients: Path) -> None
     import torch
     import torch.distributed as dist
 
-    import arachnec.passes.tracing.blocks as blocks
-    import arachnec.passes.tracing.sample as samples
-    from arachnec.backends.executable import read_executable
+    import arachnec.tracing.blocks as blocks
+    import arachnec.tracing.sample as samples
     from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.backends.torch_distributed.training_run import train
+    from arachnec.executable.folder import read_executable
 
     def known(*_, **__):
         if isinstance(capture, Exception):

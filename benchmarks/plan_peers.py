@@ -1,7 +1,7 @@
 """Other solvers on the problems of ``plan_video_mix``: CP-SAT (ortools), HiGHS (scipy) and Arachne's genetic search.
 
 CP-SAT gets optional intervals under one cumulative constraint, which is exact; HiGHS the aligned blocks of
-``arachnec.passes.scheduling.blocks`` as a mixed integer program. Each is given the problem, the wall time and two
+``arachnec.solver.block_packing`` as a mixed integer program. Each is given the problem, the wall time and two
 cores, and no start. The genetic search runs its generations to the end, however long that takes.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.scheduling.blocks import Packing, Placed, options_of, realize
-from arachnec.passes.scheduling.problem import Problem, Schedule
+from arachnec.cluster.file import parse_cluster
+from arachnec.solver.block_packing import Packing, Placed, options_of, realize
+from arachnec.solver.problem import Problem, Schedule
 
 CORES = 2
 MOST_DECODED = 64
@@ -125,7 +125,7 @@ def highs(problem: Problem, seconds: float) -> Answer:
 
 def arachne_ga(problem: Problem, seconds: float) -> Answer:
     """60 generations of 40; not tried above ``MOST_DECODED`` jobs, where one decoding takes tens of milliseconds."""
-    from arachnec.passes.schedule_genetic import decode, evolve
+    from arachnec.planning.baselines.genetic import decode, evolve
 
     started = time.perf_counter()
     if len(problem.jobs) > MOST_DECODED:

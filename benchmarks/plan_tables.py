@@ -28,13 +28,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Module, quantity
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import CostModel
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.plan_table import read_table
-from arachnec.passes.scheduling.module import problem_of
-from arachnec.passes.scheduling.problem import TICKS
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.duration_table import read_table
+from arachnec.planning.formulate import problem_of
+from arachnec.solver.problem import TICKS
 
 CLUSTERS = ("6:cpu", "8:cpu", "12:cpu", "2x8:h20", "3x8:h20", "4x8:h20", "12x4:h20", "8x8:h20", "100:cpu", "32x8:h20")
 TASKS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100, 200)

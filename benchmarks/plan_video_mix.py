@@ -2,7 +2,7 @@
 
 N independent clips on M GPUs in nodes of eight: images and 256p, 480p and 720p clips of 17 to 121 frames on a
 transformer of 5120 x 40, degrees that are powers of two, at most 20,000 tokens per GPU; ``wide`` allows degrees 16 and
-32 across nodes too. The gap is makespan / area bound - 1, the bound being that of ``arachnec.passes.bound``::
+32 across nodes too. The gap is makespan / area bound - 1, the bound being that of ``arachnec.solver.bound``::
 
     python benchmarks/plan_video_mix.py --budget 1000                    # ours alone, both variants
     python benchmarks/plan_video_mix.py --budget 1000 --peers cp-sat,highs,arachne-ga
@@ -26,9 +26,9 @@ from collections.abc import Callable
 
 from plan_peers import Answer, arachne_ga, cp_sat, highs
 
-from arachnec.passes.scheduling.clock import Clock
-from arachnec.passes.scheduling.problem import TICKS, Choice, Job, Problem, violations
-from arachnec.passes.scheduling.search import solve
+from arachnec.solver.budget import Clock
+from arachnec.solver.problem import TICKS, Choice, Job, Problem, violations
+from arachnec.solver.search import solve
 
 SIZES = ((16, 8), (64, 32), (256, 64), (1024, 256), (4096, 1024), (32, 32), (128, 64), (512, 256))
 FRAMES = (17, 33, 49, 65, 81, 97, 121)

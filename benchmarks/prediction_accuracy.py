@@ -27,20 +27,20 @@ from same_program import shape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from arachnec.backends.executable import iteration_of  # noqa: E402
-from arachnec.backends.local_profile import Measured, fitted, measuring_at_once  # noqa: E402
 from arachnec.backends.simulator import simulate  # noqa: E402
 from arachnec.backends.torch_distributed.launch import launch  # noqa: E402
+from arachnec.cluster.file import parse_cluster  # noqa: E402
+from arachnec.cost.profile import write_profile  # noqa: E402
 from arachnec.driver import trace  # noqa: E402
+from arachnec.executable.folder import iteration_of  # noqa: E402
 from arachnec.ir.diagnostic import UserError  # noqa: E402
 from arachnec.ir.nodes import Cluster, Module  # noqa: E402
 from arachnec.ir.printer import print_module  # noqa: E402
 from arachnec.passes.check import checked  # noqa: E402
-from arachnec.passes.cluster_file import parse_cluster  # noqa: E402
-from arachnec.passes.pipeline import Pipeline  # noqa: E402
-from arachnec.passes.pipelines import PIPELINES  # noqa: E402
-from arachnec.passes.profile_file import write_profile  # noqa: E402
+from arachnec.passes.infra.named_pipelines import PIPELINES  # noqa: E402
+from arachnec.passes.infra.pipeline import Pipeline  # noqa: E402
 from arachnec.passes.recost import Recost  # noqa: E402
+from arachnec.profiling.local import Measured, fitted, measuring_at_once  # noqa: E402
 
 MODEL = ROOT / "benchmarks" / "models" / "prediction_model.py"
 WORKER = "benchmarks.models.prediction_worker"

@@ -5,7 +5,7 @@
 129 frames, 50 steps, batch 1, at 1280x720 and 960x960 (both 118,800 tokens): seconds as xDiT publishes them
 (github.com/xdit-project/xDiT, docs/performance/hunyuanvideo.md; H100 and H20 with the model's own code, L20 with
 Diffusers). Per kind and resolution one number is fitted, the sustained TFLOP/s, so that one GPU takes what is
-published; everything else is the compiler's: the traced model's FLOPs and attention traffic, `arachnec.passes.cost`,
+published; everything else is the compiler's: the traced model's FLOPs and attention traffic, `arachnec.cost.model`,
 and links from the data sheets.
 
 A published time is that of a whole clip: 50 forwards of the transformer, and one VAE decode, which xDiT does not divide
@@ -25,13 +25,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.model import Attention, CostModel
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.models.file import load_model_file
 from arachnec.passes.annotate import from_data_sheet
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import Attention, CostModel
-from arachnec.passes.data_sheets import DATA_SHEETS
 from arachnec.passes.trace import trace_model
 
 MODEL = Path(__file__).parents[1] / "examples" / "hunyuanvideo.py"

@@ -24,15 +24,15 @@ from pathlib import Path
 
 from step_time import DEMO, arachnec
 
-from arachnec.backends.executable import write_executable
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.file import parse_cluster
 from arachnec.data.manifest import read_manifest
 from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.executable.folder import write_executable
 from arachnec.models.file import load_model_file
 from arachnec.passes.annotate import Annotate
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.pipelines import PIPELINES
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.pipeline import Pipeline
 
 LONG = {"start": 0, "frames": 97, "height": 96, "width": 160}
 SAME_LOSS = 1e-4  # relative, after some steps of an optimizer that divides by small numbers

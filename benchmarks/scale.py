@@ -27,16 +27,16 @@ from typing import Any
 from plan_video_mix import tokens
 
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.lowering.programs import lower
 from arachnec.passes.annotate import from_data_sheet
 from arachnec.passes.check import checked
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.data_sheets import DATA_SHEETS
-from arachnec.passes.lower import lower
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline
 
 CLIPS, GPUS = 1024, 256  # where the other one grows
 SIZES = ((64, GPUS), (256, GPUS), (CLIPS, GPUS), (4096, GPUS), (CLIPS, 16), (CLIPS, 64), (CLIPS, 1024), (4096, 1024))

@@ -25,7 +25,7 @@ from ablations import COSTED, simulated
 from traced_stages import module_of, video_mix
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline
 
 MODEL = "hunyuanvideo"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -15,11 +15,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Clip, Level, Module
 from arachnec.ir.parser import parse_file
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
-from arachnec.passes.cluster_file import parse_cluster
 
 HERE = Path(__file__).parent
 MODELS = {

@@ -15,16 +15,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from arachnec.backends.executable import iteration_of
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.file import parse_cluster
 from arachnec.data.manifest import read_manifest
 from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.executable.folder import iteration_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.pipelines import NOT_COMPARED, PIPELINES
+from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import simulation_report
 
 MODEL = Path(__file__).parents[1] / "examples" / "hunyuanvideo.py"

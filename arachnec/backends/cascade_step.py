@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import ModelFile, own_errors

@@ -18,8 +18,8 @@ from arachnec.backends.cascade_step import (
     gradients_of,
     trained_parameters,
 )
-from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.models.file import ModelFile

@@ -1,17 +1,17 @@
-"""What an iteration would take, without running it, from the events over its program (``passes.simulation``)."""
+"""What an iteration would take, without running it, from the events over its program (``arachnec.simulation``)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.backends.timeline import COMPUTE, Timeline, imbalance
+from arachnec.analysis.memory import high_water
+from arachnec.analysis.uses import Values
+from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.topology import machines
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.values import Formula
-from arachnec.passes.checking.memory import high_water
-from arachnec.passes.checking.values import Values
-from arachnec.passes.data_sheets import find_data_sheet
-from arachnec.passes.simulation.events import Engine
-from arachnec.passes.topology import machines
+from arachnec.simulation.events import Engine
+from arachnec.views.timeline import COMPUTE, Timeline, imbalance
 
 FORWARDS = {Phase.TRAIN: 3.0, Phase.BACKWARD: 2.0, Phase.WEIGHT: 1.0}  # work of a phase in forwards; others are one
 

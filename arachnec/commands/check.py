@@ -15,11 +15,11 @@ def command(program: Path) -> None:
     Every clip reaches the gradient once with weight 1/N; no ranks wait for each other; every input is there before it
     is used; memory suffices at every moment. Exit code 2 and the reasons where one of these does not hold.
     """
+    from arachnec.analysis.memory import high_water
+    from arachnec.analysis.uses import Values
+    from arachnec.cluster.topology import machines, node_of
     from arachnec.commands.program_file import read_program
     from arachnec.passes.check import checked
-    from arachnec.passes.checking.memory import high_water
-    from arachnec.passes.checking.values import Values
-    from arachnec.passes.topology import machines, node_of
 
     module = checked(read_program(program))
     assert module.cluster is not None

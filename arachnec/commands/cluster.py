@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from arachnec.passes.machine import Device
+    from arachnec.cluster.nvidia_tools import Device
 
 TIMEOUT = 60  # s: a driver that hangs must not take the command with it
 
@@ -40,8 +40,8 @@ def detect(files: tuple[Path, ...], output: Path | None) -> None:
 
 
 def _saved(files: tuple[Path, ...]) -> str:
-    from arachnec.passes.cluster_detect import cluster_file
-    from arachnec.passes.machine import Device, is_device_list, parse_devices, parse_matrix
+    from arachnec.cluster.detect import cluster_file
+    from arachnec.cluster.nvidia_tools import Device, is_device_list, parse_devices, parse_matrix
 
     matrix, devices = None, tuple[Device, ...]()
     for file in files:
@@ -54,8 +54,8 @@ def _saved(files: tuple[Path, ...]) -> str:
 
 
 def _here() -> str:
-    from arachnec.passes.cluster_detect import cluster_file, cpu_file
-    from arachnec.passes.machine import QUERY, parse_devices, parse_matrix
+    from arachnec.cluster.detect import cluster_file, cpu_file
+    from arachnec.cluster.nvidia_tools import QUERY, parse_devices, parse_matrix
 
     devices = _by_nvml()
     if devices is None:
@@ -71,7 +71,7 @@ def _here() -> str:
 
 def _by_nvml() -> tuple[Device, ...] | None:
     """The devices by the driver's library, where its Python package is there and it answers; else None."""
-    from arachnec.passes.machine import Device
+    from arachnec.cluster.nvidia_tools import Device
 
     try:
         import pynvml

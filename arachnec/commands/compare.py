@@ -80,8 +80,8 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
 
 def drawing(model: Path, found: Sequence[Compared]) -> str:
     """Bars and timelines of all, as SVG."""
-    from arachnec.backends.comparison_svg import Plan, draw_comparison
     from arachnec.ir.nodes import quantity
+    from arachnec.views.comparison_svg import Plan, draw_comparison
 
     module = found[0].module
     assert module.cluster is not None
@@ -103,7 +103,7 @@ def drawing(model: Path, found: Sequence[Compared]) -> str:
 
 
 def names(pipelines: str | None) -> list[str]:
-    from arachnec.passes.pipelines import NOT_COMPARED, PIPELINES
+    from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
 
     if pipelines is None:
         return [name for name in PIPELINES if name not in NOT_COMPARED]

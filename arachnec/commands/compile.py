@@ -47,11 +47,11 @@ def command(
 ) -> None:
     """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and
     write the executable."""
-    from arachnec.backends.executable import demand_folder
     from arachnec.backends.torch_distributed.options import RunOptions
-    from arachnec.backends.training import Training
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
+    from arachnec.executable.folder import demand_folder
+    from arachnec.executable.training_options import Training
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from arachnec.backends.what_if import Answer
     from arachnec.ir.nodes import Module
+    from arachnec.views.what_if import Answer
 
 WITHOUT_FOLDER = "schedule-z3,place,bucket,lower,check"  # where no folder says what the plan was made by
 
@@ -26,12 +26,12 @@ def command(program: Path, budget: str, what_if: bool) -> None:
     idle; and what one more node, other degrees, more memory or encoders out of the way would make of it, each planned
     anew.
     """
-    from arachnec.backends.explain import Section, explain
-    from arachnec.backends.what_if import sentences
     from arachnec.commands.program_file import read_program
     from arachnec.commands.tables import terminal
-    from arachnec.passes.base import Duration
-    from arachnec.passes.options import BadOption, read
+    from arachnec.passes.infra.base import Duration
+    from arachnec.passes.infra.options import BadOption, read
+    from arachnec.views.explain import Section, explain
+    from arachnec.views.what_if import sentences
 
     try:
         milliseconds = float(read(Duration, budget))
@@ -50,10 +50,10 @@ def command(program: Path, budget: str, what_if: bool) -> None:
 
 def answers(program: Path, module: Module, budget_ms: float) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
-    from arachnec.backends.executable import HEADER, iteration_of, read_executable
-    from arachnec.backends.what_if import begin_of, what_if
-    from arachnec.passes.pipeline import Pipeline
-    from arachnec.passes.registry import installed, load_file
+    from arachnec.executable.folder import HEADER, iteration_of, read_executable
+    from arachnec.passes.infra.pipeline import Pipeline
+    from arachnec.passes.infra.registry import installed, load_file
+    from arachnec.views.what_if import begin_of, what_if
 
     if not (program / HEADER).is_file():
         return what_if(begin_of(module), Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)

@@ -13,7 +13,7 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.passes.instrument import pipeline_of
+from arachnec.passes.infra.instruments import pipeline_of
 
 
 @dataclass(frozen=True)

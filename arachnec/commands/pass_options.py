@@ -12,10 +12,10 @@ from typing import Any, ClassVar, TypeVar
 import click
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.passes.instrument import Dump, Instrument, PrintAfter, Reproducer, Timing
-from arachnec.passes.pipeline import Pipeline, did_you_mean
-from arachnec.passes.pipeline_errors import UnknownPass
-from arachnec.passes.registry import Registry, installed, load_file
+from arachnec.passes.infra.errors import UnknownPass
+from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
+from arachnec.passes.infra.pipeline import Pipeline, did_you_mean
+from arachnec.passes.infra.registry import Registry, installed, load_file
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

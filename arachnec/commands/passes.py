@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from arachnec.commands.pass_options import load_option
-from arachnec.passes import options
-from arachnec.passes.base import Pass
-from arachnec.passes.pipelines import PIPELINES
-from arachnec.passes.registry import Registry, installed, load_file
+from arachnec.passes.infra import options
+from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.registry import Registry, installed, load_file
 
 
 @click.command("passes")

@@ -23,10 +23,10 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
 
     {"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "vae", "ms": {"1": 41200, "2": 25100}}, ...]}]}
     """
+    from arachnec.cluster.file import parse_cluster
     from arachnec.ir.nodes import Level
-    from arachnec.passes.cluster_file import parse_cluster
-    from arachnec.passes.pipeline import Pipeline
-    from arachnec.passes.plan_table import read_table
+    from arachnec.passes.infra.pipeline import Pipeline
+    from arachnec.planning.duration_table import read_table
     from arachnec.report import plan_report
 
     measured = read_table(table, parse_cluster(cluster))

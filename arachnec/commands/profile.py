@@ -15,9 +15,9 @@ import click
 def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads."""
-    from arachnec.backends.local_profile import profile_here
     from arachnec.commands.tables import plain_table, terminal
     from arachnec.ir.diagnostic import counted
+    from arachnec.profiling.local import profile_here
 
     profile = profile_here(model, data, cluster, output)
     table = plain_table("measured")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from arachnec.backends.timeline import Timeline
     from arachnec.ir.nodes import Module
+    from arachnec.views.timeline import Timeline
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -28,13 +28,13 @@ def command(program: Path, html: Path | None, svg: Path | None, trace: Path | No
     """
     import json
 
-    from arachnec.backends.chrome_trace import chrome_trace
-    from arachnec.backends.executable_page import PAGE
-    from arachnec.backends.timeline import planned
-    from arachnec.backends.timeline_svg import draw
-    from arachnec.backends.timeline_terminal import gantt
     from arachnec.commands.tables import MOST_ROWS, cascade_table, terminal
     from arachnec.report import plan_report
+    from arachnec.views.chrome_trace import chrome_trace
+    from arachnec.views.executable_page import PAGE
+    from arachnec.views.timeline import planned
+    from arachnec.views.timeline_svg import draw
+    from arachnec.views.timeline_terminal import gantt
 
     module, measured = read_run(program)
     timelines = [planned(module), *measured]
@@ -60,9 +60,9 @@ def command(program: Path, html: Path | None, svg: Path | None, trace: Path | No
 
 def read_run(program: Path) -> tuple[Module, list[Timeline]]:
     """The program, and the timeline that was measured where it is a folder that was run: then that step's program."""
-    from arachnec.backends.executable import MEASURED, MEASURED_PROGRAM
-    from arachnec.backends.timeline import read_measured
     from arachnec.commands.program_file import read_program
+    from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM
+    from arachnec.views.timeline import read_measured
 
     if not program.is_dir() or not (program / MEASURED).is_file():
         return read_program(program), []
@@ -72,8 +72,8 @@ def read_run(program: Path) -> tuple[Module, list[Timeline]]:
 
 def page_of(program: Path, module: Module, measured: list[Timeline]) -> str:
     """The page; of an executable folder with its clips and versions."""
-    from arachnec.backends.executable import HEADER, read_clips, read_header
-    from arachnec.backends.executable_page import executable_page
+    from arachnec.executable.folder import HEADER, read_clips, read_header
+    from arachnec.views.executable_page import executable_page
 
     if not (program / HEADER).is_file():
         return executable_page(module, *measured)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 @click.option("--svg", type=click.Path(path_type=Path), help="Draw planned and simulated timelines there.")
 def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) -> None:
     """Check PROGRAM, an executable folder or a lowered .cascade file, and run it through the simulator."""
-    from arachnec.backends.chrome_trace import chrome_trace
     from arachnec.backends.simulator import simulate
-    from arachnec.backends.timeline import planned
-    from arachnec.backends.timeline_svg import draw
     from arachnec.commands.program_file import read_program
     from arachnec.passes.check import checked
     from arachnec.report import simulation_report
+    from arachnec.views.chrome_trace import chrome_trace
+    from arachnec.views.timeline import planned
+    from arachnec.views.timeline_svg import draw
 
     module = checked(read_program(program))
     simulation = simulate(module)
@@ -44,9 +44,9 @@ def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) 
 
 
 def _print(module: Module, simulation: Simulation) -> None:
-    from arachnec.backends.timeline_terminal import gantt
     from arachnec.commands.tables import ms, terminal
     from arachnec.ir.nodes import quantity
+    from arachnec.views.timeline_terminal import gantt
 
     console = terminal()
     console.print(gantt(module, simulation.timeline, width=min(100, console.width)))

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arachnec.backends.executable_page import PAGE
-from arachnec.backends.words import ms as ms
-from arachnec.backends.words import ranges as ranges
 from arachnec.ir.nodes import Module
+from arachnec.views.executable_page import PAGE
+from arachnec.views.format import ms as ms
+from arachnec.views.format import ranges as ranges
 
 if TYPE_CHECKING:
     from arachnec.driver import Compiled

@@ -1,4 +1,8 @@
-"""Floor 2: passes over the cascade IR, one file each."""
+"""Passes over the cascade IR, one file each, and what somebody who writes one imports.
+
+``from arachnec.passes import CostModel, Duration, Pass, Pipeline, registry, validate_schedule, with_times``. Each is
+imported when it is first asked for, so that listing the passes stays free of torch and z3.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from arachnec.passes.base import Duration, Pass
-    from arachnec.passes.pipeline import Pipeline
+    from arachnec.cost.model import CostModel
+    from arachnec.passes.infra import registry
+    from arachnec.passes.infra.base import Duration, Pass
+    from arachnec.passes.infra.pipeline import Pipeline
+    from arachnec.planning.formulate import with_times
+    from arachnec.planning.validate import validate_schedule
 
-__all__ = ["Duration", "Pass", "Pipeline"]
+__all__ = ["CostModel", "Duration", "Pass", "Pipeline", "registry", "validate_schedule", "with_times"]
 
-_HOMES = {"Duration": "base", "Pass": "base", "Pipeline": "pipeline"}
+_HOMES = {
+    "CostModel": "arachnec.cost.model",
+    "Duration": "arachnec.passes.infra.base",
+    "Pass": "arachnec.passes.infra.base",
+    "Pipeline": "arachnec.passes.infra.pipeline",
+    "validate_schedule": "arachnec.planning.validate",
+    "with_times": "arachnec.planning.formulate",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "registry":
+        return importlib.import_module("arachnec.passes.infra.registry")
     if name in _HOMES:
-        return getattr(importlib.import_module(f"arachnec.passes.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'arachnec.passes' has no attribute {name!r}")

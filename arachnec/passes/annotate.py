@@ -12,12 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
-from arachnec.passes.base import Pass
-from arachnec.passes.data_sheets import find_data_sheet
-from arachnec.passes.profile_file import (
+from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cost.profile import (
     Profile,
     StageNotProfiled,
     find_clip_time,
@@ -26,7 +22,11 @@ from arachnec.passes.profile_file import (
     formula_of,
     read_profile,
 )
-from arachnec.passes.stage_sizes import crowding
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, quantity
+from arachnec.ir.stage_sizes import crowding
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
 BLOCK_OVERHEAD = 0.15  # ms, where the device has no data sheet

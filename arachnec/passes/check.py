@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.base import Pass
-from arachnec.passes.checking.deadlock import check_deadlock
-from arachnec.passes.checking.gradient import check_gradient
-from arachnec.passes.checking.inputs import check_inputs
-from arachnec.passes.checking.memory import check_memory
-from arachnec.passes.checking.structure import check_structure
-from arachnec.passes.checking.values import Values
-from arachnec.passes.lower import NoCluster
+from arachnec.lowering.programs import NoCluster
+from arachnec.passes.infra.base import Pass
+from arachnec.verification.deadlock import check_deadlock
+from arachnec.verification.gradient import check_gradient
+from arachnec.verification.inputs import check_inputs
+from arachnec.verification.memory import check_memory
+from arachnec.verification.structure import check_structure
 
 RULES: tuple[Callable[[Values], Iterator[Diagnostic]], ...] = (
     check_gradient,

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from arachnec.cluster.device_specs import find_data_sheet
 from arachnec.ir.nodes import Fused, Graph, Level, Module
 from arachnec.ir.values import Attributes, Formula, Term
-from arachnec.passes.base import Pass
-from arachnec.passes.data_sheets import find_data_sheet
+from arachnec.passes.infra.base import Pass
 
 if TYPE_CHECKING:
     import sympy
 
-    from arachnec.passes.fusion.cost import RegionCost
-    from arachnec.passes.fusion.graph import FusionGraph
-    from arachnec.passes.shape_constraints import Range, ShapeConstraints
+    from arachnec.fusion.cost import RegionCost
+    from arachnec.fusion.graph import FusionGraph
+    from arachnec.fusion.shape_constraints import Range, ShapeConstraints
 
 GIB = 2**30
 
@@ -34,7 +34,7 @@ class Fuse(Pass):
     gives: ClassVar[Level] = Level.TRACED
 
     def run(self, module: Module) -> Module:
-        from arachnec.passes.shape_constraints import likely_sizes
+        from arachnec.fusion.shape_constraints import likely_sizes
 
         likely = likely_sizes(module)
         sheet = None if module.cluster is None else find_data_sheet(str(module.cluster.attrs.get("device", "")))
@@ -44,12 +44,12 @@ class Fuse(Pass):
 
 def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidth: float | None = None) -> Graph:
     """``graph`` with its fused regions. ``likely`` are the sizes the cost model sees, ``bandwidth`` is in bytes/s."""
-    from arachnec.passes.fusion.cost import Machine, RegionCost
-    from arachnec.passes.fusion.explain import left_alone, reasons
-    from arachnec.passes.fusion.graph import FusionGraph, bits
-    from arachnec.passes.fusion.match import biased_gelus
-    from arachnec.passes.fusion.search import find_regions
-    from arachnec.passes.shape_constraints import LIKELY, constraints_of
+    from arachnec.fusion.cost import Machine, RegionCost
+    from arachnec.fusion.explain import left_alone, reasons
+    from arachnec.fusion.graph import FusionGraph, bits
+    from arachnec.fusion.match import biased_gelus
+    from arachnec.fusion.search import find_regions
+    from arachnec.fusion.shape_constraints import LIKELY, constraints_of
 
     known = FusionGraph(graph, constraints_of(graph, LIKELY if likely is None else likely))
     cost = RegionCost(known, Machine() if bandwidth is None else Machine(bandwidth))
@@ -71,11 +71,11 @@ def fuse_graph(graph: Graph, likely: Mapping[str, Range] | None = None, bandwidt
 
 
 def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped: tuple[str, ...]) -> Fused:
-    from arachnec.passes.fusion.backward import alone, together
-    from arachnec.passes.fusion.cost import Price
-    from arachnec.passes.fusion.graph import bits
-    from arachnec.passes.fusion.match import kernel_name
-    from arachnec.passes.fusion.parts import chosen_matches, is_single, launches_of, rest_of
+    from arachnec.fusion.backward import alone, together
+    from arachnec.fusion.cost import Price
+    from arachnec.fusion.graph import bits
+    from arachnec.fusion.match import kernel_name
+    from arachnec.fusion.parts import chosen_matches, is_single, launches_of, rest_of
 
     price = cost.price(region)
     assert isinstance(price, Price)

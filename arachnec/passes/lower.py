@@ -1,53 +1,16 @@
-"""``lower``: a placed module to one instruction list per rank.
-
-All lists are projections of *one* global order of events: every cascade at its start, every handoff as one event right
-after its producer ends. So the lists cannot deadlock even where a send is a rendezvous, and on every pair of ranks the
-sends and the receives stand in the same order. ``docs/check.md`` says how a back end may run them less strictly.
-"""
+"""``lower``: a placed module to one instruction list per rank (``arachnec.lowering.programs``)."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
-    Cascade,
-    Cluster,
-    Instruction,
     Level,
     Module,
-    Phase,
-    Program,
-    Stage,
-    integers,
-    quantity,
 )
-from arachnec.ir.values import Attributes, Quantity, Value
-from arachnec.passes.base import Pass
-from arachnec.passes.lower_order import (
-    COMPUTE,
-    GIB,
-    HANDOFF,
-    Handoff,
-    Place,
-    evaluate,
-    forward_share,
-    global_order,
-    output_gib,
-    plan_frees,
-    plan_handoffs,
-    reads_saved,
-)
-from arachnec.passes.lower_sums import sums_start_inside, synchronisation
-
-
-@dataclass(frozen=True)
-class NoCluster(Diagnostic):
-    title: ClassVar[str] = "module @{module} has no cluster"
-    help: ClassVar[str] = "say where it runs: `cluster @pod {{ nodes = 2, gpus = 8, ... }}`"
-    module: str
+from arachnec.lowering.programs import lower
+from arachnec.passes.infra.base import Pass
 
 
 @dataclass(frozen=True)
@@ -59,121 +22,3 @@ class Lower(Pass):
 
     def run(self, module: Module) -> Module:
         return lower(module)
-
-
-def lower(module: Module) -> Module:
-    """The module at level ``lowered``: a program for every rank of the cluster, its other parts as they were.
-
-    Raises UserError for a plan that no order of instructions can follow.
-    """
-    if module.cluster is None:
-        raise UserError(NoCluster(module.span, module.name))
-    order = global_order(module.cascades)
-    handoffs = plan_handoffs(module, module.cluster, order)
-    lists = compute_lists(module, module.cluster, order, handoffs)
-    resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
-    ends = synchronisation(module, module.cluster, resident, sums_start_inside(lists))
-    states = {
-        rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
-        for rank in range(module.cluster.world)
-    }
-    programs = tuple(
-        Program(rank, (*lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
-        for rank in range(module.cluster.world)
-    )
-    return replace(module, level=Level.LOWERED, programs=programs)
-
-
-def compute_lists(
-    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]
-) -> dict[int, list[Instruction]]:
-    """Every rank's instructions up to the gradient synchronisation."""
-    placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}
-    for handoff in handoffs:
-        name = order[handoff.producer].name
-        held = _some(handoff.size / GIB)
-        send = Instruction("send", name, (handoff.target,), Attributes.of(bytes=handoff.size))
-        receive = Instruction("receive", name, (handoff.source,), Attributes.of(bytes=handoff.size, memory=held))
-        placed[handoff.source].append(((handoff.slot, HANDOFF), send))
-        placed[handoff.target].append(((handoff.slot, HANDOFF), receive))
-    stages = {stage.name: stage for stage in module.stages}
-    count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
-    position = {cascade.name: i for i, cascade in enumerate(order)}
-    for i, cascade in enumerate(order):
-        inputs = math.fsum(
-            output_gib(order[position[name]], cascade, stages)
-            for name in cascade.inputs
-            if not reads_saved(cascade, order[position[name]])
-        )
-        for instruction in instructions_of(cascade, stages[cascade.stage], count, inputs):
-            for rank in cascade.ranks:
-                placed[rank].append(((i, COMPUTE), instruction))
-    for rank, place, name in plan_frees(cluster, order, handoffs):
-        placed[rank].append((place, Instruction("free", name)))
-    return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
-
-
-def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -> tuple[Instruction, ...]:
-    """What every rank of a cascade does for it.
-
-    ``clips`` are those of the global batch; ``inputs`` are the GiB of what the cascade reads, which its planned memory
-    includes and which here are held on their own, from their receive to their free.
-    """
-    own = max(0.0, _gib(cascade.attrs.get("memory")) - inputs)
-    group = cascade.ranks
-    duration = max(0.0, cascade.end - cascade.start)
-    if cascade.phase is Phase.TRAIN:
-        first = duration * forward_share(cascade, stage)
-        backward = _times(cascade.start + first, duration - first)
-        return (
-            Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, first, own)),
-            Instruction("backward", cascade.name, group, backward),
-        )
-    if cascade.phase is Phase.FORWARD:
-        return (Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, duration, own)),)
-    attrs = _times(cascade.start, duration)
-    if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
-        output = evaluate(stage.attrs.get("output"), cascade)
-        attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
-        group = () if cascade.phase is Phase.ENCODE and len(group) == 1 else group
-    return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
-
-
-def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
-    """The ranks that hold a stage's parameters.
-
-    Encoders and stages trained as a whole are on every rank, so that the next iteration may place its cascades
-    anywhere; the stages of a pipeline or of a sampling chain are where their cascades run. ``ranks`` on a stage's
-    reduce overrides both.
-    """
-    for reduce in module.reductions:
-        if reduce.stage == stage.name and "ranks" in reduce.attrs:
-            return frozenset(integers(reduce.attrs["ranks"]))
-    own = [cascade for cascade in module.cascades if cascade.stage == stage.name]
-    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
-        return frozenset(range(cluster.world))
-    return frozenset(rank for cascade in own for rank in cascade.ranks)
-
-
-def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) -> Attributes:
-    attrs = cascade.attrs
-    return _times(cascade.start, duration).updated(
-        memory=Quantity(own, "GiB"),
-        weight=len(cascade.clips) / clips,
-        ulysses=attrs.get("ulysses"),
-        ring=attrs.get("ring"),
-        shards=attrs.get("shards"),
-        recompute=attrs.get("recompute"),
-    )
-
-
-def _times(start: float, duration: float) -> Attributes:
-    return Attributes.of(time=Quantity(duration, "ms"), start=Quantity(start, "ms"))
-
-
-def _some(gib: float) -> Quantity | None:
-    return Quantity(gib, "GiB") if gib > 0 else None
-
-
-def _gib(value: Value | None) -> float:
-    return 0.0 if value is None else quantity(value)

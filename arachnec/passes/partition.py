@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
+from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.values import Formula
-from arachnec.passes.base import Pass
-from arachnec.passes.profile_file import exponent_of, read_profile
+from arachnec.passes.infra.base import Pass
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, integer, quantity
 from arachnec.ir.values import Quantity
+from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
-from arachnec.passes.base import Pass
-from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel
-from arachnec.passes.lower_order import forward_share
-from arachnec.passes.place import in_order
-from arachnec.passes.scheduling.module import problem_of
-from arachnec.passes.scheduling.problem import TICKS
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.formulate import problem_of
+from arachnec.planning.placement import in_order
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import TICKS
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Dynamic context parallelism as Megatron-Core schedules it ("hybrid context parallel").
+"""``schedule-dynamic-cp``: dynamic context parallelism as Megatron-Core schedules it.
 
-Every sequence gets the smallest power of two of GPUs that holds it; its work is estimated as S^2 / cp. Then rounds are
-filled greedily: the heaviest sequence opens a group and sets the pace; others join the least loaded group of their size
-while that stays within the pace, or open a group while GPUs are free; the rest waits for the next round. GPUs that are
-left over double a group. All ranks meet between rounds, because groups change. `docs/rivals.md` says what differs.
+``arachnec.planning.baselines.dynamic_cp`` has the algorithm.
 """
 
 from __future__ import annotations
@@ -11,17 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.base import Pass
-from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.groups import Group, chain_ticks, in_rounds, power_sizes, sinks_of
-from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
-from arachnec.passes.stage_sizes import times_of
-
-PACE = 1.05  # of the heaviest sequence's work, up to which a group is filled
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.baselines.dynamic_cp import in_dynamic_rounds
+from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import Solution
 
 
 @dataclass(frozen=True)
@@ -48,69 +42,3 @@ class ScheduleDynamicCp(Pass):
         schedule = in_dynamic_rounds(module, problem, self.tokens)
         bound = lower_bound(problem)
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
-
-
-def in_dynamic_rounds(module: Module, problem: Problem, tokens: int | None = None) -> Schedule:
-    """The cascades of a module in rounds, with at most ``tokens`` of a sequence per GPU."""
-    work: dict[int, float] = {}
-    wanted: dict[int, float] = {}
-    for sink in sinks_of(problem):
-        cascade = module.cascades[sink]
-        # a measured cascade has no tokens to speak of: its time on the fewest GPUs stands for S^2
-        measured = times_of(cascade)
-        work[sink] = min(measured.items())[1] if measured else float(cascade.batch * cascade.tokens**2)
-        wanted[sink] = cascade.tokens / tokens if tokens and not measured else 1
-    return in_rounds(problem, dynamic_rounds(problem, work, wanted))
-
-
-def dynamic_rounds(problem: Problem, work: dict[int, float], wanted: dict[int, float]) -> list[list[Group]]:
-    """Rounds of groups; ``work`` is S^2 of every chain, ``wanted`` the fewest GPUs that it should be on."""
-    sizes = power_sizes(problem.gpus)
-    needed = {
-        sink: next(
-            size
-            for size in sizes
-            if size == problem.gpus or (size >= wanted[sink] and chain_ticks(problem, sink, size) is not None)
-        )
-        for sink in work
-    }
-    pending = sorted(work, key=lambda sink: (-work[sink] / needed[sink], sink))
-    rounds: list[list[Group]] = []
-    while pending:
-        groups, pending = _one_round(pending, work, needed, problem.gpus)
-        rounds.append(groups)
-    return rounds
-
-
-def _one_round(
-    pending: list[int], work: dict[int, float], needed: dict[int, int], gpus: int
-) -> tuple[list[Group], list[int]]:
-    free = gpus
-    size: list[int] = []
-    load: list[float] = []
-    given: list[list[int]] = []
-    waiting: list[int] = []
-    pace = PACE * work[pending[0]] / needed[pending[0]]
-    for sink in pending:
-        cp = needed[sink]
-        share = work[sink] / cp
-        alike = [g for g in range(len(size)) if size[g] == cp and load[g] + share <= pace]
-        if free >= cp:
-            free -= cp
-            size.append(cp)
-            load.append(share)
-            given.append([sink])
-        elif alike:
-            g = min(alike, key=lambda g: load[g])
-            load[g] += share
-            given[g].append(sink)
-        else:
-            waiting.append(sink)
-    while True:
-        fitting = [g for g in range(len(size)) if size[g] <= free]
-        if not fitting:
-            break
-        g = max(fitting, key=lambda g: (load[g], -size[g]))
-        free -= size[g]
-        size[g], load[g] = 2 * size[g], load[g] / 2
-    return [Group(*group) for group in zip(size, map(tuple, given), strict=True)], waiting

@@ -1,32 +1,20 @@
-"""Degrees and priorities by a genetic search over list schedules, as Arachne plans.
+"""``schedule-genetic``: degrees and priorities by a genetic search, as Arachne plans.
 
-An individual is a degree and a priority for every cascade. It is decoded by list scheduling: the ready cascade of
-highest priority takes the GPUs that let it start first, preferring one node; a cascade on several nodes takes longer by
-Arachne's contention penalty (``topology.penalty``). Fitness is the makespan so decoded. Tournaments choose parents,
-uniform crossover mixes them, mutation moves a degree by one place or draws a priority anew, and the best two survive.
-`docs/rivals.md` says what differs from the original.
+``arachnec.planning.baselines.genetic`` has the algorithm.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.ir.nodes import Cluster, Level, Module
-from arachnec.passes.base import Pass
-from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.heuristics import degrees_for, topological
-from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
-from arachnec.passes.topology import penalty
-
-TOURNAMENT = 3
-ELITE = 2
-MUTATION = 0.05  # of the genes
+from arachnec.cost.model import CostModel
+from arachnec.ir.nodes import Level, Module
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.baselines.genetic import ELITE, decode, evolve
+from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import Solution
 
 
 @dataclass(frozen=True)
@@ -47,91 +35,3 @@ class ScheduleGenetic(Pass):
         schedule = decode(problem, cost.cluster, best)[0]
         bound = lower_bound(problem)
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
-
-
-@dataclass(frozen=True)
-class Individual:
-    """For every job the index of its choice and a priority; larger goes first."""
-
-    picks: tuple[int, ...]
-    priorities: tuple[float, ...]
-
-
-def evolve(
-    problem: Problem,
-    cluster: Cluster,
-    generations: int,
-    population: int,
-    seed: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> Individual:
-    """The best individual of all generations, or of those before ``stop`` says so."""
-    dice = random.Random(seed)
-    bound = lower_bound(problem)
-    people = [_first(problem, bound, dice) for _ in range(population)]
-    rated = sorted((decode(problem, cluster, one)[1], number, one) for number, one in enumerate(people))
-    for _ in range(generations):
-        if stop():
-            break
-        children = [one for _, _, one in rated[:ELITE]]
-        while len(children) < population:
-            # the best of a few drawn at random has the lowest place
-            mother, father = (rated[min(dice.choices(range(population), k=TOURNAMENT))][2] for _ in range(2))
-            children.append(_mutated(problem, _crossed(mother, father, dice), dice))
-        rated = sorted((decode(problem, cluster, one)[1], number, one) for number, one in enumerate(children))
-    return rated[0][2]
-
-
-def decode(problem: Problem, cluster: Cluster, one: Individual) -> tuple[Schedule, float]:
-    """The list schedule of an individual, and its makespan in ticks with penalties."""
-    free = [0.0] * problem.gpus
-    ends = [0.0] * len(problem.jobs)
-    starts = [0] * len(problem.jobs)
-    for index in topological(problem, lambda j: (-one.priorities[j], j)):
-        choice = problem.jobs[index].choices[one.picks[index]]
-        ready = max((ends[j] for j in problem.jobs[index].before), default=0.0)
-        ranks = _first_free(cluster, free, choice.degree, ready)
-        starts[index] = math.ceil(max(ready, *(free[rank] for rank in ranks)))
-        between = ranks[0] // cluster.gpus != ranks[-1] // cluster.gpus
-        ends[index] = starts[index] + choice.ticks * (penalty(cluster, ranks) if between else 1.0)
-        for rank in ranks:
-            free[rank] = ends[index]
-    return Schedule(one.picks, tuple(starts)), max(ends, default=0.0)
-
-
-def _first_free(cluster: Cluster, free: list[float], degree: int, ready: float) -> tuple[int, ...]:
-    """The GPUs on which a cascade can start first; of those of one node, if that costs no time."""
-    gpus = cluster.gpus
-    soonest = sorted(range(len(free)), key=free.__getitem__)[:degree]
-    start = max(ready, free[soonest[-1]])
-    if degree <= gpus and len({rank // gpus for rank in soonest}) > 1:
-        for first in range(0, len(free), gpus):
-            idle = [rank for rank in range(first, first + gpus) if free[rank] <= start]
-            if len(idle) >= degree:
-                return tuple(idle[:degree])
-    return tuple(sorted(soonest))
-
-
-def _first(problem: Problem, bound: int, dice: random.Random) -> Individual:
-    """Degrees for a threshold somewhere above the bound, and random priorities."""
-    picks = degrees_for(problem, bound * dice.uniform(1.0, 2.0))
-    return Individual(picks, tuple(dice.random() for _ in problem.jobs))
-
-
-def _crossed(mother: Individual, father: Individual, dice: random.Random) -> Individual:
-    mask = [dice.random() < 0.5 for _ in mother.picks]
-    return Individual(
-        tuple(m if hers else f for m, f, hers in zip(mother.picks, father.picks, mask, strict=True)),
-        tuple(m if hers else f for m, f, hers in zip(mother.priorities, father.priorities, mask, strict=True)),
-    )
-
-
-def _mutated(problem: Problem, one: Individual, dice: random.Random) -> Individual:
-    picks, priorities = list(one.picks), list(one.priorities)
-    chance = max(MUTATION, 1 / len(picks)) if picks else 0.0
-    for index, job in enumerate(problem.jobs):
-        if dice.random() < chance:
-            picks[index] = min(max(picks[index] + dice.choice((-1, 1)), 0), len(job.choices) - 1)
-        if dice.random() < chance:
-            priorities[index] = dice.random()
-    return Individual(tuple(picks), tuple(priorities))

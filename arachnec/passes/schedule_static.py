@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.base import Pass
-from arachnec.passes.bound import lower_bound
-from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.fixed import at_least, best_one_degree, deal
-from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.problem import Problem, Schedule, Solution
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import Problem, Schedule, Solution
+from arachnec.solver.static_layouts import at_least, best_one_degree, deal
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Degrees and start times for all cascades: a bound, heuristics in milliseconds, then Z3 improves and proves.
 
 1. A lower bound that holds for every schedule (``bound``).
-2. The best packing in aligned blocks, list schedule or fixed layout (``scheduling.blocks``, ``scheduling.heuristics``).
-3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``scheduling.repack``); annealing
-   where jobs wait for others or blocks waste GPUs (``scheduling.anneal``).
-4. Of a few jobs that do not wait, the shortest packing (``scheduling.exact``).
+2. The best packing in aligned blocks, list schedule or fixed layout (``block_packing``, ``list_schedule``).
+3. Large-neighbourhood search on the packing, with Z3 on two blocks where it stalls (``large_neighbourhood``); annealing
+   where jobs wait for others or blocks waste GPUs (``annealing``).
+4. Of a few jobs that do not wait, the shortest packing (``exact_packing``).
 5. Small problems go to Z3 whole, by bisection between bound and incumbent, until the incumbent is proved optimal or the
-   budget is spent (``scheduling.matrix``; with precedence ``scheduling.window``). Of larger ones with precedence Z3
-   improves the tail (``scheduling.tail``), taking turns with annealing.
+   budget is spent (``z3_assignment``; with precedence ``z3_schedule``). Of larger ones with precedence Z3
+   improves the tail (``tail``), taking turns with annealing.
 
 The module then says makespan, bound, and whether the makespan was proved optimal. ``bound`` stays the bound of step 1
 unless Z3 excluded more than it: then it is the shortest makespan not excluded, which equals the makespan where that is
@@ -20,19 +20,19 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.base import Duration, Pass
-from arachnec.passes.bound import lower_bound
-from arachnec.passes.bound_mixed import mixed_bound
-from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.candidates import few_layouts, named_layouts
-from arachnec.passes.scheduling.clock import Clock
-from arachnec.passes.scheduling.mixed import best_on_mixed
-from arachnec.passes.scheduling.module import problem_of, scheduled
-from arachnec.passes.scheduling.placed import Measure, Placing, best_placed, placing_is_quick
-from arachnec.passes.scheduling.problem import TICKS, Problem, Schedule, Solution
-from arachnec.passes.scheduling.search import TRIES, TRIES_OF_FEW, first_nested, repack, solve
-from arachnec.passes.stage_sizes import times_of
+from arachnec.ir.stage_sizes import times_of
+from arachnec.passes.infra.base import Duration, Pass
+from arachnec.planning.candidates import few_layouts, named_layouts
+from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.planning.mixed_bound import mixed_bound
+from arachnec.planning.mixed_nodes import best_on_mixed
+from arachnec.planning.placed_search import Measure, Placing, best_placed, placing_is_quick
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.budget import Clock
+from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
+from arachnec.solver.search import TRIES, TRIES_OF_FEW, first_nested, repack, solve
 
 DEFAULT_BUDGET = Duration(2000.0)
 MIXED_SHARE = 0.3  # of the budget, for schedules for fewer GPUs where nodes differ

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module, Stage, quantity
 from arachnec.ir.values import Quantity
-from arachnec.passes.base import Pass
+from arachnec.passes.infra.base import Pass
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
 

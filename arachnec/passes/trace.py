@@ -15,14 +15,14 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Stage
-from arachnec.passes.tracing.blocks import CapturedModel, capture_blocks
-from arachnec.passes.tracing.cost import encoder_stage, trained_stage
-from arachnec.passes.tracing.dims import S
-from arachnec.passes.tracing.errors import CannotRecord, CannotTake
-from arachnec.passes.tracing.graph import block_graph
-from arachnec.passes.tracing.record import flatten_call, training_mode
-from arachnec.passes.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders
-from arachnec.passes.tracing.sequence import gather_warnings, shard_block
+from arachnec.spmd.rewrite import gather_warnings, shard_block
+from arachnec.tracing.blocks import CapturedModel, capture_blocks
+from arachnec.tracing.cost import encoder_stage, trained_stage
+from arachnec.tracing.dims import S
+from arachnec.tracing.errors import CannotRecord, CannotTake
+from arachnec.tracing.graph import block_graph
+from arachnec.tracing.record import flatten_call, training_mode
+from arachnec.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders
 
 TRAINED = "dit"
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arachnec.kernels.bias_gelu import bias_gelu
-from arachnec.kernels.gate_residual import gate_residual
-from arachnec.kernels.norm_modulate import gate_residual_norm_modulate, norm_modulate
-from arachnec.kernels.norm_rope import norm_rope
+from arachnec.kernels.rowwise.bias_gelu import bias_gelu
+from arachnec.kernels.rowwise.gate_residual import gate_residual
+from arachnec.kernels.rowwise.norm_modulate import gate_residual_norm_modulate, norm_modulate
+from arachnec.kernels.rowwise.norm_rope import norm_rope
 
 LAYOUTS = ("batch 1", "batch 4", "packed")
 HEAD = 128

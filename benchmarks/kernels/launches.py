@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arachnec.kernels import bias_gelu, gate_residual, norm_launch, rope_launch
-from arachnec.kernels.norm_plain import Vectors
-from arachnec.kernels.rope_plain import Rope
-from arachnec.kernels.row_groups import RowGroups
+from arachnec.kernels.rowwise import bias_gelu, gate_residual, norm_launch, rope_launch
+from arachnec.kernels.rowwise.norm_plain import Vectors
+from arachnec.kernels.rowwise.rope_plain import Rope
+from arachnec.kernels.rowwise.row_groups import RowGroups
 
 HEAD = 128
 

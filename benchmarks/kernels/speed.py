@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import KERNELS, LAYOUTS, Case, cases, segment_of
 from estimates import without_gpu
 
-from arachnec.kernels import norm_launch, row_launch
-from arachnec.kernels.row_launch import Launch
+from arachnec.kernels.rowwise import norm_launch, row_launch
+from arachnec.kernels.rowwise.row_launch import Launch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

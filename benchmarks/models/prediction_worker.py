@@ -12,19 +12,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.profiler import TRAINING, Profiler
 from arachnec.backends.torch_distributed.agreement import gather
-from arachnec.backends.torch_distributed.channels import wanted_groups, wanted_sums
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, run_iteration
+from arachnec.backends.torch_distributed.process_groups import wanted_groups, wanted_sums
 from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
-from arachnec.kernels.process_groups import ProcessGroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.models.file import load_model_file
+from arachnec.profiling.profiler import TRAINING, Profiler
 
 MODEL = Path(__file__).with_name("prediction_model.py")
 

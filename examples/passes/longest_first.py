@@ -7,10 +7,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.base import Pass
-from arachnec.passes.cost import CostModel
-from arachnec.passes.scheduling.module import with_times
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.formulate import with_times
 
 
 @dataclass(frozen=True)

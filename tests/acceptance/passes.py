@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.base import Pass
-from arachnec.passes.cost import CostModel
+from arachnec.passes.infra.base import Pass
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from arachnec.backends.executable import read_executable
 from arachnec.backends.reference import run_reference
+from arachnec.executable.folder import read_executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Phase
 from tests.distributed.executor_cases import Work, clip, executable

@@ -9,12 +9,12 @@ import pytest
 
 from arachnec.backends.simulator import simulate
 from arachnec.cli import run
+from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.check import checked
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.scheduling.check import validate_schedule
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.validate import validate_schedule
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))

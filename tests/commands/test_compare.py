@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.comparison_svg import MOST_ROWS, Plan, draw_comparison
 from arachnec.backends.simulator import model_flops_utilization
-from arachnec.backends.timeline import Interval, Timeline
 from arachnec.cli import run
+from arachnec.cluster.device_specs import DATA_SHEETS
 from arachnec.commands.tables import comparison_bars
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
-from arachnec.passes.data_sheets import DATA_SHEETS
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.views.comparison_svg import MOST_ROWS, Plan, draw_comparison
+from arachnec.views.timeline import Interval, Timeline
 from tests.commands.small_model import MODEL
 
 PIPELINES = ("data-parallel", "default", "same-bucket")

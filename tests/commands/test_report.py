@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.simulator import simulate
-from arachnec.backends.timeline import planned
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level
 from arachnec.ir.parser import parse_file
-from arachnec.passes.cost import CostModel
 from arachnec.report import plan_report, synchronisation_ms
+from arachnec.views.timeline import planned
 
 BUCKETS = Path(__file__).parents[1] / "golden" / "check" / "buckets_valid.cascade"
 

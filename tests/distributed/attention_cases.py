@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from arachnec.kernels.distributed_attention import distributed_attention
-from arachnec.kernels.exchange import gather_tokens, shard_tokens
-from arachnec.kernels.process_groups import ProcessGroups, subgroups
-from arachnec.kernels.sequence_shard import SequenceShard
+from arachnec.kernels.attention.distributed_attention import distributed_attention
+from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
+from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

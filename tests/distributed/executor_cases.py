@@ -14,15 +14,15 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.executable import write_executable
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
+from arachnec.executable.folder import write_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
-from arachnec.passes.lower import lower
 from tests.distributed.harness import run_ranks
 
 MODEL = """
@@ -249,8 +249,8 @@ def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
 
 
 def _train(folder: Path, options: RunOptions) -> None:
-    from arachnec.backends.executable import read_executable
     from arachnec.backends.torch_distributed.training_run import train
+    from arachnec.executable.folder import read_executable
 
     train(read_executable(folder), options, torch.device("cpu"))
 

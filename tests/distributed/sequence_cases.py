@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.sequence_blocks import SequenceModel, install
-from arachnec.backends.torch_distributed.sequence import fuse_as_planned
-from arachnec.kernels.process_groups import ProcessGroups, subgroups
-from arachnec.passes.tracing.blocks import capture_blocks
+from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
+from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.tracing.blocks import capture_blocks
 from tests.distributed.harness import PRELOAD, ROOT
-from tests.models.sequence_models import MODELS, Size
+from tests.spmd.sequence_models import MODELS, Size
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.kernels.sequence_shard import even_split
+from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.attention_cases import Case, check
 from tests.distributed.harness import run_ranks
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.executable import read_executable
+from arachnec.analysis.receive_prefetch import planned_memory, posting_order
+from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import training_run
-from arachnec.backends.torch_distributed.ahead import Ahead, encoders_first
+from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
 from arachnec.backends.torch_distributed.gradients import GradientSums
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.training import Training
+from arachnec.executable.folder import read_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.checking.values import Values
-from arachnec.passes.simulation.posting import planned_memory, posting_order
 from tests.distributed.executor_cases import Work, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from arachnec.backends.executable import read_executable
 from arachnec.backends.reference import run_reference
-from arachnec.backends.training import Training
+from arachnec.executable.folder import read_executable
+from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import (
     Work,
     assert_same_gradients,

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from arachnec.backends import fused_block
-from arachnec.backends.executable import GRAPHS, read_executable
-from arachnec.backends.fused_block import Region
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import train
+from arachnec.codegen import fused_block
+from arachnec.codegen.fused_block import Region
+from arachnec.executable.folder import GRAPHS, read_executable
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.printer import print_module
 from arachnec.models.file import load_model_file
 from arachnec.passes.fuse import fuse_graph
-from arachnec.passes.tracing.blocks import capture_blocks
-from arachnec.passes.tracing.graph import block_graph
-from arachnec.passes.tracing.sample import example_calls
+from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.graph import block_graph
+from arachnec.tracing.sample import example_calls
 from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 

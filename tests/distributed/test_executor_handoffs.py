@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arachnec.analysis.receive_prefetch import planned_memory, posting_order
+from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Stage
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.checking.values import Values
-from arachnec.passes.simulation.posting import planned_memory, posting_order
 
 
 def gib(**values: float) -> Attributes:

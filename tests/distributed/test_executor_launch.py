@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from arachnec.backends.torch_distributed.agreement import agree
-from arachnec.backends.training import Training
+from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
 from tests.distributed.executor_cases import (
     Work,

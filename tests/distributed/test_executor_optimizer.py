@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm
-from arachnec.backends.training import Training
+from arachnec.executable.training_options import Training
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -34,8 +34,8 @@ def fabric() -> Iterator[ModuleType]:
 def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_loss(
     fabric: ModuleType, tmp_path: Path
 ) -> None:
-    from arachnec.backends.executable import read_executable
     from arachnec.backends.reference import run_reference
+    from arachnec.executable.folder import read_executable
 
     bench = importlib.import_module("four_hosts")
     clips, cluster = tmp_path / "clips.jsonl", tmp_path / "cluster.toml"

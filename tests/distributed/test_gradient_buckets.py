@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.executable import write_executable
+from arachnec.analysis.uses import sums_inside
 from arachnec.backends.torch_distributed.gradients import GradientSums
-from arachnec.backends.training import Training
+from arachnec.executable.folder import write_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.kernels.process_groups import ProcessGroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.lowering.programs import lower
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import find_problems
-from arachnec.passes.checking.values import sums_inside
-from arachnec.passes.lower import lower
 from tests.distributed.executor_cases import (
     MODEL,
     Work,

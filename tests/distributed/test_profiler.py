@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from arachnec.backends.local_profile import Measured
-from arachnec.backends.profile_points import SHAPES, choose_points
-from arachnec.backends.profiler import Profiler
+from arachnec.cost.profile import fit_profile
 from arachnec.models.file import load_model_file
-from arachnec.passes.profile_file import fit_profile
+from arachnec.profiling.local import Measured
+from arachnec.profiling.points import SHAPES, choose_points
+from arachnec.profiling.profiler import Profiler
 from tests.distributed.executor_cases import ENCODER, MODEL, clip
 from tests.distributed.harness import run_ranks
 
@@ -73,7 +73,7 @@ def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(
 
 def every_clip(model: str, budget_s: float) -> Measured:
     clips = [clip(str(frames), frames) for frames in range(1, 12)]
-    with mock.patch.multiple("arachnec.backends.profiler", BUDGET_S=budget_s, ROUNDS=(1, 1)):
+    with mock.patch.multiple("arachnec.profiling.profiler", BUDGET_S=budget_s, ROUNDS=(1, 1)):
         return Profiler(load_model_file(model), clips, torch.device("cpu"), 2).measure()
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from arachnec.backends.executable import iteration_of, read_executable, write_executable
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import train
-from arachnec.backends.training import Training
+from arachnec.executable.folder import iteration_of, read_executable, write_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.models.file import load_model_file
-from arachnec.passes.pipeline import Pipeline
-from arachnec.passes.pipelines import PIPELINES
-from arachnec.passes.tracing import blocks as trace_blocks
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.tracing import blocks as trace_blocks
 from tests.distributed.executor_cases import (
     ENCODER,
     MODEL,

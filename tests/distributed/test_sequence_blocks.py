@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from arachnec.kernels.sequence_shard import even_split
+from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.sequence_cases import Step, compare
-from tests.models.sequence_models import MODELS, ModelCase, Size
+from tests.spmd.sequence_models import MODELS, ModelCase, Size
 
 CLIP = Size(3, 4, 6)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from arachnec.kernels.sequence_shard import even_split
+from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.sequence_cases import Step, compare
-from tests.models.sequence_models import MODELS, Size
+from tests.spmd.sequence_models import MODELS, Size
 
 CLIP = Size(3, 4, 6)
 FUSED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video", "plain", "convolved", "joined")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.executable import read_executable, write_executable
 from arachnec.backends.torch_distributed import checkpoint
 from arachnec.backends.torch_distributed.optimizer import Optimizer, owners
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
-from arachnec.backends.training import Training
+from arachnec.executable.folder import read_executable, write_executable
+from arachnec.executable.training_options import Training
 from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced

@@ -13,8 +13,8 @@ import pytest
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.passes.instrument import pipeline_of
-from arachnec.passes.pipeline import Pipeline
+from arachnec.passes.infra.instruments import pipeline_of
+from arachnec.passes.infra.pipeline import Pipeline
 
 HERE = Path(__file__).parent
 CASES = sorted(path.relative_to(HERE).with_suffix("").as_posix() for path in HERE.rglob("*.cascade"))

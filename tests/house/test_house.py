@@ -4,44 +4,121 @@ import ast
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "arachnec"
 
-BELOW = {
-    "ir": {"ir"},
-    "kernels": {"kernels"},
-    "models": {"models", "data", "ir"},
-    "data": {"data", "ir"},
-    "passes": {"passes", "kernels", "models", "data", "ir"},
-    "backends": {"backends", "passes", "kernels", "models", "data", "ir"},
-}
+# From the ground up. A room imports rooms of lower floors only; docs/architecture.md says what each holds.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("ir", "solver", "kernels", "version"),
+    ("data", "cluster", "analysis", "fusion"),
+    ("models", "cost", "verification"),
+    ("tracing", "lowering", "simulation", "executable"),
+    ("spmd", "planning"),
+    ("passes", "codegen"),
+    ("views",),
+    ("backends",),
+    ("profiling",),
+    ("report",),
+    ("driver",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
+LARGEST_SHARE = 0.12  # of the package's lines, that one room may hold
 
 
-def imported_modules(path: Path) -> set[str]:
-    names: set[str] = set()
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module or name that a file imports, wherever in it, as a dotted path."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("floor", BELOW)
-def test_imports_only_go_down(floor: str) -> None:
-    allowed = BELOW[floor] | {"version"}
+def imports() -> nx.DiGraph:
+    """Who imports whom among the modules of the package, imports inside functions and for types included."""
+    known = modules()
+    graph = nx.DiGraph()
+    graph.add_nodes_from(known)
+    for name, path in known.items():
+        for target in imported(path):
+            module = target if target in known else target.rpartition(".")[0]
+            if module in known and module != name:
+                graph.add_edge(name, module)
+    return graph
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(module) for module in modules()} - {""} == set(FLOOR)
+
+
+def test_imports_only_go_down() -> None:
+    upward = [
+        f"{importer} (floor {FLOOR[room(importer)]}) imports {module} (floor {FLOOR[room(module)]})"
+        for importer, module in imports().edges
+        if room(importer) and room(module) and room(importer) != room(module)
+        if FLOOR[room(module)] >= FLOOR[room(importer)]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_imports_inside_a_room_do_not_loop_and_its_folders_are_floors_too() -> None:
+    """With every folder inside a room folded to one, and with none: no circle either way."""
+    graph = imports()
+    # what a package's __init__ offers lazily, for users, is no floor
+    graph.remove_nodes_from([name for name, path in modules().items() if path.name == "__init__.py"])
+    assert nx.is_directed_acyclic_graph(graph), nx.find_cycle(graph)
+    folded = nx.DiGraph()
+    for importer, module in graph.edges:
+        a, b = (".".join(name.split(".")[:3]) for name in (importer, module))
+        if a != b and room(a) == room(b):
+            folded.add_edge(a, b)
+    assert nx.is_directed_acyclic_graph(folded), nx.find_cycle(folded)
+
+
+def test_no_room_outgrows_the_house() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    total = sum(lines.values())
+    for name in FLOOR:
+        share = sum(count for module, count in lines.items() if room(module) == name) / total
+        assert share <= LARGEST_SHARE, f"{name} holds {share:.0%} of the code"
+
+
+def test_a_pass_file_holds_one_pass_and_derives_its_name() -> None:
+    from arachnec.passes import registry
+
+    files = {path.stem for path in (PACKAGE / "passes").glob("*.py")} - {"__init__", "trace"}
+    assert files == {name.replace("-", "_") for name in registry.builtin()}
+    for name in registry.builtin():
+        kind = registry.builtin().get(name)
+        assert kind.name == name
+        assert kind.__module__ == f"arachnec.passes.{name.replace('-', '_')}"
+
+
+@pytest.mark.parametrize("floor", ["ir", "solver"])
+def test_the_ground_floor_imports_no_torch(floor: str) -> None:
+    banned = {"torch", "triton"} | ({"z3"} if floor == "ir" else set())
     for path in (PACKAGE / floor).rglob("*.py"):
-        parts = {name.split(".")[1] for name in imported_modules(path) if name.startswith("arachnec.")}
-        assert parts <= allowed, f"{path.relative_to(ROOT)} imports {sorted(parts - allowed)}"
-
-
-def test_the_ir_imports_no_torch() -> None:
-    for path in (PACKAGE / "ir").rglob("*.py"):
-        assert not {n.split(".")[0] for n in imported_modules(path)} & {"torch", "triton", "z3"}, path
+        assert not {name.split(".")[0] for name in imported(path)} & banned, path
 
 
 @pytest.mark.parametrize("part", ["ir", "passes", "kernels", "backends"])

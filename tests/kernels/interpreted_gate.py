@@ -8,9 +8,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton_interpreter import let_one_element_be_an_index
 
-from arachnec.kernels import gate_residual
-from arachnec.kernels.row_groups import row_groups
-from arachnec.kernels.row_launch import Launch
+from arachnec.kernels.rowwise import gate_residual
+from arachnec.kernels.rowwise.row_groups import row_groups
+from arachnec.kernels.rowwise.row_launch import Launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -8,8 +8,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton_interpreter import let_one_element_be_an_index
 
-from arachnec.kernels import bias_gelu
-from arachnec.kernels.row_launch import Launch
+from arachnec.kernels.rowwise import bias_gelu
+from arachnec.kernels.rowwise.row_launch import Launch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from triton_interpreter import let_one_element_be_an_index
 
-from arachnec.kernels import norm_launch
-from arachnec.kernels.norm_plain import Vectors
-from arachnec.kernels.row_groups import RowGroups
-from arachnec.kernels.row_launch import Launch, tile_of
+from arachnec.kernels.rowwise import norm_launch
+from arachnec.kernels.rowwise.norm_plain import Vectors
+from arachnec.kernels.rowwise.row_groups import RowGroups
+from arachnec.kernels.rowwise.row_launch import Launch, tile_of
 
 LENGTHS = [1, 5, 7, 0, 32]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

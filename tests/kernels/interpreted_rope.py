@@ -8,9 +8,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton_interpreter import let_one_element_be_an_index
 
-from arachnec.kernels import rope_launch, rope_plain
-from arachnec.kernels.rope_plain import Rope
-from arachnec.kernels.row_launch import Launch
+from arachnec.kernels.rowwise import rope_launch, rope_plain
+from arachnec.kernels.rowwise.rope_plain import Rope
+from arachnec.kernels.rowwise.row_launch import Launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

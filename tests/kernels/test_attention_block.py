@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arachnec.kernels import attention_block
-from arachnec.kernels.attention_block import Block, Visibility, attend, attend_backward, within
-from arachnec.kernels.fused_attention import fused_backward, fused_forward
-from arachnec.kernels.ring_attention import merge
+from arachnec.kernels.attention import attention_block
+from arachnec.kernels.attention.attention_block import Block, Visibility, attend, attend_backward, within
+from arachnec.kernels.attention.fused_attention import fused_backward, fused_forward
+from arachnec.kernels.attention.ring_attention import merge
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arachnec.kernels.bias_gelu import bias_gelu
+from arachnec.kernels.rowwise.bias_gelu import bias_gelu
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from arachnec.kernels.gate_residual import gate_residual
+from arachnec.kernels.rowwise.gate_residual import gate_residual
 
 GATES = {"all": (6,), "sample": (2, 1, 6), "token": (2, 5, 6)}
 

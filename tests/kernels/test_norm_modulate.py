@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arachnec.kernels.norm_modulate import gate_residual_norm_modulate, norm_modulate
+from arachnec.kernels.rowwise.norm_modulate import gate_residual_norm_modulate, norm_modulate
 
 LENGTHS = [1, 5, 7, 32, 0, 3]
 HIDDEN = 12

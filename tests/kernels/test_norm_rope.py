@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arachnec.kernels.norm_rope import norm_rope, qk_norm_rope
+from arachnec.kernels.rowwise.norm_rope import norm_rope, qk_norm_rope
 
 SHAPE = (2, 5, 3, 8)
 

@@ -7,14 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.diagnostic import UserError, render
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Symbol, Term
-from arachnec.passes.annotate import Annotate
-from arachnec.passes.cluster_file import parse_cluster
-from arachnec.passes.cost import CostModel
-from arachnec.passes.partition import Partition, cascades
-from arachnec.passes.profile_file import (
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.model import CostModel
+from arachnec.cost.profile import (
     LinkProfile,
     Measurement,
     exponent_of,
@@ -25,6 +20,11 @@ from arachnec.passes.profile_file import (
     read_profile,
     write_profile,
 )
+from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
+from arachnec.ir.values import Attributes, Formula, Symbol, Term
+from arachnec.passes.annotate import Annotate
+from arachnec.passes.partition import Partition, cascades
 
 FLOPS = Formula((Term(1e-9, (("B", 1), ("S", 2))), Term(2e-5, (("B", 1), ("S", 1)))), "TFLOP")
 

@@ -10,19 +10,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from arachnec.analysis.uses import bucket_of, sums_inside
 from arachnec.backends.simulator import simulate
-from arachnec.backends.timeline import planned
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import contents
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer, quantity
+from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.ir.verify import verify
-from arachnec.passes.bucket import MOST, Bucket, best_buckets, can_turn, contents, finish, turned
+from arachnec.lowering.buckets import MOST, best_buckets, can_turn, finish, turned
+from arachnec.lowering.gradient_sync import WrongBuckets
+from arachnec.lowering.programs import lower
+from arachnec.passes.bucket import Bucket
 from arachnec.passes.check import find_problems
-from arachnec.passes.checking.deadlock import Deadlock, GroupIncomplete, StartsApart
-from arachnec.passes.checking.sums import NotReduced, NotStepped, WrongParts, WrongStart
-from arachnec.passes.checking.values import bucket_of, sums_inside
-from arachnec.passes.lower import lower
-from arachnec.passes.lower_sums import WrongBuckets
-from arachnec.passes.stage_sizes import gradient_bytes
+from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
+from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongParts, WrongStart
+from arachnec.views.timeline import planned
 from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Clip, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Term
-from arachnec.passes.cluster_file import parse_cluster
 from arachnec.passes.partition import Partition, fitted_exponent
 
 FLOPS = Formula((Term(1e-9, (("B", 1), ("S", 2))), Term(2e-5, (("B", 1), ("S", 1)))), "TFLOP")

@@ -15,13 +15,13 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes import pipeline_errors
-from arachnec.passes.base import Duration, Pass, pass_name
-from arachnec.passes.bisect import command_predicate, first_bad
-from arachnec.passes.instrument import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
-from arachnec.passes.pipeline import BrokenPass, Pipeline
-from arachnec.passes.pipelines import PIPELINES
-from arachnec.passes.registry import BUILTIN, Registry, builtin, installed, load_file
+from arachnec.passes.infra import errors as pipeline_errors
+from arachnec.passes.infra.base import Duration, Pass, pass_name
+from arachnec.passes.infra.bisect import command_predicate, first_bad
+from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.pipeline import BrokenPass, Pipeline
+from arachnec.passes.infra.registry import BUILTIN, Registry, builtin, installed, load_file
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def test_a_pass_that_does_not_give_its_level_is_named() -> None:
 
 
 def test_a_wrong_module_from_a_pass_of_the_compiler_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Keep, "__module__", "arachnec.passes.base")
+    monkeypatch.setattr(Keep, "__module__", "arachnec.passes.infra.base")
     with pytest.raises(BrokenPass):
         parse("keep{harm=true}").run(MODULE)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.cost.model import CostModel
+from arachnec.cost.profile import Measurement, Synchronisation, fit_profile, write_profile
 from arachnec.ir.nodes import Clip, Level, Module, Phase, quantity
+from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
-from arachnec.passes.cost import CostModel
-from arachnec.passes.lower import lower
-from arachnec.passes.profile_file import Measurement, Synchronisation, fit_profile, write_profile
 from arachnec.passes.recost import Recost
 from tests.passes.plans import cluster, module_of, timed
 

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arachnec.analysis.uses import bucket_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module
-from arachnec.kernels.process_groups import ProcessGroups
-from arachnec.passes.bucket import layers_of
-from arachnec.passes.checking.values import bucket_of
-from arachnec.passes.tracing.layers import layer_of_parameters
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.tracing.layers import layer_of_parameters
 
 CHUNK_BYTES = 25 * 2**20  # that travel together
 

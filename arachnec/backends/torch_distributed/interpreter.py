@@ -15,27 +15,27 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from arachnec.analysis.receive_prefetch import posting_order
+from arachnec.analysis.uses import Values, sums_inside
 from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
 from arachnec.backends.reference import encoded_inputs
-from arachnec.backends.torch_distributed.ahead import Ahead
 from arachnec.backends.torch_distributed.clock import Clock
+from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradients import GradientSums, layers_in
 from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec
 from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.training import Training
 from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
-from arachnec.kernels.exchange import gather_tokens
-from arachnec.kernels.process_groups import ProcessGroups
-from arachnec.kernels.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.exchange import gather_tokens
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
-from arachnec.passes.checking.values import Values, sums_inside
-from arachnec.passes.simulation.posting import posting_order
 
 
 class SequenceParallel(Protocol):
-    """A model whose blocks can run on a shard of the tokens: ``arachnec.backends.sequence_blocks.SequenceModel``."""
+    """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
 
     def use(self, shard: SequenceShard | None, recompute: bool) -> AbstractContextManager[object]: ...
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from arachnec.backends.executable import demand_folder, read_executable
-from arachnec.backends.executable_page import PAGE
+from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.planning import cluster_for
 from arachnec.backends.torch_distributed.report import RunReport
+from arachnec.executable.folder import demand_folder, read_executable
+from arachnec.views.executable_page import PAGE
 
 
 def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.training import Training
+from arachnec.executable.training_options import Training
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 

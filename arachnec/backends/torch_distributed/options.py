@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.backends.training import Training, verified
+from arachnec.executable.training_options import Training, verified
 
 F = TypeVar("F", bound=Callable[..., Any])
 

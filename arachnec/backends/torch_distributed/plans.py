@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from arachnec.backends.executable import Executable
 from arachnec.backends.torch_distributed.agreement import share_text
-from arachnec.backends.torch_distributed.planning import BackgroundPlanner
+from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
+from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module

@@ -15,25 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
-from arachnec.backends.executable import MEASURED, MEASURED_PROGRAM, MODEL, Executable
-from arachnec.backends.executable_page import PAGE, executable_page
-from arachnec.backends.timeline import planned, read_measured
-from arachnec.backends.timeline_svg import draw
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
-from arachnec.backends.torch_distributed.ahead import Ahead
-from arachnec.backends.torch_distributed.channels import directed_channels, wanted_groups, wanted_sums
 from arachnec.backends.torch_distributed.clock import Clock, Interval
+from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.sequence import Sequences
+from arachnec.backends.torch_distributed.process_groups import directed_channels, wanted_groups, wanted_sums
+from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
-from arachnec.kernels.process_groups import ProcessGroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.views.executable_page import PAGE, executable_page
+from arachnec.views.timeline import planned, read_measured
+from arachnec.views.timeline_svg import draw
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_
 @run_options
 def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
-    from arachnec.backends.executable import read_executable
     from arachnec.backends.torch_distributed.training_run import planned_for_cpu, train
+    from arachnec.executable.folder import read_executable
 
     executable = read_executable(folder)
     device = local_device(cpu=planned_for_cpu(executable))

@@ -1,0 +1,58 @@
+"""What a rank holds while each of its instructions runs, by what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from arachnec.analysis.uses import Values, gib
+from arachnec.ir.nodes import Program, quantity
+
+
+@dataclass(frozen=True)
+class Usage:
+    """GiB on one rank while one of its instructions runs, by what it is for."""
+
+    rank: int
+    index: int  # of the instruction in the rank's list; -1 before the first
+    state: float
+    saved: float = 0.0
+    values: float = 0.0
+    workspace: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.state + self.saved + self.values + self.workspace
+
+
+def high_water(values: Values, program: Program) -> Usage:
+    """The most that a rank ever holds, and where."""
+    return max(usages(values, program), key=lambda usage: usage.total)
+
+
+def usages(values: Values, program: Program) -> Iterator[Usage]:
+    """What a rank holds during every instruction of its list, in order."""
+    state = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
+    yield Usage(program.rank, -1, state)
+    last = values.last_saved_reads(program)
+    saved: dict[str, float] = {}
+    held: dict[str, float] = {}
+    in_saved = in_values = 0.0
+    for index, instruction in enumerate(program.instructions):
+        target, memory = instruction.target, gib(instruction, "memory")
+        if values.saves(instruction):
+            in_saved += memory - saved.get(target, 0.0)
+            saved[target] = memory
+        elif values.makes(instruction) is not None:
+            in_values += memory - held.get(target, 0.0)
+            held[target] = memory
+        transient = 0.0 if values.saves(instruction) or values.makes(instruction) is not None else memory
+        yield Usage(program.rank, index, state, in_saved, in_values, gib(instruction, "workspace") + transient)
+        for source in values.saved_reads(instruction):
+            if last.get(source) == index:
+                in_saved -= saved.pop(source, 0.0)
+        # A backward that no weight reads keeps nothing.
+        if instruction.op == "backward" and last.get(target, -1) <= index:
+            in_saved -= saved.pop(target, 0.0)
+        if instruction.op == "free":
+            in_values -= held.pop(target, 0.0)

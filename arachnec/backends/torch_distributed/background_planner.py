@@ -1,0 +1,187 @@
+"""The plan of the next step, made by a process of its own while this one runs.
+
+The planner is a child of rank 0: it reads an iteration's number per line and answers with the lowered module's text,
+or with the mistake that kept it from one. It ends when rank 0 does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.cluster.topology import mix_of
+from arachnec.executable.folder import Executable, iteration_of, read_executable
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
+from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.printer import print_module
+
+NICENESS = 10
+PLANNER = "arachnec.backends.torch_distributed.background_planner"
+
+
+@dataclass(frozen=True)
+class CannotReplan(Diagnostic):
+    title: ClassVar[str] = "the plan is for {planned} and cannot be made again for {world}"
+    help: ClassVar[str] = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
+    planned: str
+    world: int
+    most: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class PlannerDied(Diagnostic):
+    title: ClassVar[str] = "the planning process ended with exit code {code} before it answered"
+    help: ClassVar[str] = "its own output above says more"
+    code: int
+
+
+@dataclass(frozen=True)
+class PlanningFailed(Diagnostic):
+    title: ClassVar[str] = "iteration {iteration} has no plan\n{message}"
+    iteration: int
+    message: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    iteration: int
+    text: str | None = None
+    error: str | None = None
+
+
+def cluster_for(cluster: Cluster, world: int) -> Cluster:
+    """The same machines with ``world`` ranks. Raises ``UserError`` where they cannot be divided so."""
+    if world == cluster.world:
+        return cluster
+    if world <= cluster.gpus:
+        changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
+        return replace(cluster, attrs=changed)
+    if world % cluster.gpus:
+        raise UserError(
+            CannotReplan(None, counted(cluster.world, "rank"), world, counted(cluster.gpus, "rank"), cluster.gpus)
+        )
+    nodes = world // cluster.gpus
+    return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))
+
+
+def _first(cluster: Cluster, count: int) -> str | None:
+    nics = cluster.attrs.get("nics")
+    return nics[:count] if isinstance(nics, str) else None
+
+
+def plan_iteration(executable: Executable, number: int, world: int) -> Module:
+    """The lowered module of one iteration on ``world`` ranks, by the executable's own pipeline.
+
+    Raises ``UserError`` for clips that cannot be planned on so many ranks.
+    """
+    from arachnec.passes.infra.pipeline import Pipeline
+    from arachnec.passes.infra.registry import installed, load_file
+
+    registry = installed()
+    for name in executable.header.load:
+        registry = load_file(executable.folder / name, registry)
+    batch = iteration_of(executable.traced, number)
+    assert batch.cluster is not None
+    batch = replace(batch, cluster=cluster_for(batch.cluster, world))
+    return Pipeline.parse(executable.header.pipeline, registry).run(batch)
+
+
+class BackgroundPlanner:
+    """Rank 0's side: ask early, fetch late."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        command = [sys.executable, "-m", PLANNER, str(folder.absolute()), str(world)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._answers: dict[int, Answer] = {}
+        self._asked: set[int] = set()
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, iteration: int) -> None:
+        """Have ``iteration`` planned; returns at once."""
+        if iteration in self._asked:
+            return
+        self._asked.add(iteration)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{iteration}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # ``fetch`` reports the process's end
+
+    def fetch(self, iteration: int) -> str:
+        """The plan as text, waited for if need be; asked for if it was not."""
+        self.ask(iteration)
+        with self._changed:
+            self._changed.wait_for(lambda: iteration in self._answers or self._ended)
+            answer = self._answers.pop(iteration, None)
+            self._asked.discard(iteration)
+        if answer is None:
+            raise UserError(PlannerDied(None, self._process.wait()))
+        if answer.text is None:
+            raise UserError(PlanningFailed(None, iteration, answer.error or ""))
+        return answer.text
+
+    def fetch_ready(self, iteration: int) -> str | None:
+        """The plan as text if it is there; asked for if it was not. A mistake is left for ``fetch``."""
+        self.ask(iteration)
+        with self._changed:
+            answer = self._answers.get(iteration)
+            if answer is None or answer.text is None:
+                return None
+            del self._answers[iteration]
+            self._asked.discard(iteration)
+        return answer.text
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = msgspec.json.decode(line, type=Answer)
+            with self._changed:
+                self._answers[answer.iteration] = answer
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def answer(plan: Callable[[int], Module], iteration: int) -> Answer:
+    try:
+        return Answer(iteration, text=print_module(plan(iteration)))
+    except UserError as error:
+        return Answer(iteration, error="\n".join(render(d) for d in error.diagnostics))
+
+
+def main(folder: str, world: str) -> None:
+    # What passes print must not get between the answers.
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    os.nice(NICENESS)
+    os.chdir(folder)  # where the pipeline finds its profile
+    executable = read_executable(Path(folder))
+    for line in sys.stdin:
+        reply = answer(lambda number: plan_iteration(executable, number, int(world)), int(line))
+        answers.write(msgspec.json.encode(reply) + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

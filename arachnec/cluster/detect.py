@@ -1,0 +1,174 @@
+"""A cluster file from what a machine says about itself: devices, NVLink or PCIe, a NIC for each GPU, NUMA.
+
+What the machine cannot say stands in the file as a comment, beside what was assumed instead: how many such nodes there
+are, and how fast the network between them is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import ClassVar
+
+from arachnec.cluster.device_specs import DATA_SHEETS, DataSheet
+from arachnec.cluster.nvidia_tools import Device, Matrix
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+NVLINK = 25  # GB/s of one NVLink in one direction, from its second to its fourth generation
+MIB_PER_GIB = 1024
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class UnlikeDevices(Diagnostic):
+    title: ClassVar[str] = "the node has different devices: {names}"
+    help: ClassVar[str] = "a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES"
+    names: str
+
+
+@dataclass(frozen=True)
+class CountsDiffer(Diagnostic):
+    title: ClassVar[str] = "the link matrix has {matrix} GPUs, the list of devices {devices}"
+    help: ClassVar[str] = "save both on the same machine"
+    matrix: int
+    devices: int
+
+
+def cpu_file(cores: int, memory: float) -> str:
+    """For a machine without GPUs: a rank a core. ``memory`` is the machine's, GiB."""
+    each = max(1, int(memory / cores))
+    return "\n".join(
+        (
+            f"# No GPU was found: {cores} gloo ranks on the processor's {cores} cores, in short {cores}:cpu.",
+            "# Speeds of cores and links are assumptions; `arachnec profile` measures them.",
+            "nodes = 1",
+            f"gpus = {cores}",
+            'device = "cpu"',
+            f'memory = "{each} GiB"  # of {memory:.0f} GiB',
+            "",
+        )
+    )
+
+
+def cluster_file(matrix: Matrix | None, devices: Sequence[Device]) -> str:
+    """The text of a cluster file for one node. Raises UserError where matrix and devices contradict each other."""
+    names = sorted({device.name for device in devices})
+    if len(names) > 1:
+        raise UserError(UnlikeDevices(None, ", ".join(names)))
+    if matrix is not None and devices and len(matrix.gpus) != len(devices):
+        raise UserError(CountsDiffer(None, len(matrix.gpus), len(devices)))
+    count = len(matrix.gpus) if matrix is not None else len(devices)
+    lines = [
+        f"# One node of {count} {names[0] if names else 'GPUs'}.",
+        "nodes = 1  # how many there are is not known here",
+    ]
+    lines.append(f"gpus = {count}")
+    links = _links(matrix)
+    sheet, said = _device(names, links)
+    lines += said
+    if devices:
+        lines += _memory(devices[0], sheet)
+    lines += _intra(matrix, links, sheet)
+    lines += _network(matrix, sheet)
+    lines += _numa(matrix)
+    return "\n".join((*lines, ""))
+
+
+def find_by_driver_name(name: str) -> DataSheet | None:
+    """The data sheet of ``NVIDIA H100 80GB HBM3`` and its like."""
+    words = set(re.split(r"[\s_-]+", name.lower()))
+    return next((sheet for sheet in DATA_SHEETS.values() if sheet.name.split("-")[0] in words), None)
+
+
+def _links(matrix: Matrix | None) -> set[int]:
+    """How many NVLinks pairs of GPUs have."""
+    return set() if matrix is None else {matrix.nvlinks(a, b) for a, b in combinations(matrix.gpus, 2)}
+
+
+def _device(names: Sequence[str], links: set[int]) -> tuple[DataSheet | None, list[str]]:
+    if names:
+        sheet = find_by_driver_name(names[0])
+        if sheet is not None:
+            return sheet, [f'device = "{sheet.name}"']
+        label = re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
+        return None, [
+            f'device = "{label}"',
+            "# There is no data sheet for it. Fill in what its vendor says, less what never lasts (a half is usual):",
+            '# flops = "... TFLOP/s"',
+            '# latency = "10 us"',
+            '# inter_latency = "20 us"',
+        ]
+    few = min(links, default=0)
+    alike = [sheet for sheet in DATA_SHEETS.values() if sheet.name != "cpu" and sheet.intra == (few or 1) * NVLINK]
+    guess = alike[0] if alike else DATA_SHEETS["l20-48g"]
+    others = ", ".join(sheet.name for sheet in alike[1:])
+    line = f'device = "{guess.name}"  # a guess from the links, which do not name it'
+    return guess, [line + (f"; {others} have the same" if others else "")]
+
+
+def _memory(device: Device, sheet: DataSheet | None) -> list[str]:
+    memory = device.memory // MIB_PER_GIB
+    return [] if sheet is not None and abs(memory - sheet.memory) <= 1 else [f'memory = "{memory} GiB"']
+
+
+def _intra(matrix: Matrix | None, links: set[int], sheet: DataSheet | None) -> list[str]:
+    pcie = DATA_SHEETS["l20-48g"]
+    if matrix is None:
+        return ["# How GPUs and NICs are joined is not known: `nvidia-smi topo -m` says it."]
+    if not links:
+        return [] if sheet is not None else [f'intra = "{pcie.intra} GB/s"  # there is one GPU']
+    few = min(links)
+    if few:
+        speed = few * NVLINK
+        line = f'intra = "{speed} GB/s"  # {few} NVLinks between every two GPUs, {NVLINK} GB/s each'
+        return [line] if sheet is None or sheet.intra != speed else [f"# NVLink: {few} between every two GPUs."]
+    found = [f"# PCIe: {_pairs(matrix)}. Which generation is not known; 4.0 x16 is assumed."]
+    if max(links):
+        pairs = ", ".join(f"{a}-{b}" for a, b in combinations(matrix.gpus, 2) if matrix.nvlinks(a, b))
+        found.append(f"# NVLink only between {pairs}: groups of other GPUs go over PCIe, which counts here.")
+    return [*found, f'intra = "{pcie.intra} GB/s"', f'host = "{pcie.host} GB/s"  # shared by all GPUs of the node']
+
+
+def _pairs(matrix: Matrix) -> str:
+    kinds = [matrix.links[pair] for pair in combinations(matrix.gpus, 2)]
+    return ", ".join(f"{kinds.count(kind)} pairs {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _network(matrix: Matrix | None, sheet: DataSheet | None) -> list[str]:
+    speed = sheet.inter if sheet is not None else DATA_SHEETS["l20-48g"].inter
+    assumed = (
+        f'inter = "{speed} GB/s"  # assumed: how fast a NIC is, the link matrix does not say (400 Gbit/s = 50 GB/s)'
+    )
+    if matrix is None:
+        return [assumed]
+    if not matrix.nics:
+        return ["# No NIC was seen.", assumed]
+    sets = [matrix.nearest_nics(gpu) for gpu in matrix.gpus]
+    order = list(dict.fromkeys(sets))
+    lines = [assumed]
+    if len(order) <= len(LETTERS):
+        lines.append(f'nics = "{"".join(LETTERS[order.index(each)] for each in sets)}"')
+    for number, nics in enumerate(order[: len(LETTERS)]):
+        shown = ", ".join(matrix.names.get(nic, nic) for nic in nics)
+        users: dict[str, list[str]] = {}
+        for gpu, each in zip(matrix.gpus, sets, strict=True):
+            if each == nics:
+                users.setdefault(matrix.links[gpu, nics[0]], []).append(gpu)
+        near = "; ".join(f"{link} from {' '.join(gpus)}" for link, gpus in users.items())
+        lines.append(f"#   {LETTERS[number]}: {shown} ({near})")
+    used = {nic for nics in order for nic in nics}
+    idle = [matrix.names.get(nic, nic) for nic in matrix.nics if nic not in used]
+    if idle:
+        lines.append(f"#   nearest to no GPU: {', '.join(idle)}")
+    return lines
+
+
+def _numa(matrix: Matrix | None) -> list[str]:
+    if matrix is None or not matrix.numa:
+        return []
+    groups: dict[str, list[str]] = {}
+    for gpu in matrix.gpus:
+        groups.setdefault(matrix.numa.get(gpu, "?"), []).append(gpu)
+    return ["# NUMA: " + "; ".join(f"{domain}: {' '.join(gpus)}" for domain, gpus in groups.items())]

@@ -1,0 +1,379 @@
+"""A cluster from a TOML file or its short form: ``2x8:h100-80g`` is two nodes of eight, ``4:cpu`` one node of four.
+
+A file states what differs from the device's data sheet, every quantity with its unit::
+
+    nodes = 2
+    gpus = 8
+    device = "h100-80g"
+    inter = "25 GB/s"
+    nics = "AABBCCDD"
+
+Nodes may stand in racks: ``rack`` nodes each, which share ``uplink`` to the other racks. Nodes with other devices
+are groups, ``[[group]]`` with ``nodes``, ``device``, and ``memory``, ``flops`` or ``intra`` where they differ from its
+data sheet; ``2x8:h100-80g+2x8:a100-80g`` is the short form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from arachnec.cluster.device_specs import ALIASES, DATA_SHEETS, DataSheet, find_data_sheet
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster, Span
+from arachnec.ir.values import Attributes, Quantity, Value
+
+MOST_GPUS = 2**17  # a slip of the hand must not fill the memory with ranks
+
+
+@dataclass(frozen=True)
+class ClusterNotFound(Diagnostic):
+    title: ClassVar[str] = "`{given}` is neither a cluster file nor a short form"
+    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, or the path of a TOML file"
+    given: str
+
+
+@dataclass(frozen=True)
+class UnknownDevice(Diagnostic):
+    title: ClassVar[str] = "unknown device `{device}`"
+    label: ClassVar[str] = "no data sheet of that name"
+    help: ClassVar[str] = (
+        "did you mean `{suggestion}`? Known are {known}; "
+        "a file may describe any other device by memory, flops, intra, inter, latency and inter_latency"
+    )
+    device: str
+    suggestion: str
+    known: str
+
+
+@dataclass(frozen=True)
+class NoGpus(Diagnostic):
+    title: ClassVar[str] = "the cluster has no GPUs: {nodes} nodes of {gpus}"
+    label: ClassVar[str] = "must be at least 1"
+    help: ClassVar[str] = "give at least one node with at least one device"
+    nodes: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class TooManyGpus(Diagnostic):
+    title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
+    label: ClassVar[str] = "larger than any cluster there is"
+    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
+    nodes: int
+    gpus: int
+    most: int = MOST_GPUS
+
+
+@dataclass(frozen=True)
+class UnequalNodes(Diagnostic):
+    title: ClassVar[str] = "the nodes of the cluster have different numbers of GPUs"
+    help: ClassVar[str] = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
+
+
+@dataclass(frozen=True)
+class UnknownClusterKey(Diagnostic):
+    title: ClassVar[str] = "unknown key `{key}` in the cluster file"
+    label: ClassVar[str] = "no such key"
+    help: ClassVar[str] = "did you mean `{suggestion}`? A cluster file has {known}"
+    key: str
+    suggestion: str
+    known: str
+
+
+@dataclass(frozen=True)
+class MissingClusterKey(Diagnostic):
+    title: ClassVar[str] = "the cluster file has no `{key}`"
+    help: ClassVar[str] = "add `{example}`"
+    key: str
+    example: str
+
+
+@dataclass(frozen=True)
+class BadClusterValue(Diagnostic):
+    title: ClassVar[str] = "`{key}` of the cluster is {found}, expected {expected}"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "write for example `{example}`"
+    key: str
+    found: str
+    expected: str
+    example: str
+
+
+@dataclass(frozen=True)
+class BadToml(Diagnostic):
+    title: ClassVar[str] = "the cluster file is not TOML: {reason}"
+    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line"
+    reason: str
+
+
+_UNITS = {
+    "memory": "GiB",
+    "flops": "TFLOP/s",
+    "intra": "GB/s",
+    "inter": "GB/s",
+    "latency": "us",
+    "inter_latency": "us",
+    "uplink": "GB/s",
+    "host": "GB/s",
+}
+_REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where there is no data sheet
+_EXAMPLES = {
+    "nodes": "nodes = 2",
+    "gpus": "gpus = 8",
+    "device": 'device = "h100-80g"',
+    "name": 'name = "pod"',
+    "memory": 'memory = "80 GiB"',
+    "flops": 'flops = "400 TFLOP/s"',
+    "intra": 'intra = "450 GB/s"',
+    "inter": 'inter = "50 GB/s"',
+    "latency": 'latency = "10 us"',
+    "inter_latency": 'inter_latency = "20 us"',
+    "nics": 'nics = "AABBCCDD"',
+    "cores": "cores = 64",
+    "rack": "rack = 4",
+    "uplink": 'uplink = "100 GB/s"',
+    "host": 'host = "25 GB/s"',
+    "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
+}
+_OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
+_SHORT = re.compile(r"(?:(?P<nodes>\d{1,18})x)?(?P<gpus>\d{1,18}):(?P<device>[A-Za-z0-9_.+-]+)")
+_QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z/]+)\s*")
+
+
+def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster:
+    """The cluster that a short form or a TOML file describes.
+
+    Raises UserError with one diagnostic where it describes none.
+    """
+    shorts = [_SHORT.fullmatch(part.strip()) for part in str(text_or_path).split("+")]
+    parts = [
+        {"nodes": int(short["nodes"] or 1), "gpus": int(short["gpus"]), "device": short["device"]}
+        for short in shorts
+        if short
+    ]
+    if len(parts) == len(shorts):
+        return _of_short_forms(parts, name)
+    path = Path(text_or_path)
+    if not path.is_file():
+        raise UserError(ClusterNotFound(None, str(text_or_path)))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        values = dict(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line, column = (int(found[1]), int(found[2])) if found else (1, 1)
+        raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
+    return _cluster(values, name, Lines(str(path), text))
+
+
+def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
+    lines = Lines(None, "")
+    if len(parts) == 1:
+        return _cluster(parts[0] | _own_cores(parts[0]), name, lines)
+    if len({part["gpus"] for part in parts}) > 1:
+        raise UserError(UnequalNodes(None))
+    groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
+    return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
+
+
+def _own_cores(values: dict[str, object]) -> dict[str, object]:
+    """CPU ranks of a short form are processes of this machine; where they outnumber its cores, they share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    device, gpus = values["device"], values["gpus"]
+    return {"cores": cores} if device == "cpu" and isinstance(gpus, int) and gpus > cores else {}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where a key of a TOML file stands; tomllib keeps no positions."""
+
+    file: str | None
+    text: str
+
+    def span(self, key: str) -> Span | None:
+        if self.file is None:
+            return None
+        for number, row in enumerate(self.text.splitlines(), 1):
+            found = re.match(rf"\s*({re.escape(key)})\b", row)
+            if found:
+                return Span(self.file, number, found.start(1) + 1, number, found.end(1) + 1)
+        return Span(self.file, 1, 1, 1, 2)
+
+
+def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
+    _known(values, tuple(_EXAMPLES), lines)
+    if "group" in values:
+        return _mixed(values, name, lines)
+    nodes = _count(values, "nodes", 1, lines)
+    gpus = _gpus(values, nodes, lines)
+    sheet, device = _device(values, lines)
+    quantities = {key: _quantity(values, key, sheet, lines) for key in _REQUIRED}
+    return _made(values, name, lines, nodes, gpus, device, quantities, sheet)
+
+
+def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
+    """The groups one after the other; the links between nodes are those of the group whose are slowest."""
+    rows = values["group"]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
+    if "host" in values:
+        raise UserError(
+            _bad("host", values["host"], "left out, since the nodes differ: their data sheets say it", lines)
+        )
+    for key in _OF_A_GROUP:
+        if key in values:
+            raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
+    counts, found, sheets = [], [], []
+    for row in rows:
+        _known(row, _OF_A_GROUP, lines)
+        shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
+        sheet, device = _device(row | shared, lines)
+        counts.append(_count(row, "nodes", 1, lines))
+        sheets.append(sheet)
+        found.append((device, {key: _quantity(row | shared, key, sheet, lines) for key in _REQUIRED}))
+    if min(counts) < 1:
+        raise UserError(NoGpus(lines.span("nodes"), min(counts), _count(values, "gpus", None, lines)))
+    nodes = sum(counts)
+    gpus = _gpus(values, nodes, lines)
+    worst: dict[str, Quantity] = {}
+    for key in _REQUIRED:
+        pick = max if key in ("flops", "latency", "inter_latency") else min
+        worst[key] = pick((quantities[key] for _, quantities in found), key=lambda each: each.value)
+    fastest = max(found, key=lambda each: each[1]["flops"].value)[0]
+    mixed = tuple(
+        (count, device, quantities["memory"], quantities["flops"], quantities["intra"])
+        for count, (device, quantities) in zip(counts, found, strict=True)
+    )
+    with_nics = next((sheet for sheet in sheets if sheet is not None and sheet.nics), None)
+    return _made(values, name, lines, nodes, gpus, fastest, worst, with_nics, mixed)
+
+
+def _made(
+    values: dict[str, object],
+    name: str,
+    lines: Lines,
+    nodes: int,
+    gpus: int,
+    device: str,
+    quantities: dict[str, Quantity],
+    sheet: DataSheet | None,
+    mixed: Value | None = None,
+) -> Cluster:
+    for key, other in (("rack", "uplink"), ("uplink", "rack")):
+        if key in values and other not in values:
+            raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
+    rack = _count(values, "rack", nodes, lines)
+    if rack < 1:
+        raise UserError(_bad("rack", rack, "at least one node", lines))
+    cores = _count(values, "cores", 0, lines)
+    attrs: dict[str, Value | None] = {
+        "nodes": nodes,
+        "gpus": gpus,
+        "device": device,
+        **quantities,
+        "nics": _nics(values, gpus, sheet, lines),
+        "cores": cores or None,
+        "host": _host(values, sheet, lines) if mixed is None else None,
+        "rack": rack if "rack" in values else None,
+        "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
+        "mixed": mixed,
+    }
+    return Cluster(_text(values, "name", lines) or name, Attributes.of(**attrs))
+
+
+def _known(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
+    for key in values:
+        if key not in known:
+            raise UserError(UnknownClusterKey(lines.span(key), key, _nearest(key, list(known)), ", ".join(known)))
+
+
+def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
+    gpus = _count(values, "gpus", None, lines)
+    if nodes < 1 or gpus < 1:
+        raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
+    if nodes * gpus > MOST_GPUS:
+        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
+    return gpus
+
+
+def _device(values: dict[str, object], lines: Lines) -> tuple[DataSheet | None, str]:
+    """The data sheet and the full name of the device; no sheet where the file says all that one would."""
+    device = _text(values, "device", lines)
+    if device is None:
+        raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
+    sheet = find_data_sheet(device)
+    if sheet is None and not all(key in values for key in _REQUIRED):
+        names = sorted(DATA_SHEETS)
+        near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
+        first = ALIASES.get(near, near)
+        listed = ", ".join(sorted(names, key=lambda name: name != first))
+        raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
+    return sheet, sheet.name if sheet else device
+
+
+def _host(values: dict[str, object], sheet: DataSheet | None, lines: Lines) -> Quantity | None:
+    if "host" not in values and (sheet is None or math.isinf(sheet.host)):
+        return None
+    return _quantity(values, "host", sheet, lines)
+
+
+def _nics(values: dict[str, object], gpus: int, sheet: DataSheet | None, lines: Lines) -> str | None:
+    nics = _text(values, "nics", lines)
+    if nics is not None and len(nics) != gpus:
+        example = f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"'
+        expected = f"one letter for each of the {gpus} devices of a node"
+        raise UserError(BadClusterValue(lines.span("nics"), "nics", f'"{nics}"', expected, example))
+    if nics is None and sheet is not None and sheet.nics is not None and len(sheet.nics) == gpus:
+        return sheet.nics
+    return nics
+
+
+def _count(values: dict[str, object], key: str, default: int | None, lines: Lines) -> int:
+    if key not in values:
+        if default is None:
+            raise UserError(MissingClusterKey(lines.span(""), key, _EXAMPLES[key]))
+        return default
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(_bad(key, value, "a whole number", lines))
+    return value
+
+
+def _text(values: dict[str, object], key: str, lines: Lines) -> str | None:
+    value = values.get(key)
+    if value is not None and not isinstance(value, str):
+        raise UserError(_bad(key, value, "text in quotes", lines))
+    return value
+
+
+def _quantity(values: dict[str, object], key: str, sheet: DataSheet | None, lines: Lines) -> Quantity:
+    unit = _UNITS[key]
+    if key not in values:
+        assert sheet is not None, "without a data sheet every quantity is in the file"
+        number = sheet.sustained if key == "flops" else getattr(sheet, key)
+        return Quantity(round(float(number), 6), unit)
+    value = values[key]
+    found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    try:
+        number = float(found["number"]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or found["unit"] != unit or number <= 0:
+        raise UserError(_bad(key, value, f"a positive number of {unit}, with its unit", lines))
+    return Quantity(number, unit)
+
+
+def _bad(key: str, value: object, expected: str, lines: Lines) -> BadClusterValue:
+    shown = f'"{value}"' if isinstance(value, str) else str(value)
+    return BadClusterValue(lines.span(key), key, shown, expected, _EXAMPLES[key])
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    return difflib.get_close_matches(word, known, 1, 0.0)[0]

@@ -1,0 +1,319 @@
+"""Profiles: what was measured on a machine, and the formulas fitted to it, as a JSON file.
+
+Fitted per stage and phase is ``ms = a B S^2 / d + b B S T / d + c B S / d + e B T + f B + g`` with no negative
+coefficient, by least squares on the relative error of what was measured on one rank. What cascades on several ranks
+took beyond that is fitted, over all stages and phases, by ``alpha messages + bytes / beta``. The file keeps the
+measurements, the residuals and the error on points that were held out, so that anybody can see how far to trust it.
+
+An encoder's formula has only terms in what the encoder is given, and stands only for clips of sizes that were not
+measured (``find_clip_time``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+from arachnec.ir.values import Formula, Term
+
+LARGEST_FILE = 16 * 2**20  # bytes
+LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One timed run: ``batch`` clips of ``tokens`` and ``text`` tokens on ``degree`` ranks took ``ms``.
+
+    Each of several ranks waited for ``messages`` that followed one another, and sent ``moved`` bytes. ``sizes``: of an
+    encoder, those of the clips' frames, height, width (pixels) and text (tokens) that change what it is given: clips
+    equal in these take the same time. None for a trained stage.
+    """
+
+    batch: int
+    tokens: int
+    text: int
+    degree: int
+    ms: float
+    messages: float = 0.0
+    moved: float = 0.0
+    sizes: dict[str, int] | None = None
+
+
+class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The formula of one stage and phase, and how well it fits.
+
+    ``coefficients``: ms per unit of ``B*S^2``, ``B*S*T``, ``B*S``, ``B*T``, ``B`` and ``1``. ``residuals``: (predicted
+    - measured) / measured of each measurement. ``held_out``: mean absolute relative error of predicting each one that
+    ran on one rank from the others. ``exponent``: p of time ~ S^p over the measured range, what S has no part in taken
+    off.
+    """
+
+    coefficients: dict[str, float]
+    residuals: list[float]
+    held_out: float | None
+    exponent: float | None
+
+
+class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stage: str
+    phase: str  # forward or backward
+    measurements: list[Measurement]
+    fit: Fit
+
+
+class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Alpha-beta of the links: us and GB/s. ``sums``: GB/s of gradients that are summed over the ranks of a node."""
+
+    latency: float
+    intra: float
+    inter_latency: float | None = None
+    inter: float | None = None
+    sums: float | None = None
+
+
+class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of an iteration: ``bytes`` of a stage's gradients summed over ``ranks``, and the optimizer's step."""
+
+    stage: str
+    ranks: int
+    bytes: int
+    reduce_ms: float
+    step_ms: float
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    machine: str
+    device: str
+    stages: list[StageProfile]
+    links: LinkProfile | None = None
+    synchronisation: list[Synchronisation] = []
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class ProfileNotFound(Diagnostic):
+    title: ClassVar[str] = "`{profile}` is neither a profile file nor a device with a data sheet"
+    help: ClassVar[str] = "make a profile with `arachnec profile`, or name one of {known}"
+    profile: str
+    known: str
+
+
+@dataclass(frozen=True)
+class BadProfile(Diagnostic):
+    title: ClassVar[str] = "`{profile}` is not a profile: {reason}"
+    help: ClassVar[str] = "make a new one with `arachnec profile`"
+    profile: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StageNotProfiled(Diagnostic):
+    title: ClassVar[str] = "the profile has no stage `{stage}`"
+    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's data sheet"
+    stage: str
+    known: str
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises UserError where the file is missing, too large, or not a profile."""
+    file = Path(path)
+    if not file.is_file():
+        from arachnec.cluster.device_specs import DATA_SHEETS
+
+        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DATA_SHEETS))))
+    span = Span(str(path), 1, 1, 1, 2)
+    if file.stat().st_size > LARGEST_FILE:
+        raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(BadProfile(span, str(path), str(error))) from error
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+
+
+_POWERS: dict[str, tuple[tuple[str, int], ...]] = {
+    "B*S^2": (("B", 1), ("S", 2)),
+    "B*S*T": (("B", 1), ("S", 1), ("T", 1)),
+    "B*S": (("B", 1), ("S", 1)),
+    "B*T": (("B", 1), ("T", 1)),
+    "B": (("B", 1),),
+    "1": (),
+}
+
+
+def fit_profile(
+    measurements: Sequence[tuple[str, str, Sequence[Measurement]]],
+    *,
+    machine: str,
+    device: str,
+    links: LinkProfile | None = None,
+    synchronisation: Sequence[Synchronisation] = (),
+) -> Profile:
+    """A profile of (stage, phase, measurements) triples, each fitted.
+
+    ``links`` are those of plain messages, which stand where no cascade was measured on several ranks. Raises ValueError
+    for a triple without measurements or with a time that is not positive.
+    """
+    found = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
+    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found]) or links
+    if links is not None:
+        links = msgspec.structs.replace(links, sums=fit_sums(links, synchronisation))
+    stages = [
+        StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in found
+    ]
+    return Profile(machine, device, stages, links, list(synchronisation))
+
+
+def fit(measurements: Sequence[Measurement]) -> Fit:
+    """Non-negative least squares on the relative error (each row divided by its measured time)."""
+    return _fit(measurements, _solved(measurements), None)
+
+
+def fit_links(found: Sequence[tuple[Sequence[Measurement], dict[str, float]]]) -> LinkProfile | None:
+    """Alpha and beta of what runs on several ranks took beyond their computing; None without such runs."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    shared = [(run, run.ms - predict(own, run)) for runs, own in found for run in runs if run.messages]
+    if not shared:
+        return None
+    rows = np.array([[run.messages / run.ms, run.moved / run.ms] for run, _ in shared])
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(rows / scale, np.array([max(0.0, rest) / run.ms for run, rest in shared]))
+    alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
+    return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))
+
+
+def fit_sums(links: LinkProfile, synchronisation: Sequence[Synchronisation]) -> float | None:
+    """GB/s at which gradients are summed, given the links' latency: a ring passes 2 (n-1)/n of the bytes."""
+    found = []
+    for each in synchronisation:
+        waiting = 2 * math.ceil(math.log2(each.ranks)) * links.latency * 1e-3
+        moving = each.reduce_ms - min(waiting, each.reduce_ms / 2)
+        found.append(2 * (each.ranks - 1) / each.ranks * each.bytes / moving / 1e6)
+    return min(found, default=None)
+
+
+def _solved(runs: Sequence[Measurement]) -> dict[str, float]:
+    if not runs or min(run.ms for run in runs) <= 0:
+        raise ValueError("a fit needs measurements with positive times")
+    return _solve(_alone(runs))
+
+
+def _alone(runs: Sequence[Measurement]) -> Sequence[Measurement]:
+    """Those on one rank; where there are none, all."""
+    return [run for run in runs if run.degree == 1] or runs
+
+
+def _fit(runs: Sequence[Measurement], coefficients: dict[str, float], links: LinkProfile | None) -> Fit:
+    residuals = [(predict(coefficients, run) + sent(run, links) - run.ms) / run.ms for run in runs]
+    return Fit(coefficients, residuals, _held_out(_alone(runs)), _exponent(coefficients, runs))
+
+
+def sent(run: Measurement, links: LinkProfile | None) -> float:
+    """ms that the run's ranks sent to each other."""
+    if links is None or not run.messages:
+        return 0.0
+    return run.messages * links.latency * 1e-3 + run.moved / links.intra * 1e-6
+
+
+def predict(coefficients: dict[str, float], run: Measurement) -> float:
+    """ms of one run's computing, by a fit's coefficients."""
+    return math.fsum(value * _basis(name, run) for name, value in coefficients.items())
+
+
+def _basis(name: str, run: Measurement) -> float:
+    sizes = {"B": run.batch, "S": run.tokens, "T": run.text}
+    value = math.prod(float(sizes[symbol]) ** power for symbol, power in _POWERS[name])
+    return value / run.degree if "S" in name else value
+
+
+def _solve(measurements: Sequence[Measurement]) -> dict[str, float]:
+    import numpy as np
+    from scipy.optimize import nnls
+
+    names = _terms_of(measurements)
+    rows = np.array([[_basis(name, run) for name in names] for run in measurements])
+    rows /= np.array([run.ms for run in measurements])[:, None]
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(rows / scale, np.ones(len(measurements)))
+    return {name: float(value / size) for name, value, size in zip(names, solution, scale, strict=True) if value > 0}
+
+
+def _terms_of(measurements: Sequence[Measurement]) -> list[str]:
+    """Of an encoder without those that its measurements say it does not depend on: these would only fit noise."""
+    sizes = [run.sizes for run in measurements]
+    text = any(names is None or "text" in names for names in sizes)
+    tokens = any(names is None or names.keys() - {"text"} for names in sizes)
+    return [name for name in _POWERS if (text or "T" not in name) and (tokens or "S" not in name)]
+
+
+def _held_out(measurements: Sequence[Measurement]) -> float | None:
+    if len(measurements) < 3:
+        return None
+    errors = []
+    for index, run in enumerate(measurements):
+        rest = [*measurements[:index], *measurements[index + 1 :]]
+        errors.append(abs(predict(_solve(rest), run) - run.ms) / run.ms)
+    return math.fsum(errors) / len(errors)
+
+
+def _exponent(coefficients: dict[str, float], measurements: Sequence[Measurement]) -> float | None:
+    lengths = sorted({(run.tokens, run.text) for run in measurements})
+    (short, short_text), (long, long_text) = lengths[0], lengths[-1]
+    varying = {name: value for name, value in coefficients.items() if name not in ("B", "1")}
+    low = predict(varying, Measurement(1, short, short_text, 1, 0.0))
+    high = predict(varying, Measurement(1, long, long_text, 1, 0.0))
+    if short == long or low <= 0 or high <= 0 or not any("S" in name for name in varying):
+        return None
+    return math.log(high / low) / math.log(long / short)
+
+
+def formula_of(coefficients: dict[str, float]) -> Formula:
+    """The ms formula of a fit, as a stage carries it."""
+    terms = tuple(Term(coefficients[name], _POWERS[name]) for name in _POWERS if name in coefficients)
+    return Formula(terms or (Term(0.0),), "ms")
+
+
+def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
+    return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
+
+
+def find_clip_time(profile: Profile, stage: str, sizes: Mapping[str, int]) -> float | None:
+    """ms of an encoder for one clip with these sizes, alone on one rank: the mean of the measurements of clips equal in
+    all that decides its time. None where there are none."""
+    found = [
+        run.ms
+        for entry in profile.stages
+        if entry.stage == stage
+        for run in entry.measurements
+        if run.sizes is not None and (run.batch, run.degree) == (1, 1) and run.sizes.items() <= sizes.items()
+    ]
+    return math.fsum(found) / len(found) if found else None
+
+
+def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None:
+    return next((entry for entry in profile.synchronisation if entry.stage == stage), None)
+
+
+def exponent_of(profile: Profile, stage: str) -> float:
+    """The p of ``dual`` that this profile says for a stage, its phases taken together.
+
+    Raises UserError where the stage was not profiled at two lengths.
+    """
+    found = [entry.fit.exponent for entry in profile.stages if entry.stage == stage and entry.fit.exponent is not None]
+    if not found:
+        known = ", ".join(sorted({f"`{entry.stage}`" for entry in profile.stages})) or "none"
+        raise UserError(StageNotProfiled(None, stage, known))
+    return min(2.0, max(1.0, math.fsum(found) / len(found)))

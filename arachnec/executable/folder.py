@@ -1,0 +1,306 @@
+"""The executable: a folder that ``arachnec compile`` writes and ``arachnec run`` takes.
+
+=================== ========================================================================================
+program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
+traced.cascade      cluster, stages and every clip of the manifest with its iteration: what later steps are planned from
+graphs.cascade      the block graphs; where they have fused regions, every run executes those
+executable.json     pipeline, training options, fingerprint, versions
+model.py            the model file as it was; the only code, and the only file to trust like code
+clips.jsonl         the clips, by their ids in the IR
+profile.json        the measured costs the plan was made with, where there are some
+timeline.html       the plan to be looked at: see docs/show_and_explain.md
+=================== ========================================================================================
+
+Nothing in it is a pickle. What is read is held to a schema and to a size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training, verified
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Graph, Level, Module
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.ir.verify import verify
+from arachnec.models.file import ModelFile, load_model_file
+from arachnec.version import __version__
+
+FORMAT = 1
+LIMIT_BYTES = 256 * 2**20
+PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
+MODEL, CLIPS = "model.py", "clips.jsonl"
+MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
+OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
+PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
+LIBRARIES = ("torch", "diffusers", "transformers")
+
+
+@dataclass(frozen=True)
+class NotExecutable(Diagnostic):
+    title: ClassVar[str] = "{folder} is not an executable: {reason}"
+    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Changed(Diagnostic):
+    title: ClassVar[str] = "{file} in {folder} is not the one this executable was compiled with"
+    help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
+    folder: str
+    file: str
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``executable.json``."""
+
+    format: int
+    pipeline: str
+    iterations: int
+    training: Training
+    fingerprint: dict[str, str]
+    versions: dict[str, str]
+    load: tuple[str, ...] = ()  # files in this folder that add passes
+
+
+class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A line of ``clips.jsonl``; its number is the clip's id in the IR."""
+
+    id: str | int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int
+    caption: str | None = None
+    path: str | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Executable:
+    """An executable folder as it was read."""
+
+    folder: Path
+    header: Header
+    program: Module  # iteration 0, lowered; not checked yet
+    traced: Module
+    clips: tuple[VideoClip, ...]  # by id in the IR
+    digests: dict[str, str]  # of every part, as it is now; all ranks must agree on all of them
+
+    @property
+    def training(self) -> Training:
+        return self.header.training
+
+    def fused_graphs(self) -> tuple[Graph, ...]:
+        """The block graphs, where the pipeline fused them; none else. Raises ``UserError`` for malformed text."""
+        if not (self.folder / GRAPHS).is_file():
+            return ()
+        module = parse_module(_text(self.folder, GRAPHS, _read(self.folder, GRAPHS)), str(self.folder / GRAPHS))
+        problems = verify(module)
+        if problems:
+            raise UserError(*problems)
+        return module.graphs if any(graph.fused for graph in module.graphs) else ()
+
+    def model_file(self) -> ModelFile:
+        """Import ``model.py``. This runs its code."""
+        return load_model_file(self.folder / MODEL)
+
+
+def write_executable(
+    folder: Path,
+    *,
+    program: Module,
+    traced: Module,
+    pipeline: str,
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    training: Training | None = None,
+    load: Sequence[Path] = (),
+    extra: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the folder; returns it.
+
+    ``clips`` in the order of their ids in the IR. ``extra`` are more files by name, such as the report. Raises
+    ``UserError`` for training options out of range, ValueError for modules of the wrong level.
+    """
+    if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
+        raise ValueError("an executable needs a lowered program and a traced module")
+    training = verified(training or Training())
+    pipeline, profiles = own_profiles(pipeline)
+    texts = {
+        PROGRAM: print_module(program),
+        TRACED: print_module(replace(traced, graphs=())),
+        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=traced.graphs)),
+        MODEL: model_file.path.read_text(encoding="utf-8"),
+        CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
+    }
+    texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
+    iterations = {clip.attrs.get("iteration", 0) for clip in traced.clips}
+    header = Header(
+        format=FORMAT,
+        pipeline=pipeline,
+        iterations=max(1, len(iterations)),
+        training=training,
+        fingerprint={name: _digest(texts[name].encode()) for name in (MODEL, CLIPS, TRACED)},
+        versions=versions(),
+        load=tuple(path.name for path in load),
+    )
+    texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
+    _write_all(folder, {**texts, **(extra or {})})
+    return folder
+
+
+def demand_folder(folder: Path) -> None:
+    """Raises OSError for a folder that is not there and cannot be made, or not be written to; leaves nothing behind."""
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
+
+
+def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
+    """All of the files or none: what was there stays until the new ones are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
+        for name, text in texts.items():
+            (Path(draft) / name).write_text(text, encoding="utf-8")
+        for stale in OF_RUNS:  # of a program that is no longer this folder's
+            (folder / stale).unlink(missing_ok=True)
+        for name in sorted(texts, key=lambda name: name == HEADER):  # without a header it is no executable
+            (Path(draft) / name).replace(folder / name)
+
+
+def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
+    """The pipeline's text with every profile file it names under a name in the folder, and those files' texts."""
+    texts: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        path = Path(json.loads(found[1])) if found[1].startswith('"') else Path(found[1])
+        if not path.is_file():
+            return found[0]  # the name of a data sheet
+        text = path.read_text(encoding="utf-8")
+        known = next((name for name, other in texts.items() if other == text), None)
+        name = known or ("profile.json" if not texts else f"profile_{len(texts)}.json")
+        texts[name] = text
+        return f"profile={name}"
+
+    return PROFILE_OPTION.sub(renamed, pipeline), texts
+
+
+def read_executable(folder: Path) -> Executable:
+    """Read the folder; the program is parsed, but neither verified nor checked.
+
+    Raises ``UserError`` for a missing, oversized, malformed or altered part.
+    """
+    if not (folder / HEADER).is_file():
+        raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
+    header = read_header(folder)
+    raw = {name: _read(folder, name) for name in (PROGRAM, TRACED, MODEL, CLIPS, *header.load)}
+    digests = {name: _digest(data) for name, data in raw.items()}
+    for name, digest in header.fingerprint.items():
+        if digests.get(name) != digest:
+            raise UserError(Changed(None, str(folder), name))
+    return Executable(
+        folder=folder,
+        header=header,
+        program=parse_module(_text(folder, PROGRAM, raw[PROGRAM]), str(folder / PROGRAM)),
+        traced=parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED)),
+        clips=_clips(folder, raw[CLIPS]),
+        digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
+    )
+
+
+def iteration_of(traced: Module, number: int) -> Module:
+    """The traced module of one global batch."""
+    clips = tuple(clip for clip in traced.clips if clip.attrs.get("iteration", 0) == number)
+    return replace(traced, name=f"iteration_{number}", clips=clips, graphs=())
+
+
+def versions() -> dict[str, str]:
+    """What the ranks must agree on besides the files."""
+    found = {"arachnec": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_header(folder: Path) -> Header:
+    """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
+    data = _read(folder, HEADER)
+    try:
+        header = msgspec.json.decode(data, type=Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
+    if header.format != FORMAT:
+        raise UserError(
+            NotExecutable(None, str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
+        )
+    if header.iterations < 1:
+        raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
+    if any(Path(name).name != name for name in header.load):
+        raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+    verified(header.training)
+    return header
+
+
+def _read(folder: Path, name: str) -> bytes:
+    path = folder / name
+    if not path.is_file():
+        raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
+    if path.stat().st_size > LIMIT_BYTES:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
+    return path.read_bytes()
+
+
+def _text(folder: Path, name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
+
+
+def read_clips(folder: Path) -> tuple[VideoClip, ...]:
+    """The clips, by their ids in the IR. Raises ``UserError`` where ``clips.jsonl`` is missing or malformed."""
+    return _clips(folder, _read(folder, CLIPS))
+
+
+def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
+    clips = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            row = msgspec.json.decode(line, type=ClipRow)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UserError(NotExecutable(None, str(folder), f"{CLIPS}, line {number}: {error}")) from None
+        place = None if row.path is None else Path(row.path)
+        clips.append(
+            VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
+        )
+    return tuple(clips)
+
+
+def _row(clip: VideoClip) -> ClipRow:
+    place = None if clip.path is None else str(clip.path.absolute())
+    return ClipRow(clip.id, clip.frames, clip.height, clip.width, clip.text_tokens, clip.caption, place, clip.start)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,158 @@
+"""Which regions of a graph to fuse: candidates by dynamic programming, then the best set of disjoint ones.
+
+After Zheng et al., "FusionStitching" (arXiv 2009.10924): from the results of the graph to its inputs, every operation
+keeps its best few regions, made of itself and the regions of its readers; beam search over all operations picks
+disjoint ones. Two that read one tensor are then packed side by side where they are alike and neither needs the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from arachnec.fusion.cost import RegionCost
+from arachnec.fusion.graph import FusionGraph, bits
+from arachnec.fusion.ops import Kind
+
+CANDIDATES = 6  # regions kept for each operation
+BEAM = 8  # sets of regions kept while choosing
+
+
+def find_regions(graph: FusionGraph, cost: RegionCost) -> list[int]:
+    """Disjoint regions of two or more kernels that save time, in the order of the graph. None waits for itself."""
+    candidates = _candidates(graph, cost)
+    chosen = _choose(graph, cost, candidates)
+    return sorted(_grown(graph, cost, _packed(graph, cost, chosen)), key=lambda region: next(bits(region)))
+
+
+def _candidates(graph: FusionGraph, cost: RegionCost) -> dict[int, list[int]]:
+    """For each core operation, from the last to the first, its best regions that begin with it."""
+    found: dict[int, list[int]] = {}
+    for i in reversed(list(bits(graph.core))):
+        grown = [1 << i]
+        for reader in dict.fromkeys(graph.consumers(i)):
+            if reader in found:
+                unions = [x | region for x in grown for region in found[reader]]
+                grown = _best([*grown, *unions], cost, keep=4 * CANDIDATES)
+        whole = [_completed(graph, cost, region) for region in grown]
+        found[i] = _best([1 << i, *(region for region in whole if region)], cost, CANDIDATES)
+    return found
+
+
+def _best(regions: Iterable[int], cost: RegionCost, keep: int) -> list[int]:
+    """Those that save most. Unfinished ones, which are no kernel yet, stay by size: others may complete them."""
+    distinct = dict.fromkeys(regions)
+    return sorted(distinct, key=lambda region: (cost.saved(region), region.bit_count()), reverse=True)[:keep]
+
+
+def _completed(graph: FusionGraph, cost: RegionCost, region: int) -> int:
+    """``region`` with what stands between its operations, and producers that are worth it; 0 if that cannot be."""
+    region = graph.with_views(region)
+    back = graph.between(region)
+    if back & ~(graph.core | graph.views):
+        return 0
+    region = graph.with_views(region | back)
+    while True:
+        better = max(_absorbing(graph, region), key=cost.saved, default=0)
+        if not better or cost.saved(better) <= cost.saved(region):
+            return region if cost.saved(region) > float("-inf") else 0
+        region = better
+
+
+def _absorbing(graph: FusionGraph, region: int) -> Iterator[int]:
+    """``region`` with one more operation that makes what it reads."""
+    producers = {p for i in bits(region & graph.core) for p in graph.producers(i)}
+    for p in producers:
+        if graph.core >> p & 1 and not region >> p & 1:
+            yield graph.with_views(region | 1 << p)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    regions: tuple[int, ...]
+    taken: int
+    saved: float
+
+
+def _choose(graph: FusionGraph, cost: RegionCost, candidates: dict[int, list[int]]) -> tuple[int, ...]:
+    beam = [_Choice((), 0, 0.0)]
+    for i in bits(graph.core):
+        following = {choice.regions: choice for choice in beam}
+        for choice in beam:
+            for region in candidates[i]:
+                if (region & graph.core).bit_count() < 2 or region & choice.taken or cost.saved(region) <= 0:
+                    continue
+                regions = tuple(sorted((*choice.regions, region)))
+                if regions not in following and not waits_for_itself(graph, regions):
+                    following[regions] = _Choice(regions, choice.taken | region, choice.saved + cost.saved(region))
+        beam = sorted(following.values(), key=lambda choice: (-choice.saved, choice.regions))[:BEAM]
+    return beam[0].regions
+
+
+def waits_for_itself(graph: FusionGraph, regions: Iterable[int]) -> bool:
+    """Whether regions, each right alone, would wait for each other in a circle."""
+    chosen = list(regions)
+    above = [_union(graph.above[i] for i in bits(region)) & ~region for region in chosen]
+    reads = [{j for j, other in enumerate(chosen) if j != k and above[k] & other} for k in range(len(chosen))]
+    waiting = set(range(len(chosen)))
+    while ready := [k for k in waiting if not reads[k] & waiting]:
+        waiting -= set(ready)
+    return bool(waiting)
+
+
+def _union(masks: Iterable[int]) -> int:
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def _packed(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list[int]:
+    """Alike regions that read one tensor (queries and keys, the table of rotary positions) become one kernel."""
+    packed = list(regions)
+    for a, b in combinations(list(packed), 2):
+        if a not in packed or b not in packed or _shape(graph, a) != _shape(graph, b):
+            continue
+        if not set(cost.read(a)) & set(cost.read(b)):
+            continue
+        both = graph.with_views(a | b)
+        rest = [region for region in packed if region not in (a, b)]
+        better = cost.saved(both) > cost.saved(a) + cost.saved(b)
+        if better and not any(both & region for region in rest) and not waits_for_itself(graph, [both, *rest]):
+            packed = [*rest, both]
+    return packed
+
+
+def _grown(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list[int]:
+    """``regions`` with neighbours that the beam lost sight of: what still saves something together is put together."""
+    grown = list(regions)
+    for region in list(grown):
+        while region in grown:
+            better = max(_joined(graph, cost, region, grown), key=lambda found: found[0], default=None)
+            if better is None:
+                break
+            _, both = better
+            grown = [other for other in grown if not other & both] + [both]
+            region = both
+    return grown
+
+
+def _joined(graph: FusionGraph, cost: RegionCost, region: int, regions: list[int]) -> Iterator[tuple[float, int]]:
+    """What is gained, and the region, where one more neighbour or its region comes in."""
+    core = list(bits(region & graph.core))
+    beside = {i for c in core for i in (*graph.producers(c), *graph.consumers(c))}
+    for i in beside:
+        if region >> i & 1 or not graph.core >> i & 1:
+            continue
+        other = next((mask for mask in regions if mask >> i & 1), 0)
+        both = graph.with_views(region | other | 1 << i)
+        gain = cost.saved(both) - cost.saved(region) - (cost.saved(other) if other else 0.0)
+        rest = [mask for mask in regions if mask not in (region, other)]
+        if gain > 0 and not any(both & mask for mask in rest) and not waits_for_itself(graph, [both, *rest]):
+            yield gain, both
+
+
+def _shape(graph: FusionGraph, region: int) -> tuple[tuple[str, Kind, str], ...]:
+    core = bits(region & graph.core)
+    return tuple((graph.ops[i].target, graph.kinds[i], str(graph.spaces[i].rows)) for i in core)

@@ -1,0 +1,203 @@
+"""One block of attention: some queries against some keys, with the log-sum-exp that lets blocks be merged.
+
+Forward and backward call torch's own fused kernels where they return the log-sum-exp, and otherwise plain matrix
+products over tiles of rows, so that memory stays linear in the sequence. Queries and keys carry their global
+positions as ranges, from which the block's part of a mask or of the causal triangle is made, a tile of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arachnec.kernels.attention.exchange import accumulator
+from arachnec.kernels.attention.fused_attention import fused_backward, fused_forward, has_kernel
+
+Ranges = tuple[tuple[int, int], ...]  # global positions [first, end) of consecutive local tokens, ascending
+
+TILE = 1 << 24  # scores or mask values that exist at one time
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query may look at: a global mask, the causal triangle, or (neither) all of them."""
+
+    mask: Tensor | None  # [B or 1, H or 1, all queries or 1, all keys], boolean or additive
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """The block of all scores with these positions."""
+
+    visibility: Visibility
+    queries: Ranges
+    keys: Ranges
+
+    @property
+    def nothing(self) -> bool:
+        """No query sees any key, whatever their values."""
+        if not self.queries or not self.keys:
+            return True
+        return self.visibility.is_causal and self.keys[0][0] >= self.queries[-1][1]
+
+    @property
+    def everything(self) -> bool:
+        """Every query sees every key."""
+        if self.visibility.is_causal:
+            return self.keys[-1][1] - 1 <= self.queries[0][0]
+        return self.visibility.mask is None
+
+    @property
+    def triangle(self) -> bool:
+        """Exactly the causal triangle; positions ascend, so equal ranges suffice."""
+        return self.visibility.is_causal and self.queries == self.keys
+
+    def bias(self, rows: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What is added to the scores of these rows, [B or 1, H or 1, rows or 1, keys]; None for nothing."""
+        if self.everything:
+            return None
+        if self.visibility.is_causal:
+            row, column = positions(self.queries, device)[rows], positions(self.keys, device)
+            return additive((row[:, None] >= column)[None, None], dtype)
+        mask = self.visibility.mask
+        assert mask is not None
+        if mask.shape[-2] > 1:
+            mask = select(mask, -2, within(self.queries, rows))
+        return additive(select(mask, -1, self.keys), dtype)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Lq, Dv] and natural-log sum of exponentials [B, H, Lq] of one block.
+
+    Rows that see nothing give 0 and -inf. The log-sum-exp is in 32 bits at least.
+    """
+    if block.nothing or query.numel() == 0:
+        shape = query.shape[:3]
+        lse = query.new_full(shape, -math.inf, dtype=accumulator(query.dtype))
+        return query.new_zeros(*shape, value.shape[3]), lse
+    fused = has_kernel(query, key, value)
+    if fused and (block.everything or block.triangle):
+        return fused_forward(query, key, value, None, block.triangle, scale)
+    outs, lses = [], []
+    for rows in _tiles(query, key, block, fused):
+        bias = block.bias(rows, query.dtype if fused else accumulator(query.dtype), query.device)
+        part = query[:, :, rows]
+        out, lse = (
+            fused_forward(part, key, value, bias, False, scale)
+            if fused
+            else plain_forward(part, key, value, bias, scale)
+        )
+        if bias is not None:
+            dead = (bias == -math.inf).all(-1)
+            out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """This block's share of the gradients of query, key and value, from the *merged* output and log-sum-exp.
+
+    ``lse`` is finite: 0 stands for rows that see nothing in any block. None where the block has no part in it.
+    """
+    if block.nothing or query.numel() == 0:
+        return None
+    fused = has_kernel(query, key, value)
+    if fused and (block.everything or block.triangle):
+        return fused_backward(grad, query, key, value, out, lse, None, block.triangle, scale)
+    dtype = accumulator(query.dtype)
+    grad_query = []
+    grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+    for rows in _tiles(query, key, block, fused):
+        bias = block.bias(rows, query.dtype if fused else dtype, query.device)
+        part = (grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows])
+        dq, dk, dv = fused_backward(*part, bias, False, scale) if fused else plain_backward(*part, bias, scale)
+        grad_query.append(dq)
+        grad_key += dk
+        grad_value += dv
+    return torch.cat(grad_query, 2), grad_key, grad_value
+
+
+def _tiles(query: Tensor, key: Tensor, block: Block, fused: bool) -> Iterator[slice]:
+    """Rows at a time, so that at most about ``TILE`` values of scores or bias exist."""
+    rows, columns = query.shape[2], key.shape[2]
+    mask = block.visibility.mask
+    wide = query.shape[0] * query.shape[1]
+    if fused:
+        wide = 1 if mask is None else mask.shape[0] * mask.shape[1]
+    step = max(1, TILE // max(1, wide * columns))
+    if fused and mask is not None and mask.shape[-2] == 1:
+        step = rows
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
+
+
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, bias, scale)
+    lse = scores.logsumexp(-1)
+    shift = lse.masked_fill(lse == -math.inf, 0.0)
+    weights = scores.sub_(shift[..., None]).exp_()
+    return (weights @ value.to(weights.dtype)).to(query.dtype), lse
+
+
+def plain_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = _scores(query, key, bias, scale).sub_(lse[..., None]).exp_()
+    dtype = weights.dtype
+    grad = grad.to(dtype)
+    grad_value = weights.mT @ grad
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_scores = (grad @ value.to(dtype).mT).sub_(delta).mul_(weights).mul_(scale)
+    return grad_scores @ key.to(dtype), grad_scores.mT @ query.to(dtype), grad_value
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    dtype = accumulator(query.dtype)
+    scores = (query.to(dtype) @ key.to(dtype).mT).mul_(scale)
+    return scores if bias is None else scores.add_(bias)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def positions(ranges: Ranges, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(first, end, device=device) for first, end in ranges])
+
+
+def select(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """These ranges of ``x`` along ``dim``; a view where there is one."""
+    pieces = [x.narrow(dim, first, end - first) for first, end in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def within(ranges: Ranges, rows: slice) -> Ranges:
+    """The positions of a slice of the local tokens."""
+    kept = []
+    start = 0
+    for first, end in ranges:
+        lo, hi = max(rows.start - start, 0), min(rows.stop - start, end - first)
+        if lo < hi:
+            kept.append((first + lo, first + hi))
+        start += end - first
+    return tuple(kept)

@@ -1,0 +1,199 @@
+"""Attention over a sequence that is sharded over ranks: Ulysses, ring, and their product.
+
+Every part of the sequence is first sharded by tokens (what is replicated, a caption, is sliced). Inside a Ulysses
+group an all-to-all then trades tokens for heads (DeepSpeed Ulysses, arXiv 2309.14509); between Ulysses groups keys and
+values pass round a ring (Ring Attention, arXiv 2310.01889; the product: USP, arXiv 2405.07719). Heads and tokens are
+split as evenly as they go, so every degree is legal: where there are more ranks than heads, some hold none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arachnec.kernels.attention.attention_block import Ranges, Visibility
+from arachnec.kernels.attention.exchange import even_ranges, gather_pieces, heads_to_tokens, tokens_to_heads
+from arachnec.kernels.attention.ring_attention import ring_attention
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
+
+Parts = tuple[int | None, ...]
+Range = tuple[int, int]
+Counts = tuple[tuple[int, ...], ...]  # tokens of each part at each position
+
+
+def distributed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: SequenceShard,
+    *,
+    query_parts: Parts,
+    key_parts: Parts,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` over the whole sequence, on this rank's share of it.
+
+    ``query`` is [B, H, Lq, D], ``key`` [B, Hk, Lk, D], ``value`` [B, Hk, Lk, Dv], with H a multiple of Hk under
+    ``enable_gqa``. ``query_parts`` and ``key_parts`` say what stands along the local tokens, in order: None is the
+    sharded sequence (``shard.local`` tokens here), a number that many replicated tokens, of equal values on every rank.
+    ``mask`` is replicated and global: [B or 1, H or 1, all queries or 1, all keys], boolean (True takes part) or added
+    to the scores, its rows and columns in the order of the parts. It gets no gradient. ``is_causal`` compares positions
+    in that same order. A query that may look at nothing yields 0, as in torch.
+
+    Returns [B, H, Lq, Dv]; replicated parts are again the same on every rank. Gradients are partial in the sense of
+    ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
+    """
+    _check(query, key, value, shard, query_parts, key_parts, mask, is_causal, enable_gqa)
+    if shard.degree == 1:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    queries, keys = _token_counts(query_parts, shard), _token_counts(key_parts, shard)
+    query = _shard_parts(query, query_parts, shard)
+    key, value = _shard_parts(key, key_parts, shard), _shard_parts(value, key_parts, shard)
+
+    total, sharing, me = query.shape[1], query.shape[1] // key.shape[1], shard.index % shard.ulysses
+    query_heads = even_ranges(total, shard.ulysses)
+    key_heads = tuple((first // sharing, -(-end // sharing)) for first, end in query_heads)
+    here = slice(shard.ulysses_positions[0], shard.ulysses_positions[-1] + 1)
+    peers_queries, peers_keys = _at(queries, here), _at(keys, here)
+    if shard.ulysses > 1:
+        query, key, value = tokens_to_heads(
+            (query, key, value), (query_heads, key_heads, key_heads), (peers_queries, peers_keys, peers_keys), shard
+        )
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask[:, slice(*query_heads[me])]
+    head_map = _head_map(query_heads[me], key_heads[me], sharing, query.device)
+    if shard.ring == 1:
+        out = _whole_attention(query, key, value, head_map, mask, is_causal, scale)
+    else:
+        out = ring_attention(
+            query,
+            key,
+            value,
+            shard,
+            queries=_ranges(queries, here),
+            keys=tuple(
+                _ranges(keys, slice(first, first + shard.ulysses)) for first in range(0, shard.degree, shard.ulysses)
+            ),
+            visibility=Visibility(mask, is_causal),
+            scale=query.shape[3] ** -0.5 if scale is None else scale,
+            head_map=head_map,
+        )
+    if shard.ulysses > 1:
+        out = heads_to_tokens(out, total, query_heads, peers_queries, shard)
+    return _gather_parts(out, query_parts, queries, shard)
+
+
+def _whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_map: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """All tokens of this rank's heads, in the global order."""
+    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
+        # Zero, but tied to its inputs: a rank whose gradient stopped here would miss the collectives of the backward.
+        tie = query.flatten()[:0].sum() + key.flatten()[:0].sum() + value.flatten()[:0].sum()
+        return query.new_zeros(*query.shape[:3], value.shape[3]) + tie
+    if head_map is not None:
+        key, value = key.index_select(1, head_map), value.index_select(1, head_map)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+
+
+def _head_map(queries: Range, keys: Range, sharing: int, device: torch.device) -> Tensor | None:
+    """The local key head of every local query head; None where they are the same heads."""
+    if sharing == 1:
+        return None
+    return torch.arange(*queries, device=device) // sharing - keys[0]
+
+
+def _token_counts(parts: Parts, shard: SequenceShard) -> Counts:
+    """Tokens of each part at each position, once everything is sharded."""
+    return tuple(shard.tokens if part is None else even_split(part, shard.degree) for part in parts)
+
+
+def _at(counts: Counts, positions: slice) -> Counts:
+    return tuple(part[positions] for part in counts)
+
+
+def _ranges(counts: Counts, positions: slice) -> Ranges:
+    """Where the tokens of these positions stand in the whole sequence, all parts in order."""
+    starts = offsets(tuple(sum(part) for part in counts))
+    ranges = []
+    for start, part in zip(starts, counts, strict=True):
+        first = start + sum(part[: positions.start])
+        ranges.append((first, first + sum(part[positions])))
+    return tuple((first, end) for first, end in ranges if first < end)
+
+
+def _shard_parts(x: Tensor, parts: Parts, shard: SequenceShard) -> Tensor:
+    """The replicated parts sliced over the ranks; their gradients are zero elsewhere."""
+    if all(part is None for part in parts):
+        return x
+    pieces = x.split_with_sizes([shard.local if part is None else part for part in parts], 2)
+    return torch.cat(
+        [piece if part is None else _slice(piece, part, shard) for piece, part in _pairs(pieces, parts)], 2
+    )
+
+
+def _slice(piece: Tensor, length: int, shard: SequenceShard) -> Tensor:
+    sizes = even_split(length, shard.degree)
+    return piece.narrow(2, sum(sizes[: shard.index]), sizes[shard.index])
+
+
+def _gather_parts(x: Tensor, parts: Parts, counts: Counts, shard: SequenceShard) -> Tensor:
+    """The inverse of ``_shard_parts``."""
+    if all(part is None for part in parts):
+        return x
+    pieces = x.split_with_sizes([sizes[shard.index] for sizes in counts], 2)
+    whole = [
+        piece if part is None else gather_pieces(piece, 2, sizes, shard)
+        for (piece, part), sizes in zip(_pairs(pieces, parts), counts, strict=True)
+    ]
+    return torch.cat(whole, 2)
+
+
+def _pairs(pieces: Sequence[Tensor], parts: Parts) -> list[tuple[Tensor, int | None]]:
+    return list(zip(pieces, parts, strict=True))
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: SequenceShard,
+    query_parts: Parts,
+    key_parts: Parts,
+    mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> None:
+    for name, x, parts in (("query", query, query_parts), ("key", key, key_parts), ("value", value, key_parts)):
+        expected = sum(shard.local if part is None else part for part in parts)
+        if x.ndim != 4 or x.shape[2] != expected:
+            raise ValueError(f"{name} {tuple(x.shape)} does not have the {expected} local tokens of its parts {parts}")
+    if key.shape[1] != value.shape[1] or query.shape[1] % max(1, key.shape[1]):
+        raise ValueError(
+            f"{query.shape[1]} query heads cannot share {key.shape[1]} key and {value.shape[1]} value heads"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"{query.shape[1]} query heads and {key.shape[1]} key heads need enable_gqa")
+    if mask is None:
+        return
+    if is_causal:
+        raise ValueError("a mask and is_causal exclude each other")
+    if mask.requires_grad:
+        raise ValueError("a mask that wants a gradient is not supported")
+    rows, columns = (sum(shard.total if part is None else part for part in parts) for parts in (query_parts, key_parts))
+    if mask.ndim != 4 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != columns:
+        raise ValueError(f"mask {tuple(mask.shape)} is not [.., .., {rows} or 1, {columns}], all tokens of the parts")

@@ -1,0 +1,244 @@
+"""The one global order of a placed module's events that every rank's list is a projection of."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import rank_list
+from arachnec.cluster.topology import handoff_time, node_of
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
+from arachnec.ir.values import Formula, Value
+
+# Starts and ends are sums of floats: what lies closer together than this happens at one time.
+TOLERANCE_MS = 1e-6
+FORWARD_SHARE = 1 / 3  # of a train cascade whose stage has no formulas: backward is twice the forward's work
+GIB = 2**30
+GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
+
+# Where an instruction stands in the order: the number of a cascade, and one of these.
+HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER = range(4)
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class InputNotReady(Diagnostic):
+    title: ClassVar[str] = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
+    label: ClassVar[str] = "starts too early"
+    help: ClassVar[str] = "a cascade starts after the end of every cascade it reads"
+    cascade: str
+    input: str
+    start: float
+    ready: float
+
+
+@dataclass(frozen=True)
+class CyclicInputs(Diagnostic):
+    title: ClassVar[str] = "%{cascade} waits for itself"
+    label: ClassVar[str] = "reads a value that is made from its own"
+    help: ClassVar[str] = "the inputs of cascades must not form a circle"
+    cascade: str
+
+
+@dataclass(frozen=True)
+class UnknownInput(Diagnostic):
+    title: ClassVar[str] = "%{cascade} reads %{input}, and there is no such cascade"
+    label: ClassVar[str] = "unknown input"
+    help: ClassVar[str] = "name a cascade of this module"
+    cascade: str
+    input: str
+
+
+@dataclass(frozen=True)
+class SavedElsewhere(Diagnostic):
+    title: ClassVar[str] = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
+    label: ClassVar[str] = "must run where its forward ran"
+    help: ClassVar[str] = "place both on the same ranks, in the same order"
+    cascade: str
+    forward: str
+    ranks: str
+    holders: str
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """The value of cascade number ``producer`` goes from one rank to another, right before cascade number ``slot``."""
+
+    producer: int
+    source: int
+    target: int
+    slot: int
+    size: int  # bytes
+
+
+def global_order(cascades: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
+    """All cascades by start time, producers before their consumers where the times are equal."""
+    depth = depths(cascades)
+    by_name = {cascade.name: cascade for cascade in cascades}
+    for cascade in cascades:
+        for name in cascade.inputs:
+            ready = by_name[name].start
+            if ready > cascade.start + TOLERANCE_MS:
+                raise UserError(InputNotReady(cascade.span, cascade.name, name, cascade.start, ready))
+    indexed = sorted(enumerate(cascades), key=lambda item: (item[1].start, item[1].end, depth[item[1].name], item[0]))
+    ordered = tuple(cascade for _, cascade in indexed)
+    return ordered if _respects_inputs(ordered) else _stable_topological(ordered)
+
+
+def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
+    """The length of the longest chain of inputs below every cascade."""
+    by_name = {cascade.name: cascade for cascade in cascades}
+    readers: dict[str, list[str]] = defaultdict(list)
+    waiting: dict[str, int] = {}
+    for cascade in cascades:
+        waiting[cascade.name] = len(cascade.inputs)
+        for name in cascade.inputs:
+            if name not in by_name:
+                raise UserError(UnknownInput(cascade.span, cascade.name, name))
+            readers[name].append(cascade.name)
+    depth = {name: 0 for name, count in waiting.items() if count == 0}
+    ready = list(depth)
+    for name in ready:
+        for reader in readers[name]:
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                depth[reader] = 1 + max(depth[i] for i in by_name[reader].inputs)
+                ready.append(reader)
+    for cascade in cascades:
+        if cascade.name not in depth:
+            raise UserError(CyclicInputs(cascade.span, cascade.name))
+    return depth
+
+
+def _respects_inputs(ordered: tuple[Cascade, ...]) -> bool:
+    position = {cascade.name: i for i, cascade in enumerate(ordered)}
+    return all(position[name] < position[cascade.name] for cascade in ordered for name in cascade.inputs)
+
+
+def _stable_topological(ordered: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
+    """Rounding has put a consumer before its producer: the nearest order that has none."""
+    position = {cascade.name: i for i, cascade in enumerate(ordered)}
+    readers: dict[int, list[int]] = defaultdict(list)
+    waiting = [len(cascade.inputs) for cascade in ordered]
+    for i, cascade in enumerate(ordered):
+        for name in cascade.inputs:
+            readers[position[name]].append(i)
+    ready = [i for i, count in enumerate(waiting) if count == 0]
+    heapq.heapify(ready)
+    result: list[Cascade] = []
+    while ready:
+        i = heapq.heappop(ready)
+        result.append(ordered[i])
+        for reader in readers[i]:
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                heapq.heappush(ready, reader)
+    return tuple(result)
+
+
+def reads_saved(cascade: Cascade, source: Cascade) -> bool:
+    """Whether ``cascade`` reads what the forward ``source`` saved for it, and not a value that could be handed over."""
+    return cascade.phase in GRADIENT and cascade.stage == source.stage and source.phase is not Phase.ENCODE
+
+
+def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) -> list[Handoff]:
+    """All handoffs in their global order: as soon as the producer ends, and before the first consumer on that rank."""
+    stages = {stage.name: stage for stage in module.stages}
+    position = {cascade.name: i for i, cascade in enumerate(order)}
+    starts = [cascade.start for cascade in order]
+    handoffs: list[Handoff] = []
+    sent: set[tuple[int, int]] = set()
+    load: dict[tuple[int, int], int] = defaultdict(int)
+    for i, cascade in enumerate(order):
+        for name in cascade.inputs:
+            p = position[name]
+            producer = order[p]
+            if reads_saved(cascade, producer):
+                if cascade.ranks != producer.ranks:
+                    places = (rank_list(cascade.ranks), rank_list(producer.ranks))
+                    raise UserError(SavedElsewhere(cascade.span, cascade.name, name, *places))
+                continue
+            earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS)
+            slot = max(p + 1, min(earliest, i))
+            size = round(output_gib(producer, cascade, stages) * GIB)
+            for target in cascade.ranks:
+                if target in producer.ranks or (p, target) in sent:
+                    continue
+                source = min(
+                    producer.ranks, key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r)
+                )
+                load[p, source] += 1
+                sent.add((p, target))
+                handoffs.append(Handoff(p, source, target, slot, size))
+    return sorted(handoffs, key=lambda h: (h.slot, order[h.producer].end, h.producer))
+
+
+def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -> float:
+    """GiB of what ``consumer`` reads from ``producer``; 0 where the stage does not say.
+
+    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage.
+    """
+    of = consumer if producer.phase in GRADIENT else producer
+    return evaluate(stages[of.stage].attrs.get("output"), of)
+
+
+def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:
+    """When every rank drops the values it holds: after their last reader, and not before their sends are through.
+
+    A send is through when its target has come to the receive, which the target's earlier cascades may delay; a free
+    that stood earlier would make the source wait for it.
+    """
+    position = {cascade.name: i for i, cascade in enumerate(order)}
+    starts = [cascade.start for cascade in order]
+    last_backward: dict[int, int] = {}
+    for i, cascade in enumerate(order):
+        for name in cascade.inputs:
+            if reads_saved(cascade, order[position[name]]):
+                last_backward[position[name]] = i
+    drops: dict[tuple[int, int], Place] = {}
+    for i, cascade in enumerate(order):
+        # The inputs of a forward are read again by its backward.
+        place = (last_backward.get(i, i), FREE_AFTER)
+        for name in cascade.inputs:
+            if reads_saved(cascade, order[position[name]]):
+                continue
+            for rank in cascade.ranks:
+                key = (rank, position[name])
+                drops[key] = max(drops.get(key, place), place)
+    ends: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for i, cascade in enumerate(order):
+        for rank in cascade.ranks:
+            ends[rank].append((i, cascade.end))
+    for handoff in handoffs:
+        busy = bisect.bisect_left(ends[handoff.target], (handoff.slot, -math.inf))
+        posted = ends[handoff.target][busy - 1][1] if busy else 0.0
+        sent = max(posted, order[handoff.producer].end) + handoff_time(
+            cluster, handoff.source, handoff.target, handoff.size
+        )
+        place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
+        key = (handoff.source, handoff.producer)
+        drops[key] = max(drops.get(key, place), place)
+    for p in {value for _, value in drops}:
+        # Ranks that share an encoder and neither read nor send what it made drop it at once.
+        for rank in order[p].ranks:
+            drops.setdefault((rank, p), (p, FREE_AFTER))
+    return [(rank, place, order[value].name) for (rank, value), place in drops.items()]
+
+
+def evaluate(value: Value | None, cascade: Cascade) -> float:
+    """A stage's formula for a whole cascade; 0 where the stage has none."""
+    if not isinstance(value, Formula):
+        return 0.0
+    return value(B=cascade.batch, S=cascade.tokens, T=cascade.text)
+
+
+def forward_share(cascade: Cascade, stage: Stage) -> float:
+    """The part of a train cascade's time that its forward takes, by the stage's formulas."""
+    forward = evaluate(stage.attrs.get("forward"), cascade)
+    backward = evaluate(stage.attrs.get("backward"), cascade) + (forward if cascade.recompute else 0.0)
+    return forward / (forward + backward) if forward > 0 and backward > 0 else FORWARD_SHARE

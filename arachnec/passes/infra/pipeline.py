@@ -1,0 +1,253 @@
+"""A pipeline is a string that parses to a tuple of passes and prints back to itself.
+
+``partition{policy=dual,p=1.8},annotate{profile=h100-80g},schedule-z3{budget=500ms},place,lower``. The name of a
+pipeline in ``arachnec.passes.infra.named_pipelines`` stands for its passes, alone or among others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Level, Module
+from arachnec.ir.span import Span
+from arachnec.ir.verify import verify
+from arachnec.passes.infra import errors as pipeline_errors
+from arachnec.passes.infra import options
+from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.instruments import Instrument, Moment
+from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.registry import Registry, installed
+
+SOURCE = "<passes>"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in the order they run."""
+
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def parse(cls, text: str, registry: Registry | None = None) -> Pipeline:
+        """The pipeline that ``text`` says; passes are found in ``registry``, else among the installed ones.
+
+        Raises UserError, with the place in ``text``, for an unknown pass, option or value.
+        """
+        return cls(tuple(_parse(text, installed() if registry is None else registry)))
+
+    def __str__(self) -> str:
+        """Only options that differ from their defaults are written; ``parse`` reads it back to an equal pipeline."""
+        return ",".join(map(pass_text, self.passes))
+
+    def run(self, module: Module, instruments: Iterable[Instrument] = ()) -> Module:
+        """The module after all passes. The module that goes in, and what every pass gives, is verified.
+
+        Raises UserError where the module's level is not what a pass needs, where the module is not right, and for
+        whatever mistake a pass finds. A built-in pass that gives a wrong module is a bug: BrokenPass.
+        """
+        instruments = tuple(instruments)
+        _demand_levels(self.passes, module)
+        if problems := verify(module):
+            raise UserError(*problems)
+        for index, step in enumerate(self.passes):
+            module = _run_one(self, index, step, module, instruments)
+        return module
+
+    def demand(self, begins: Level, ends: Level) -> None:
+        """Raises UserError where these passes do not lead from one level to the other; runs none of them."""
+        level = _demand_levels(self.passes, Module("", begins))
+        if level != ends:
+            raise UserError(pipeline_errors.WrongEnd(None, pipeline=str(self), level=level.word, ends=ends.word))
+
+    def after(self, index: int) -> Pipeline:
+        """What remains from pass ``index`` on, that one included."""
+        return Pipeline(self.passes[index:])
+
+
+class BrokenPass(Exception):
+    """A built-in pass gave a module that does not verify: a bug of the compiler."""
+
+
+def pass_text(step: Pass) -> str:
+    """``schedule-z3{budget=500ms}``."""
+    kinds = options.option_types(type(step))
+    defaults = {field.name: _default(field) for field in dataclasses.fields(step)}
+    written = [
+        f"{name}={options.write(kind, value)}"
+        for name, kind in kinds.items()
+        if not _same(value := getattr(step, name), defaults[name])
+    ]
+    return f"{step.name}{{{','.join(written)}}}" if written else step.name
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _same(left: object, right: object) -> bool:
+    return left == right and repr(left) == repr(right)
+
+
+def _run_one(pipeline: Pipeline, index: int, step: Pass, module: Module, instruments: Sequence[Instrument]) -> Module:
+    moment = Moment(index, step.name, str(pipeline.after(index)), module, 0.0)
+    for instrument in instruments:
+        instrument.before(moment)
+    begin = time.perf_counter()
+    try:
+        result = step.run(module)
+        seconds = time.perf_counter() - begin
+        _demand_right(step, module, result)
+    except Exception as error:
+        for instrument in instruments:
+            instrument.failed(dataclasses.replace(moment, seconds=time.perf_counter() - begin), error)
+        raise
+    done = dataclasses.replace(moment, module=result, seconds=seconds)
+    for instrument in instruments:
+        instrument.after(done)
+    return result
+
+
+def _demand_right(step: Pass, before: Module, after: Module) -> None:
+    gives = step.result(before.level)
+    if after.level != gives:
+        wrong = pipeline_errors.WrongGivenLevel(
+            None, name=step.name, gives=gives.word, level=after.level.word, word=gives.name
+        )
+        raise _blame(step, UserError(wrong))
+    if problems := verify(after):
+        count = f"{len(problems)} error{'s' if len(problems) > 1 else ''}"
+        raise _blame(step, UserError(pipeline_errors.BrokenModule(None, name=step.name, count=count), *problems))
+
+
+def _blame(step: Pass, error: UserError) -> Exception:
+    ours = type(step).__module__.startswith("arachnec.")
+    return BrokenPass(str(error)) if ours else error
+
+
+def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
+    """The level that the module will have after them."""
+    level = module.level
+    for step in passes:
+        if not step.accepts(level):
+            remedy = _remedy(step, level)
+            raise UserError(
+                pipeline_errors.WrongLevel(
+                    module.span if level == module.level else None,
+                    name=step.name,
+                    needs=step.needs.word if step.gives > step.needs else f"{step.needs.word} or later",
+                    level=level.word,
+                    remedy=remedy,
+                )
+            )
+        level = step.result(level)
+    return level
+
+
+def _remedy(step: Pass, level: Level) -> str:
+    if level < step.needs:
+        return f"put a pass before it that gives a {step.needs.word} module; `arachnec passes` lists them"
+    return f"start from a {step.needs.word} module, or leave `{step.name}` out"
+
+
+# from text
+
+
+def _parse(text: str, registry: Registry) -> Iterator[Pass]:
+    if not text.strip():
+        raise UserError(pipeline_errors.MalformedPipeline(_span(text, 0, len(text)), expected="a pass"))
+    for start, end in _elements(text):
+        found = re.match(r"\s*([A-Za-z0-9_-]+)\s*", text[start:end])
+        if found is None:
+            raise UserError(pipeline_errors.MalformedPipeline(_span(text, start, end), expected="the name of a pass"))
+        name, name_at, after = found[1], start + found.start(1), start + found.end()
+        body = text[after:end].rstrip()
+        if body and not (body.startswith("{") and body.endswith("}")):
+            raise UserError(
+                pipeline_errors.MalformedPipeline(_span(text, after, end), expected="`,` or `{` after a pass's name")
+            )
+        if name in registry:
+            yield _build(text, name, name_at, body, after, registry)
+        elif name in PIPELINES:
+            if body:
+                span = _span(text, after, end)
+                raise UserError(pipeline_errors.OptionsOfPipeline(span, name=name, written=PIPELINES[name]))
+            yield from _parse(PIPELINES[name], registry)
+        else:
+            remedy = did_you_mean(name, [*registry, *PIPELINES], "passes are")
+            raise UserError(
+                pipeline_errors.UnknownPass(_span(text, name_at, name_at + len(name)), name=name, remedy=remedy)
+            )
+
+
+def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Registry) -> Pass:
+    kind = registry.get(name)
+    kinds = options.option_types(kind)
+    given: dict[str, Any] = {}
+    inside = body[1:-1]
+    for start, end in _elements(inside) if inside.strip() else ():
+        item = inside[start:end]
+        lead = len(item) - len(item.lstrip())
+        begin = body_at + 1 + start + lead
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key:
+            span = _span(text, begin, body_at + 1 + end)
+            raise UserError(pipeline_errors.MalformedPipeline(span, expected="`option=value`"))
+        span = _span(text, begin, begin + len(key))
+        if key not in kinds:
+            remedy = did_you_mean(key, list(kinds), "its options are") if kinds else "it has no options"
+            raise UserError(pipeline_errors.UnknownOption(span, name=name, option=key, remedy=remedy))
+        if key in given:
+            raise UserError(pipeline_errors.RepeatedOption(span, name=name, option=key))
+        try:
+            given[key] = options.read(kinds[key], value)
+        except options.BadOption as error:
+            value_at = body_at + 1 + start + item.index("=") + 1
+            value_at += len(text[value_at:]) - len(text[value_at:].lstrip())
+            span = _span(text, value_at, value_at + max(1, len(value)))
+            raise UserError(
+                pipeline_errors.WrongOption(span, name=name, option=key, found=value, expected=str(error))
+            ) from None
+    try:
+        return kind(**given)
+    except ValueError as error:  # from the pass's own __post_init__
+        end = body_at + len(body) if body else at + len(name)
+        raise UserError(pipeline_errors.RefusedOptions(_span(text, at, end), name=name, reason=str(error))) from None
+
+
+def _elements(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each part between the commas outside brackets, braces and quotes."""
+    depth, start, quoted, at = 0, 0, False, 0
+    while at < len(text):
+        char = text[at]
+        if quoted:
+            at += char == "\\"
+            quoted = char != '"'
+        elif char == '"':
+            quoted = True
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            yield start, at
+            start = at + 1
+        at += 1
+    yield start, len(text)
+
+
+def did_you_mean(word: str, known: list[str], fallback: str) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean `{close[0]}`?" if close else f"{fallback} {', '.join(known)}"
+
+
+def _span(text: str, start: int, end: int) -> Span:
+    return Span(SOURCE, 1, start + 1, 1, max(end, start + 1) + 1, text.replace("\n", " "))

@@ -1,0 +1,244 @@
+"""From a costed module to the scheduling problem it poses, and from a schedule back to a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.cost.model import RESERVE, CostModel
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
+from arachnec.ir.stage_sizes import shape_of, times_of
+from arachnec.ir.values import Attributes, Quantity
+from arachnec.planning.handoff_memory import in_turn
+from arachnec.planning.validate import validate_schedule
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import TICKS, Choice, Job, Problem, Schedule, Solution, violations
+
+
+@dataclass(frozen=True)
+class FitsNoDegree(Diagnostic):
+    title: ClassVar[str] = (
+        "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
+    )
+    label: ClassVar[str] = "too large for this cluster"
+    help: ClassVar[str] = "{remedy}"
+    what: str
+    needed: float
+    degree: int
+    room: float
+    remedy: str
+
+
+@dataclass(frozen=True)
+class EncodersDoNotFit(Diagnostic):
+    title: ClassVar[str] = (
+        "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
+        "there are {room:.3f}"
+    )
+    label: ClassVar[str] = "does not fit beside the outputs of the others"
+    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
+    what: str
+    needed: float
+    others: float
+    room: float
+
+
+@dataclass(frozen=True)
+class StateTooLarge(Diagnostic):
+    title: ClassVar[str] = (
+        "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
+    )
+    help: ClassVar[str] = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters"
+    state: float
+    memory: float
+    reserve: float
+
+
+@dataclass(frozen=True)
+class NoDegree(Diagnostic):
+    title: ClassVar[str] = "{what} has no legal degree on {gpus}"
+    label: ClassVar[str] = "legal are {legal}"
+    help: ClassVar[str] = "use a cluster of at least {least}, or measure it at a smaller degree"
+    what: str
+    gpus: str
+    legal: str
+    least: str
+
+
+@dataclass(frozen=True)
+class BadSchedule(Diagnostic):
+    title: ClassVar[str] = "the schedule is wrong: {problem}"
+    help: ClassVar[str] = "arachnec.planning.validate.validate_schedule lists everything that is wrong with it"
+    problem: str
+
+
+def problem_of(module: Module, cost: CostModel) -> Problem:
+    """The problem of a costed module.
+
+    Raises UserError naming the clip where a cascade fits the memory at no degree.
+    """
+    if cost.room <= 0:
+        raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
+    index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
+    memo: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+    others = beside(module, cost)
+    jobs = []
+    for cascade in module.cascades:
+        held = others.get(cascade.name, 0.0)
+        key = (*shape_of(cascade), held)
+        if key not in memo:
+            memo[key] = choices_of(cascade, cost, held)
+        jobs.append(Job(memo[key], tuple(index[name] for name in cascade.inputs if name in index)))
+    return Problem(tuple(jobs), cost.cluster.world)
+
+
+def beside(module: Module, cost: CostModel) -> dict[str, float]:
+    """For every encoder the GiB of what others made of its clips before it, where one rank encodes all in turn."""
+    named = {cascade.name: cascade for cascade in module.cascades}
+    found: dict[str, float] = {}
+    for cascade in module.cascades:
+        encoders = [named[name] for name in cascade.inputs if name in named and named[name].phase is Phase.ENCODE]
+        made = 0.0
+        for each in in_turn(encoders, cost) if len(encoders) > 1 else ():
+            found[each.name] = max(found.get(each.name, 0.0), made)
+            made += cost.output(each)
+    return found
+
+
+def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Choice, ...]:
+    """The degrees worth considering: they fit the memory, and each is faster than every smaller one.
+
+    Where it fits only with recomputation it recomputes. ``held`` GiB lie beside it, and may take what
+    cascades leave free of a device. Raises UserError where there is no degree at all.
+    """
+    legal = cost.legal_degrees(cascade)
+    if not legal:
+        degrees = sorted(times_of(cascade)) or [0]
+        listed = ", ".join(str(degree) for degree in degrees)
+        gpus = counted(cost.cluster.world, "GPU")
+        raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
+    spare = RESERVE * cost.cluster.memory - held
+    options = cost.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
+    choices: list[Choice] = []
+    for degree, time in options.items():
+        ticks = max(1, math.ceil(time * TICKS - 1e-6))
+        if not choices or ticks < choices[-1].ticks:
+            choices.append(Choice(degree, ticks, cost.recompute_at(cascade, degree) is True))
+    if not choices and cost.options(cascade):
+        least = min(cost.memory(cascade, degree) for degree in legal)
+        room = cost.largest_memory - cost.resident
+        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), least, held, room))
+    if not choices:
+        raise UserError(_fits_no_degree(cascade, cost, legal))
+    return tuple(choices)
+
+
+def _options_beside(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, float]:
+    """An encoder's degrees and their ms where it must leave ``-spare`` GiB of what cascades may use."""
+    return {
+        degree: cost.time(cascade, degree)
+        for degree in legal
+        if cost.memory(cascade, degree) <= cost.room_on(None, degree) + spare
+    }
+
+
+def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> FitsNoDegree:
+    recompute = cost.can_recompute(cascade)
+    degree = min(legal, key=lambda d: cost.memory(cascade, d, recompute))
+    needed = cost.memory(cascade, degree, recompute) + cost.state
+    remedy = "train it at fewer frames or a lower resolution, or use more GPUs or devices with more memory"
+    if cascade.batch > 1:
+        remedy = "lower `tokens` of `partition` so that fewer clips share a micro-batch"
+    return FitsNoDegree(cascade.span, describe(cascade), needed, degree, cost.largest_memory, remedy)
+
+
+def describe(cascade: Cascade) -> str:
+    """A cascade in words: its clips, its size and its stage."""
+    if not cascade.clips:
+        return f"cascade `%{cascade.name}` of stage `@{cascade.stage}`"
+    clips = ", ".join(str(clip) for clip in cascade.clips[:4]) + (", ..." if len(cascade.clips) > 4 else "")
+    noun = "clip" if len(cascade.clips) == 1 else "the micro-batch of clips"
+    return f"{noun} {clips} ({cascade.tokens} tokens, stage `@{cascade.stage}`)"
+
+
+def scheduled(module: Module, cost: CostModel, problem: Problem, solution: Solution) -> Module:
+    """The module at level scheduled.
+
+    Raises AssertionError where the schedule is not valid: a heuristic may be wrong, but never unnoticed.
+    """
+    schedule = solution.schedule
+    problems = violations(problem, schedule)
+    assert not problems, problems
+    picked = [job.choices[pick] for job, pick in zip(problem.jobs, schedule.picks, strict=True)]
+    cascades = tuple(
+        decided(cascade, cost, choice.degree, choice.recompute, start / TICKS, (start + choice.ticks) / TICKS)
+        for cascade, choice, start in zip(module.cascades, picked, schedule.starts, strict=True)
+    )
+    return _at_level_scheduled(module, cascades, solution, schedule.makespan(problem) / TICKS)
+
+
+def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, tuple[float, float]]) -> Module:
+    """The module at level scheduled, from the degree and the start and end in ms of every cascade by name.
+
+    For schedulers of one's own: recomputation is switched on where the memory asks for it, the bound is added, and the
+    result is checked. Raises UserError naming the first thing that is wrong.
+    """
+    cost = CostModel(module)
+    problem = problem_of(module, cost)
+    missing = [cascade.name for cascade in module.cascades if cascade.name not in degrees or cascade.name not in times]
+    if missing:
+        raise UserError(BadSchedule(None, f"%{missing[0]} was given no degree and times"))
+    cascades = tuple(
+        decided(cascade, cost, degree, cost.recompute_at(cascade, degree) is True, *times[cascade.name])
+        for cascade in module.cascades
+        for degree in [degrees[cascade.name]]
+    )
+    makespan = max((end for _, end in times.values()), default=0.0)
+    # the problem rounds each time up by less than a tick, which these times need not do
+    bound = max(0, lower_bound(problem) - len(problem.jobs))
+    proved = makespan * TICKS <= bound
+    solution = Solution(Schedule((), ()), bound, bound, proved)
+    made = _at_level_scheduled(module, cascades, solution, makespan)
+    problems = validate_schedule(made)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(BadSchedule(None, problems[0] + more))
+    return made
+
+
+def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
+    """A cascade with its degree and times in ms."""
+    return cascade.with_attrs(
+        degree=degree,
+        start=Quantity(start, "ms"),
+        end=Quantity(end, "ms"),
+        recompute=True if recompute else None,
+        memory=Quantity(round(cost.memory(cascade, degree, recompute), 6), "GiB"),
+    )
+
+
+def _at_level_scheduled(module: Module, cascades: tuple[Cascade, ...], solution: Solution, makespan: float) -> Module:
+    trained = [stage.name for stage in module.stages if stage.trained]
+    return replace(
+        module,
+        level=Level.SCHEDULED,
+        cascades=cascades,
+        reductions=tuple(
+            Reduce(name, tuple(c.name for c in cascades if c.stage == name and has_gradient(c)), Attributes())
+            for name in trained
+        ),
+        steps=tuple(Step(name) for name in trained),
+        attrs=module.attrs.updated(
+            makespan=Quantity(makespan, "ms"),
+            bound=Quantity(solution.bound / TICKS, "ms"),
+            area_bound=Quantity(solution.area_bound / TICKS, "ms"),
+            proved=solution.proved,
+        ),
+    )
+
+
+def has_gradient(cascade: Cascade) -> bool:
+    return cascade.phase in (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)

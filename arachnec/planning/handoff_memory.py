@@ -1,0 +1,177 @@
+"""What encoders hand off and waits on ranks: where memory runs out for it, and the order in which it waits least.
+
+A cascade fits its ranks by itself, inputs included. What the scheduler does not see is what else lies there then:
+values that were encoded ahead for later cascades. The exact lists that ``lower`` will make say where they do not fit.
+An encoder that is late, ``late_order``, runs right before the first cascade that reads it, on ranks of that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.analysis.memory import Usage, usages
+from arachnec.analysis.uses import Values, written
+from arachnec.cluster.topology import machines, node_of
+from arachnec.cost.model import RESERVE, CostModel
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Cascade, Phase, Program, quantity
+from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.order import global_order, plan_handoffs
+from arachnec.lowering.programs import compute_lists, resident_ranks
+from arachnec.verification.memory import TOLERANCE_GIB
+
+
+@dataclass(frozen=True)
+class ValuesFitNowhere(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} needs {need:.3f} GiB in `{instruction}`, its device has {limit:.3f} GiB: {values:.3f} GiB are "
+        "encoders' outputs, even where each is made right before it is read"
+    )
+    label: ClassVar[str] = "does not fit here"
+    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
+    rank: int
+    instruction: str
+    need: float
+    limit: float
+    values: float
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The moment at which a rank lacks most memory, and the encoders whose values should not wait at such moments."""
+
+    worst: ValuesFitNowhere
+    waiting: frozenset[str]
+
+
+def is_roomy(placed: Sequence[Cascade], cost: CostModel) -> bool:
+    """Whether all values that ever come to a rank fit into what cascades leave free of it: then none need be late."""
+    named = {cascade.name: cascade for cascade in placed}
+    held: dict[int, float] = {}
+    come: dict[str, set[int]] = {}
+    for cascade in placed:
+        for name in cascade.inputs:
+            if name in named:
+                come.setdefault(name, set(named[name].ranks)).update(cascade.ranks)
+    for name, ranks in come.items():
+        size = cost.output(named[name])
+        for rank in ranks if size else ():
+            held[rank] = held.get(rank, 0.0) + size
+    nodes = machines(cost.cluster)
+    return all(size <= RESERVE * nodes[node_of(cost.cluster, rank)].memory for rank, size in held.items())
+
+
+def find_overflow(placed: Sequence[Cascade], cost: CostModel) -> Overflow | None:
+    """Where the lists that ``lower`` makes of a placement need more memory than there is; None where they fit."""
+    module, cluster = replace(cost.module, cascades=tuple(placed)), cost.cluster
+    order = global_order(module.cascades)
+    lists = compute_lists(module, cluster, order, plan_handoffs(module, cluster, order))
+    stages = [(quantity(stage.attrs["state"]), stage) for stage in module.stages if "state" in stage.attrs]
+    states = [(size, resident_ranks(module, cluster, stage)) for size, stage in stages]
+    values, nodes = Values(module), machines(cluster)
+    first_reader = {name: i for i, cascade in reversed(list(enumerate(order))) for name in cascade.inputs}
+    waiting: set[str] = set()
+    worst: tuple[float, Program, Usage] | None = None
+    for rank, items in lists.items():
+        state = math.fsum(size for size, ranks in states if rank in ranks)
+        program = Program(rank, tuple(items), Attributes.of(state=Quantity(state, "GiB")))
+        limit = nodes[node_of(cluster, rank)].memory
+        for usage in usages(values, program):
+            excess = usage.total - limit
+            if excess > TOLERANCE_GIB:
+                waiting.update(_to_be_late(values, program, usage.index, excess, waiting, first_reader))
+                if worst is None or excess > worst[0]:
+                    worst = excess, program, usage
+    if worst is None:
+        return None
+    _, program, usage = worst
+    where = written(program.instructions[usage.index]) if usage.index >= 0 else "its parameters alone"
+    limit = nodes[node_of(cluster, program.rank)].memory
+    return Overflow(ValuesFitNowhere(None, program.rank, where, usage.total, limit, usage.values), frozenset(waiting))
+
+
+def _to_be_late(
+    values: Values, program: Program, index: int, excess: float, late: Set[str], first_reader: Mapping[str, int]
+) -> Iterator[str]:
+    """Encoders whose values wait while an instruction runs, those read last first, until ``excess`` is made up for."""
+    instruction = program.instructions[index] if index >= 0 else None
+    own = values.reads(instruction) if instruction is not None and instruction.op not in ("send", "free") else ()
+    held = {
+        name: size
+        for name, size in _held(values, program, index).items()
+        if name not in own and values.cascades[name].phase is Phase.ENCODE
+    }
+    for name in sorted(held, key=lambda name: (name not in late, -first_reader.get(name, 0), name)):
+        if excess <= 0:
+            return
+        excess -= held[name]
+        yield name
+
+
+def _held(values: Values, program: Program, index: int) -> dict[str, float]:
+    """GiB of every value on the rank while an instruction runs."""
+    held: dict[str, float] = {}
+    for number, instruction in enumerate(program.instructions[: index + 1]):
+        name = values.makes(instruction)
+        if name is not None:
+            memory = instruction.attrs.get("memory")
+            held[name] = 0.0 if memory is None else quantity(memory)
+        elif instruction.op == "free" and number < index:
+            held.pop(instruction.target, None)
+    return held
+
+
+def in_turn(encoders: Iterable[Cascade], cost: CostModel) -> list[Cascade]:
+    """The encoders of one cascade in the order in which they need least memory, one after another on one rank.
+
+    Those that need most beside their output, at their highest degree, come first: nothing waits for them yet.
+    """
+
+    def beside(each: Cascade) -> float:
+        return cost.memory(each, max(cost.legal_degrees(each), default=1)) - cost.output(each)
+
+    return sorted(encoders, key=lambda each: (-beside(each), each.name))
+
+
+@dataclass(frozen=True)
+class Late:
+    """A cascade in its turn; where it is late, ``behind`` are ranks that must have come to it before it starts."""
+
+    cascade: Cascade
+    ranks: tuple[int, ...]
+    behind: tuple[int, ...] = ()
+
+
+def late_order(
+    cascades: Sequence[Cascade], ranks: Mapping[str, tuple[int, ...]], late: Set[str], cost: CostModel
+) -> list[Late]:
+    """Cascades in their order, but those in ``late`` right before the first that reads them, and on its ranks.
+
+    Where its ranks cannot hold a late one, that one stays on its own.
+    """
+    named = {cascade.name: cascade for cascade in cascades}
+    found: dict[str, Late] = {}
+
+    def add(cascade: Cascade, reader: Cascade | None) -> None:
+        if cascade.name in found:
+            return
+        before = [named[name] for name in cascade.inputs if name in late and name in named]
+        for each in in_turn(before, cost):
+            add(each, cascade)
+        own = ranks[cascade.name]
+        if reader is None:
+            found[cascade.name] = Late(cascade, own)
+            return
+        near = ranks[reader.name]
+        where = (*near, *(rank for rank in own if rank not in near))[: cascade.degree]
+        fits = not cost.kinds or cost.recompute_at(cascade, cascade.degree, where) is not None
+        found[cascade.name] = Late(cascade, tuple(sorted(where)) if fits else own, near)
+
+    read = {name for cascade in cascades for name in cascade.inputs}
+    for cascade in cascades:
+        if cascade.name not in late or cascade.name not in read:
+            add(cascade, None)
+    return list(found.values())

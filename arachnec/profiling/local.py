@@ -1,0 +1,98 @@
+"""A profile of this machine: the ranks that measure, and the fit of what they found."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.backends.torch_distributed.launch import RankCrashed, launch
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.profile import (
+    LinkProfile,
+    Measurement,
+    Profile,
+    Synchronisation,
+    fit_profile,
+    write_profile,
+)
+from arachnec.data.manifest import read_manifest
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster
+from arachnec.ir.stage_sizes import crowding
+from arachnec.models.file import load_model_file
+
+WORKER = "arachnec.profiling.profiler"
+
+
+@dataclass(frozen=True)
+class TooFewGpus(Diagnostic):
+    title: ClassVar[str] = "GPUs that torch finds on this machine: {found}; needed are {ranks} x {device}"
+    help: ClassVar[str] = "measure on a machine that has them; `--cluster {ranks}:cpu` measures this one's processors"
+    found: int
+    ranks: int
+    device: str
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the ranks found: (stage, phase, measurements), plain links where no cascade was shared, and the end."""
+
+    device: str
+    stages: list[tuple[str, str, list[Measurement]]]
+    links: LinkProfile | None
+    synchronisation: list[Synchronisation]
+
+
+def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
+    """Measure on as many local ranks as the cluster has, fit, and write the profile.
+
+    Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
+    """
+    machine = parse_cluster(cluster)
+    load_model_file(model)
+    read_manifest(data)
+    _demand_devices(machine)
+    with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+        found = Path(scratch) / "measured.json"
+        arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(found)]
+        try:
+            launch(machine.world, arguments, lambda line: None, worker=WORKER)
+        except RankCrashed as crash:
+            # The launcher's own traceback would only hide the rank's.
+            print(crash, file=sys.stderr)
+            sys.exit(1)
+        measured = msgspec.json.decode(found.read_bytes(), type=Measured)
+    profile = fitted(measured, machine)
+    write_profile(profile, output)
+    return profile
+
+
+def _demand_devices(machine: Cluster) -> None:
+    import torch
+
+    device = str(machine.attrs["device"])
+    if device != "cpu" and torch.cuda.device_count() < machine.world:
+        raise UserError(TooFewGpus(None, torch.cuda.device_count(), machine.world, device))
+
+
+def fitted(measured: Measured, machine: Cluster) -> Profile:
+    """The profile of what the ranks of this machine found."""
+    name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
+    return fit_profile(
+        measured.stages,
+        machine=name,
+        device=measured.device,
+        links=measured.links,
+        synchronisation=measured.synchronisation,
+    )
+
+
+def measuring_at_once(machine: Cluster) -> int:
+    """How many ranks measure at one time: all, or as many as have a core each where the cluster says so."""
+    return max(1, int(machine.world / crowding(machine)))

@@ -1,0 +1,341 @@
+"""What a model's stages, sums of gradients and this machine's links take, measured on as many ranks as training uses.
+
+All measurements take turns, one of each a round, so that a machine whose speed drifts slows all of them alike; a
+measurement is the median over the rounds. Ranks measure at the same time, as many as have a core of their own, so
+that what they take from each other is in the numbers. One rank of ``arachnec profile``:
+``python -m arachnec.profiling.profiler MODEL DATA DEVICE AT_ONCE OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import (
+    build_encoders,
+    build_model,
+    cascade_loss,
+    drop_gradients,
+    encode,
+    trained_parameters,
+)
+from arachnec.backends.torch_distributed.agreement import gather, share_text
+from arachnec.backends.torch_distributed.gradients import GradientSums
+from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
+from arachnec.cost.communication import volumes
+from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
+from arachnec.data.clip import VideoClip
+from arachnec.data.manifest import read_manifest
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Instruction, Stage
+from arachnec.ir.stage_sizes import token_bytes
+from arachnec.ir.values import Formula
+from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.models.file import ModelFile, load_model_file
+from arachnec.profiling.local import Measured
+from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
+from arachnec.spmd.sharded_model import SequenceModel, install
+
+TRAINED = "dit"
+TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
+SHARED_SHAPES = 4  # clip shapes measured on several ranks
+ROUNDS = (5, 15)
+BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
+MESSAGES = (4 << 10, 4 << 20)  # bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement: ``run`` gives the ms of each phase. Only ``ranks`` take part, in groups of ``degree``."""
+
+    stage: str
+    phases: tuple[str, ...]
+    ranks: int  # the first so many
+    run: Callable[[], tuple[float, ...]]
+    point: Point | None = None
+    degree: int = 1
+
+
+@dataclass
+class Profiler:
+    """Measures a model on all ranks of the default group; every method is collective.
+
+    ``at_once`` ranks have a core, or a device, each.
+    """
+
+    model_file: ModelFile
+    clips: Sequence[VideoClip]
+    device: torch.device
+    at_once: int
+    encoders: dict[str, nn.Module] = field(init=False)
+    model: nn.Module = field(init=False)
+    parameters: dict[str, Tensor] = field(init=False)
+    sequence: SequenceModel | None = field(init=False)  # the same model with blocks that can be shared
+    optimizer: Optimizer = field(init=False)
+    jobs: list[Job] = field(init=False, default_factory=list)
+    _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
+    _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
+    _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
+    _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
+    _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
+
+    def __post_init__(self) -> None:
+        tokens = self._trace()
+        points = choose_points(self.clips, tokens)
+        self.encoders = build_encoders(self.model_file, TRAINING, self.device)
+        self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
+        self.model = build_model(self.model_file, TRAINING, self.device)
+        self.parameters = trained_parameters(self.model)
+        self.sequence = self._sequence() if self.at_once > 1 else None
+        self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]
+        further = [
+            self._encoder_job(name, point)
+            for name in self.encoders
+            for point in more_points(self.clips, tokens, self._deciding[name], points)
+        ]
+        # the longest first: what they take matters most to a plan
+        self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0, reverse=True)
+        self.jobs += [
+            Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
+            for point in points
+        ]
+        if self.sequence is not None:
+            self.jobs += self._shared_jobs(points, self.sequence)
+        self.jobs += self._last_jobs()
+
+    def measure(self) -> Measured:
+        """As many rounds as the budget allows, with as many further jobs as it has room for; no job's first time
+        counts."""
+        self.round()
+        self.forget()
+        once = self._longest(self.round)
+        for job in self._further:
+            more = self._longest(partial(self._run, job))
+            if ROUNDS[0] * (once + more) > BUDGET_S:
+                break
+            self.jobs.append(job)
+            self._times[-1].append(self._run(job))
+            once += more
+        for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
+            self.round()
+        return self.measured()
+
+    def _longest(self, work: Callable[[], object]) -> float:
+        """Seconds that this work takes on the rank that is last."""
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        return max(float(value) for value in gather(took, self.device))
+
+    def round(self) -> None:
+        """Measure everything once."""
+        drop_gradients(self.parameters)
+        self._times.append([self._run(job) for job in self.jobs])
+
+    def _run(self, job: Job) -> tuple[float, ...]:
+        """ms of each phase; zeros on ranks that take no part."""
+        dist.barrier()
+        return job.run() if dist.get_rank() < job.ranks else (0.0,) * len(job.phases)
+
+    def forget(self) -> None:
+        """Leave out the rounds so far, which warmed up."""
+        self._times.clear()
+
+    def measured(self) -> Measured:
+        """The median over the rounds so far of each job's mean over its ranks."""
+        flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
+        everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
+        takers = [job.ranks for job in self.jobs for _ in job.phases]
+        medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
+        found: dict[tuple[str, str], list[Measurement]] = {}
+        ends: dict[str, float] = {}
+        values = iter(medians)
+        for job in self.jobs:
+            for phase in job.phases:
+                ms = next(values)
+                if job.point is None:
+                    ends[phase] = ms
+                else:
+                    found.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
+        size = sum(value.numel() * value.element_size() for value in self.parameters.values())
+        world = dist.get_world_size()
+        end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        shared = any(job.degree > 1 for job in self.jobs)
+        links = None if shared or world < 2 else measure_links(self.device)
+        return Measured(name, [(*key, rows) for key, rows in found.items()], links, [end])
+
+    def _trace(self) -> list[int]:
+        """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
+        text = None
+        if dist.get_rank() == 0:
+            from arachnec.passes.trace import trace_model
+
+            traced = trace_model(self.model_file, self.clips)
+            self._stages = {stage.name: stage for stage in traced.stages}
+            text = msgspec.json.encode([traced.tokens(clip) for clip in self.clips]).decode()
+        return msgspec.json.decode(share_text(text, self.device), type=list[int])
+
+    def _encoder_job(self, name: str, point: Point) -> Job:
+        run = partial(_timed_encode, self.encoders[name], point, self.device)
+        return Job(name, ("forward",), self.at_once, run, point)
+
+    def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
+        """Cascades on 2, 4, ... ranks, side by side."""
+        degrees = [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]
+        for degree in degrees:
+            count = self.at_once // degree * degree
+            groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+            self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
+            rank = dist.get_rank()
+            mine = groups[rank // degree] if rank < count else None
+            for point in spread([point for point in points if len(point.clips) == 1], SHARED_SHAPES):
+                shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
+                run = partial(self._train, point, shard, sequence)
+                yield Job(TRAINED, ("forward", "backward"), count, run, point, degree)
+
+    def _sequence(self) -> SequenceModel | None:
+        """None where the model's blocks cannot be shared."""
+        from arachnec.tracing.blocks import capture_blocks
+        from arachnec.tracing.sample import example_calls
+
+        try:
+            calls = example_calls(self.model, self.model_file, self.clips)
+            return install(self.model, capture_blocks(self.model, calls, verify=False))
+        except UserError:
+            return None
+
+    def _last_jobs(self) -> Iterator[Job]:
+        """The sum of the gradients over all ranks, and the step; gradients are there from the jobs before."""
+        world = dist.get_world_size()
+        if world > 1:
+            self._groups.ensure([tuple(range(world))])
+            yield Job(TRAINED, ("reduce",), world, partial(self._reduce, tuple(range(world))))
+        self.optimizer = Optimizer(self.parameters, TRAINING)
+        yield Job(TRAINED, ("step",), self.at_once, self._step)
+
+    def _train(
+        self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None
+    ) -> tuple[float, ...]:
+        encoded = self._encoded(point)
+        with sequence.use(shard) if sequence else nullcontext():
+            started = _now(self.device)
+            loss = cascade_loss(self.model, self.model_file, point.clips, encoded, TRAINING, 0, self.device)
+            middle = _now(self.device)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
+
+    def _encoded(self, point: Point) -> dict[str, Tensor]:
+        first = point.clips[0]
+        if first.id not in self._encodings:
+            self._encodings[first.id] = {n: encode(e, [first], self.device) for n, e in self.encoders.items()}
+        return {name: torch.cat([value] * len(point.clips)) for name, value in self._encodings[first.id].items()}
+
+    def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
+        started = _now(self.device)
+        sums = GradientSums(self.parameters, {}, self._groups)
+        sums.start(Instruction("reduce", TRAINED, everyone))
+        sums.wait()
+        return ((_now(self.device) - started) * 1e3,)
+
+    def _step(self) -> tuple[float, ...]:
+        started = _now(self.device)
+        self.optimizer.step()
+        return ((_now(self.device) - started) * 1e3,)
+
+    def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:
+        assert job.point is not None
+        batch, tokens, text = len(job.point.clips), job.point.tokens, job.point.clips[0].text_tokens
+        if job.stage in self._deciding:
+            sizes = sizes_of(job.point.clips[0], self._deciding[job.stage])
+            return Measurement(batch, tokens, text, job.degree, ms, sizes=sizes)
+        if job.degree == 1 or not self._stages:
+            return Measurement(batch, tokens, text, job.degree, ms)
+        attrs = self._stages[job.stage].attrs
+        heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
+        sent = volumes(
+            ulysses=job.degree,
+            ring=1,
+            heads=heads if isinstance(heads, int) else job.degree,
+            attentions=attentions if isinstance(attentions, int) else 0,
+            traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
+            forward=float(phase == "forward"),
+            backward=float(phase == "backward"),
+            output=token_bytes(self._stages[job.stage], batch * tokens),
+        )
+        return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
+
+
+def measure_links(device: torch.device) -> LinkProfile:
+    """Latency and bandwidth of a message while every rank sends one to the next: time = latency + bytes / bandwidth."""
+    times = []
+    for size in MESSAGES:
+        outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+        incoming = torch.empty_like(outgoing)
+        rows = []
+        for _ in range(ROUNDS[0] + 1):
+            dist.barrier()
+            rows.append(_timed_exchange(outgoing, incoming, device))
+        times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
+    return fit_links(MESSAGES, times)
+
+
+def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:
+    """Latency from the smallest message, bandwidth from the largest less the latency. Sizes in bytes, times in ms."""
+    latency = min(times)
+    beyond = max(times[-1] - latency, 1e-6)
+    return LinkProfile(latency=latency * 1e3, intra=(sizes[-1] - sizes[0]) / beyond / 1e6)
+
+
+def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
+    started = _now(device)
+    encode(encoder, point.clips, device)
+    return ((_now(device) - started) * 1e3,)
+
+
+def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> float:
+    """ms to send to the next rank of the circle and receive from the one before."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    started = _now(device)
+    operations = [
+        dist.P2POp(dist.isend, outgoing, (rank + 1) % world),
+        dist.P2POp(dist.irecv, incoming, (rank - 1) % world),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return (_now(device) - started) * 1e3
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def main(model: str, data: str, planned_device: str, at_once: str, output: str) -> None:
+    def work(device: torch.device) -> None:
+        profiler = Profiler(load_model_file(model), read_manifest(data).clips, device, int(at_once))
+        measured = profiler.measure()
+        if dist.get_rank() == 0:
+            Path(output).write_bytes(msgspec.json.encode(measured))
+
+    as_rank(work, local_device(cpu=planned_device == "cpu"))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""The links that a transfer takes.
+
+Within a node a device's own port is the link, and the host's where devices have no links of their own; between nodes
+the NIC that the device sits on, which it shares with the devices of the same letter, and between racks the uplinks too,
+which a whole rack shares. Both directions are apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
+from arachnec.ir.nodes import Cluster, quantity
+from arachnec.simulation.network import LinkName
+
+
+@dataclass(frozen=True)
+class Route:
+    """The links that a transfer takes, with their capacities in bytes per ms, and the latency in ms."""
+
+    links: tuple[LinkName, ...]
+    capacities: tuple[float, ...]
+    latency: float
+
+
+def route(cluster: Cluster, source: int, target: int) -> Route:
+    """From one rank's device to another's."""
+    attrs = cluster.attrs
+    if node_of(cluster, source) == node_of(cluster, target):
+        speed = intra_of(cluster, source) * 1e6
+        links: tuple[LinkName, ...] = (("port out", source), ("port in", target))
+        capacities: tuple[float, ...] = (speed, speed)
+        host = host_of(cluster, source) * 1e6
+        if host < math.inf:
+            links, capacities = (*links, ("host", node_of(cluster, source))), (*capacities, host)
+        return Route(links, capacities, quantity(attrs["latency"]) / 1e3)
+    speed = quantity(attrs["inter"]) * 1e6
+    links = (
+        ("nic out", node_of(cluster, source), nic_of(cluster, source)),
+        ("nic in", node_of(cluster, target), nic_of(cluster, target)),
+    )
+    capacities = (speed, speed)
+    if rack_of(cluster, source) != rack_of(cluster, target):
+        links += (("up", rack_of(cluster, source)), ("down", rack_of(cluster, target)))
+        capacities += (uplink_of(cluster) * 1e6,) * 2
+    return Route(links, capacities, quantity(attrs["inter_latency"]) / 1e3)

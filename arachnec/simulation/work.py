@@ -1,0 +1,221 @@
+"""What an instruction needs of what ranks share: cores for its computing, links for its communication.
+
+The plan states one time for it. The part that the cost model calls communication is taken off, and put back as the
+bytes that really cross each port, NIC and uplink, given the ranks of the group: devices of one NIC share it, and
+nothing is assumed about other cascades. Within a node the two are the same, and an instruction that is alone takes
+the plan's time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
+from arachnec.cost.model import Attention, CostModel
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
+from arachnec.ir.stage_sizes import crowding
+from arachnec.simulation.network import LinkName, Load, Work
+from arachnec.simulation.routes import Route, route
+
+Needed = dict[LinkName, float]  # ms for which each link is needed
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The communication of a cascade: what the plan takes for it, and what it is, ms."""
+
+    planned: float = 0.0
+    latency: float = 0.0
+    loads: tuple[Load, ...] = ()
+
+
+@dataclass
+class Works:
+    """The work of every instruction of a lowered module; made once for each group and shape."""
+
+    module: Module
+    cluster: Cluster
+    _cost: CostModel = field(init=False)
+    _cascades: dict[str, Cascade] = field(init=False)
+    _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    _sent: dict[str, _Sent] = field(default_factory=dict)
+    _units: dict[tuple[int, ...], tuple[Needed, Needed]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._cost = CostModel(self.module)
+        self._cascades = {cascade.name: cascade for cascade in self.module.cascades}
+
+    @property
+    def cores(self) -> float | None:
+        """Of a node, counted in those of a rank; None for GPUs, which compute for one instruction at a time."""
+        if self.cluster.attrs["device"] != "cpu":
+            return None
+        return self.cluster.gpus / crowding(self.cluster)
+
+    def route(self, source: int, target: int) -> Route:
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = route(self.cluster, source, target)
+        return found
+
+    def transfer(self, source: int, target: int, size: int) -> Work:
+        """Of a handoff, its latency apart."""
+        path = self.route(source, target)
+        return Work(
+            loads=(_load({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)}),)
+        )
+
+    def of(self, instruction: Instruction, rank: int) -> Work:
+        """Of an instruction that takes time on ``rank``, or on its group."""
+        time = instruction.attrs.get("time")
+        planned = 0.0 if time is None else quantity(time)
+        group = instruction.peers or (rank,)
+        if instruction.op == "reduce":
+            return self._reduce(instruction, planned)
+        cascade = self._cascades.get(instruction.target)
+        if cascade is None or len(group) == 1:
+            return self._computing(group, planned)
+        return self._cascade(cascade, group, planned)
+
+    def _computing(self, group: tuple[int, ...], planned: float) -> Work:
+        """A plan's times are for a node whose ranks all compute."""
+        if self.cores is None:
+            return Work(fixed=planned)
+        nodes = Counter(node_of(self.cluster, rank) for rank in group)
+        return Work(compute=planned / crowding(self.cluster), computing=tuple(nodes.items()))
+
+    def _moves_by_cores(self, group: tuple[int, ...]) -> bool:
+        """Whether what the group sends is copied by the very cores that compute."""
+        return self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1
+
+    def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
+        if self._moves_by_cores(group):
+            return self._computing(group, planned)
+        duration = cascade.end - cascade.start
+        sent = self._sent.get(cascade.name)
+        if sent is None:
+            sent = self._sent[cascade.name] = self._communication(cascade, group)
+        if duration <= 0 or not sent.loads:
+            return self._computing(group, planned)
+        part = planned / duration  # a train cascade is a forward and a backward
+        alone = self._computing(group, max(0.0, planned - part * sent.planned))
+        loads = tuple(tuple((ms * part, links) for ms, links in load) for load in sent.loads)
+        return Work(alone.fixed + part * sent.latency, alone.compute, alone.computing, loads)
+
+    def _communication(self, cascade: Cascade, group: tuple[int, ...]) -> _Sent:
+        split = _split(cascade, len(group))
+        sent = self._cost.volumes(cascade, split, cascade.recompute)
+        if not sent.moved:
+            return _Sent()
+        inside: Needed = defaultdict(float)
+        outside: Needed = defaultdict(float)
+        latency = 0.0
+        runs = [group[first : first + sent.ulysses] for first in range(0, len(group), sent.ulysses)]
+        for groups, size, steps in (
+            (runs, sent.traded / sent.ulysses, sent.trades * _steps(sent.ulysses)),
+            ([group], sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
+        ):
+            for members in groups:
+                for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):
+                    for link, ms in unit.items():
+                        total[link] += size * ms
+            latency += steps * max(self._latency(members) for members in groups)
+        if sent.ring > 1:
+            for first in range(sent.ulysses):
+                members = group[first :: sent.ulysses]
+                for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                    self._add(inside, outside, source, target, sent.passed)
+            latency += sent.hops * self._latency(group)
+        planned = self._cost.communication(cascade, split, group, cascade.recompute)
+        loads = tuple(_load(needed) for needed in (inside, outside) if needed)
+        # between nodes a plan may count contention within the group, which no link knows of
+        penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)
+        return _Sent(planned, latency + max(0.0, penalty), loads)
+
+    def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
+        """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
+        found = self._units.get(members)
+        if found is None:
+            found = self._units[members] = _all_to_all(self.cluster, members)
+        return found
+
+    def _add(self, inside: Needed, outside: Needed, source: int, target: int, size: float) -> None:
+        if source == target:
+            return
+        path = self.route(source, target)
+        needed = inside if path.links[0] == ("port out", source) else outside
+        for link, speed in zip(path.links, path.capacities, strict=True):
+            needed[link] = needed.get(link, 0.0) + size / speed
+
+    def _latency(self, members: Iterable[int]) -> float:
+        gpus = self.cluster.gpus
+        nodes = {rank // gpus for rank in members}
+        return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
+
+    def _reduce(self, instruction: Instruction, planned: float) -> Work:
+        """A ring through the ranks in order, its bytes over the links that each hop takes.
+
+        Between nodes the plan's own time is kept, for libraries choose among many algorithms; the ring says which
+        links are busy meanwhile.
+        """
+        group, size = instruction.peers, instruction.attrs.get("bytes", 0)
+        if self._moves_by_cores(group):
+            return self._computing(group, planned)
+        if len(group) < 2 or not isinstance(size, int) or not size or planned <= 0:
+            return Work(fixed=planned)
+        inside: Needed = {}
+        outside: Needed = {}
+        each = 2 * (len(group) - 1) / len(group) * size
+        for source, target in zip(group, (*group[1:], group[0]), strict=True):
+            self._add(inside, outside, source, target, each)
+        needed = inside | outside
+        longest = max(needed.values())
+        scale = min(1.0, planned / longest)
+        load = _load({link: ms * scale for link, ms in needed.items()})
+        return Work(fixed=planned - longest * scale, loads=(load,))
+
+
+def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Needed]:
+    inter, uplink = (1e-6 / speed for speed in (quantity(cluster.attrs["inter"]), uplink_of(cluster)))
+    gpus = cluster.gpus
+    by_node: dict[int, list[int]] = defaultdict(list)
+    for rank in members:
+        by_node[rank // gpus].append(rank)
+    racks = Counter(rack_of(cluster, ranks[0]) for ranks in by_node.values() for _ in ranks)
+    inside: Needed = {}
+    outside: Needed = defaultdict(float)
+    for node, ranks in by_node.items():
+        near, far, rack = len(ranks) - 1, len(members) - len(ranks), rack_of(cluster, ranks[0])
+        intra, host = (1e-6 / speed for speed in (intra_of(cluster, ranks[0]), host_of(cluster, ranks[0])))
+        if near and host:
+            inside["host", node] = near * len(ranks) * host
+        for way in ("out", "in"):
+            for rank in ranks:
+                if near:
+                    inside[f"port {way}", rank] = near * intra
+                if far:
+                    outside[f"nic {way}", node, nic_of(cluster, rank)] += far * inter
+        if len(racks) > 1:
+            for way in ("up", "down"):
+                outside[way, rack] += len(ranks) * (len(members) - racks[rack]) * uplink
+    return inside, dict(outside)
+
+
+def _load(needed: Needed) -> Load:
+    """The links sorted by time; times that rounding alone tells apart are one."""
+    groups: dict[float, list[LinkName]] = {}
+    for link, ms in needed.items():
+        groups.setdefault(float(f"{ms:.9g}"), []).append(link)
+    return tuple((ms, tuple(links)) for ms, links in groups.items())
+
+
+def _split(cascade: Cascade, degree: int) -> Attention:
+    ulysses = integer(cascade.attrs["ulysses"]) if "ulysses" in cascade.attrs else degree
+    ring = integer(cascade.attrs["ring"]) if "ring" in cascade.attrs else degree // ulysses
+    return Attention(ulysses, ring)
+
+
+def _steps(ranks: int) -> int:
+    return (ranks - 1).bit_length()

@@ -1,0 +1,157 @@
+"""What waiting adds to the lower bound: jobs of one chain share the time, and chains leave GPUs idle at both ends.
+
+A chain here is a job that nothing waits for, and all that it waits for. The bound is the least T for which this can be
+true, and must be in a schedule that ends by T:
+
+* every chain has choices with which it fits into T. ``arachnec.solver.bound`` gives each job the time that the others
+  leave at their fastest; here they have to agree, and the chain's least area is that of the best agreement;
+* these areas sum to at most what the GPUs can do by T. A chain's first jobs hold no more GPUs than their largest
+  degree, and others can hold some only once those can have ended; from the end it is the same backwards. Where chains
+  are few, or few GPUs can share a stage, that leaves GPUs idle.
+
+Areas fall as T grows and what the GPUs can do rises, so bisection finds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+from arachnec.solver.problem import Choice, Problem
+
+Frontier: TypeAlias = list[tuple[int, int]]  # ticks, ascending, and the least area within them, descending
+Widths: TypeAlias = list[tuple[int, int]]  # ticks, ascending, from which on so many GPUs can be held
+
+MOST_KINDS = 1000  # of chains, beyond which the bound would take longer than a first schedule
+
+
+def chain_bound(problem: Problem, low: int) -> int:
+    """Ticks below which no schedule ends, given that ``low`` are.
+
+    That is ``low`` itself where a job is waited for by several, or chains are of too many kinds.
+    """
+    if not any(job.before for job in problem.jobs) or any(len(set(after)) > 1 for after in problem.after):
+        return low
+    kinds, members = _kinds(problem)
+    if len(kinds) > MOST_KINDS:
+        return low
+    frontiers = [(_frontier(problem, sink), count) for sink, count in kinds.items()]
+    early = _total([(_widths(problem, members[sink], problem.heads), count) for sink, count in kinds.items()])
+    late = _total([(_widths(problem, members[sink], problem.tails), count) for sink, count in kinds.items()])
+
+    def possible(horizon: int) -> bool:
+        area = 0
+        for frontier, count in frontiers:
+            position = bisect_right(frontier, horizon, key=lambda point: point[0])
+            if position == 0:
+                return False
+            area += frontier[position - 1][1] * count
+        return area <= usable(problem.gpus, early, late, horizon)
+
+    if possible(low):
+        return low
+    high = 2 * max(low, 1)
+    while not possible(high):
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return high
+
+
+def usable(gpus: int, early: Widths, late: Widths, horizon: int) -> int:
+    """GPU time in ticks that chains can use by ``horizon``: ``early`` counts ticks from 0 on, ``late`` from the end."""
+    marks = {0, horizon} | {ticks for ticks, _ in early if ticks < horizon}
+    times = sorted(marks | {horizon - ticks for ticks, _ in late if ticks < horizon})
+    total = 0
+    for begin, end in pairwise(times):
+        total += (end - begin) * min(gpus, _width(early, begin), _width(late, horizon - end))
+    return total
+
+
+def _width(widths: Widths, ticks: int) -> int:
+    return widths[bisect_right(widths, ticks, key=lambda step: step[0]) - 1][1]
+
+
+def _kinds(problem: Problem) -> tuple[Counter[int], dict[int, list[int]]]:
+    """Of every kind of chain one last job and how many there are, and the jobs of that chain."""
+    names: dict[tuple[object, ...], int] = {}
+    kind: list[int] = []
+    for job in problem.jobs:
+        kind.append(names.setdefault((job.choices, *sorted(kind[i] for i in set(job.before))), len(names)))
+    first: dict[int, int] = {}
+    count: Counter[int] = Counter()
+    members: dict[int, list[int]] = {}
+    for index in range(len(problem.jobs)):
+        if not problem.after[index]:
+            sink = first.setdefault(kind[index], index)
+            count[sink] += 1
+    for sink in first.values():
+        members[sink] = _members(problem, sink)
+    return count, members
+
+
+def _members(problem: Problem, last: int) -> list[int]:
+    return [index for i in set(problem.jobs[last].before) for index in _members(problem, i)] + [last]
+
+
+def _frontier(problem: Problem, last: int) -> Frontier:
+    """Of a job and all that it waits for."""
+    choices = problem.jobs[last].choices
+    before = [_frontier(problem, i) for i in set(problem.jobs[last].before)]
+    return _falling(_behind(choices, _beside(before)))
+
+
+def _beside(frontiers: Sequence[Frontier]) -> Frontier:
+    """Of chains that run at one time."""
+    if not frontiers:
+        return [(0, 0)]
+    least = max(frontier[0][0] for frontier in frontiers)
+    moments = sorted({ticks for frontier in frontiers for ticks, _ in frontier if ticks >= least})
+    return [
+        (moment, sum(f[bisect_right(f, moment, key=lambda point: point[0]) - 1][1] for f in frontiers))
+        for moment in moments
+    ]
+
+
+def _behind(choices: Iterable[Choice], before: Frontier) -> Frontier:
+    return sorted((ticks + choice.ticks, area + choice.area) for choice in choices for ticks, area in before)
+
+
+def _falling(points: Frontier) -> Frontier:
+    found: Frontier = []
+    for ticks, area in points:
+        if not found or area < found[-1][1]:
+            found.append((ticks, area))
+    return found
+
+
+def _widths(problem: Problem, members: Sequence[int], ready: Sequence[int]) -> Widths:
+    """How many GPUs the jobs of a chain can hold at most, each from its ``ready`` ticks on."""
+    found: Widths = []
+    for moment in sorted({ready[j] for j in members}):
+        widest: dict[int, int] = {}
+        for j in members:
+            own = problem.jobs[j].choices[-1].degree if ready[j] <= moment else 0
+            widest[j] = max(own, sum(widest[i] for i in set(problem.jobs[j].before)))
+        found.append((moment, widest[members[-1]]))
+    return found
+
+
+def _total(chains: Iterable[tuple[Widths, int]]) -> Widths:
+    """Of all chains together, from 0 ticks on."""
+    rises: Counter[int] = Counter({0: 0})
+    for widths, count in chains:
+        before = 0
+        for ticks, width in widths:
+            rises[ticks] += (width - before) * count
+            before = width
+    found: Widths = []
+    width = 0
+    for ticks in sorted(rises):
+        width += rises[ticks]
+        found.append((ticks, width))
+    return found

@@ -1,0 +1,353 @@
+"""Z3 as a prover: is there a schedule that ends by this horizon, or none, whatever its start times?
+
+In every schedule each job holds some GPUs from its start to its end, so that the ticks of the jobs on one GPU sum to at
+most the horizon. That is asked first: a choice per job, a set of as many GPUs, and a pseudo-Boolean sum per GPU. Where
+there are no such sets there is no schedule. Where there are, a second question is whether start times exist for them:
+jobs with a GPU in common run one after the other. If not, the pairs that get in each other's way may not all have a GPU
+in common again, whichever GPU that is, while their jobs take as long, nor may those of equal jobs, and the first
+question is asked again. Such a conflict holds for all later questions with a nearer horizon, too.
+
+What makes it fast: choices whose area is more above the job's least than is free in all are left out, and a GPU may be
+idle for as much as that less what the choices spend, so that its ticks have a least sum, too. It follows from the rest,
+but only once all other GPUs are full; stated for every GPU, it makes answers up to fifty times faster. GPUs are
+interchangeable, so their columns of the job x GPU matrix may be taken in lexicographic order, and equal jobs likewise
+their rows (Flener and others, CP 2002: both at once, since both are by the same order of the variables).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import z3
+
+from arachnec.solver.problem import Choice, Effort, Problem, Schedule, unit_for
+from arachnec.solver.z3_schedule import Answer, find_schedule
+
+MOST_SETS = 200  # for which start times are looked for
+MOST_EQUAL = 50  # conflicts that follow from one, as jobs are equal
+START_STEPS = 3_000_000  # of Z3, for the start times of one choice of sets
+
+
+class Question:
+    """A question that another thread may stop."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._context: z3.Context | None = None
+
+    def begin(self, context: z3.Context) -> None:
+        self._context = context
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self._context is not None:
+            self._context.interrupt()
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Jobs that take at least ``ticks`` do not end by ``horizon`` if each of ``pairs`` has a GPU in common."""
+
+    horizon: int
+    ticks: Mapping[int, int]
+    pairs: tuple[tuple[int, int], ...]
+
+
+def schedule_by_sets(
+    problem: Problem,
+    horizon: int,
+    *,
+    seed: int,
+    effort: Effort,
+    question: Question | None = None,
+    conflicts: list[Conflict] | None = None,
+) -> tuple[Answer, Schedule | None]:
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
+
+    The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
+    known, of the same jobs, to which those found are added, also while others add theirs.
+    """
+    # making the question counts too
+    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
+    choices = _affordable(problem, horizon)
+    if choices is None:
+        return Answer.IMPOSSIBLE, None
+    matrix = _Matrix(problem.gpus, horizon, choices, until)
+    if not matrix.complete:
+        return Answer.UNKNOWN, None
+    question = question or Question()
+    question.begin(matrix.context)
+    try:
+        known = conflicts if conflicts is not None else []
+        return _answered(problem, horizon, matrix, question, until, known, seed=seed, effort=effort)
+    except z3.Z3Exception:
+        if question.stopped:  # between an answer and its model
+            return Answer.UNKNOWN, None
+        raise
+
+
+def _answered(
+    problem: Problem,
+    horizon: int,
+    matrix: _Matrix,
+    question: Question,
+    until: float | None,
+    conflicts: list[Conflict],
+    *,
+    seed: int,
+    effort: Effort,
+) -> tuple[Answer, Schedule | None]:
+    in_doubt, seen = False, 0
+    solver = matrix.solver
+    solver.set("random_seed", seed % 2**31)
+    solver.set("phase", "always_false")  # few cells of the matrix are true
+    if effort.steps is not None:
+        solver.set("rlimit", effort.steps)
+    for _ in range(MOST_SETS):
+        if question.stopped:
+            break
+        while seen < len(conflicts) and (until is None or time.perf_counter() < until):
+            if conflicts[seen].horizon >= horizon:
+                matrix.exclude(conflicts[seen])
+            seen += 1
+        if until is not None:
+            left = until - time.perf_counter()
+            if left <= 0:
+                break
+            solver.set("timeout", max(1, int(left * 1e3)))
+        answer = solver.check()
+        if answer == z3.unsat:
+            return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
+        if answer != z3.sat:
+            break
+        rows = matrix.rows(solver.model())
+        starts, conflict = _starts(rows, horizon)
+        if starts is not None:
+            picks = [0] * len(rows)
+            for job, row in enumerate(rows):
+                picks[job] = problem.jobs[job].choices.index(row.choice)
+            return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
+        if conflict is None:
+            in_doubt = True
+            conflict = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
+        found = Conflict(horizon, {job: rows[job].choice.ticks for pair in conflict for job in pair}, tuple(conflict))
+        if in_doubt:
+            matrix.exclude(found)
+        else:
+            conflicts.append(found)
+    else:  # sets without start times, again and again
+        wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
+        return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
+    return Answer.UNKNOWN, None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a job was given: a choice and as many GPUs."""
+
+    choice: Choice
+    gpus: frozenset[int]
+
+
+def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
+    """Start times in which no GPU has two jobs at once.
+
+    Else pairs of jobs that, with these choices and with a GPU in common, leave none; None if in doubt.
+    """
+    context = z3.Context()
+    solver = z3.Solver(ctx=context)
+    solver.set("rlimit", START_STEPS)
+    solver.set("core.minimize", True)
+    start = [z3.Int(f"start_{job}", context) for job in range(len(rows))]
+    for job, row in enumerate(rows):
+        solver.add(start[job] >= 0, start[job] <= horizon - row.choice.ticks)
+    meeting = {}
+    for a, b in combinations(range(len(rows)), 2):
+        if rows[a].gpus & rows[b].gpus:
+            meet = z3.Bool(f"meet_{a}_{b}", context)
+            meeting[str(meet)] = (meet, (a, b))
+            first = start[a] + rows[a].choice.ticks <= start[b]
+            solver.add(z3.Or(z3.Not(meet), first, start[b] + rows[b].choice.ticks <= start[a]))
+    answer = solver.check(*(meet for meet, _ in meeting.values()))
+    if answer == z3.sat:
+        model = solver.model()
+        return [model.eval(each, model_completion=True).as_long() for each in start], []
+    if answer == z3.unsat:
+        return None, [meeting[str(each)][1] for each in solver.unsat_core()]
+    return None, None
+
+
+def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | None:
+    """Per job the choices that end in time and leave area enough for the others; None where there are none."""
+    timely = [
+        tuple(choice for choice in job.choices if head + choice.ticks + tail <= horizon)
+        for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
+    ]
+    if not all(timely):
+        return None
+    least = [min(choice.area for choice in row) for row in timely]
+    spare = problem.gpus * horizon - sum(least)
+    if spare < 0:
+        return None
+    return [
+        tuple(choice for choice in row if choice.area - area <= spare) for row, area in zip(timely, least, strict=True)
+    ]
+
+
+class _Matrix:
+    """The constraints of one question; z3's objects are mutable, so this lives for one question only."""
+
+    def __init__(
+        self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]], until: float | None = None
+    ) -> None:
+        self.gpus = gpus
+        self.complete = False  # where making it took longer than there was time
+        self.context = z3.Context()
+        self.solver = z3.SolverFor("QF_FD", ctx=self.context)
+        self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
+        self.picks: dict[int, list[tuple[z3.BoolRef, Choice]]] = {}
+        self.cells: dict[int, list[z3.BoolRef]] = {}
+        self.meetings: dict[tuple[int, int], z3.BoolRef] = {}
+        self.choices = dict(enumerate(choices))
+        by_length = sorted(
+            range(len(choices)), key=lambda j: (-choices[j][-1].ticks, [(c.degree, c.ticks) for c in choices[j]])
+        )
+        equal: list[z3.BoolRef] | None = None  # per two neighbouring columns: equal so far
+        previous: tuple[tuple[Choice, ...], list[z3.BoolRef], list[z3.BoolRef]] | None = None
+        spent: list[tuple[z3.BoolRef, int]] = []
+        for j in by_length:
+            if until is not None and time.perf_counter() > until:
+                return
+            row = choices[j]
+            pick = [self._bool(f"pick_{j}_{k}") for k in range(len(row))]
+            cells = [self._bool(f"cell_{j}_{gpu}") for gpu in range(gpus)]
+            self.picks[j], self.cells[j] = list(zip(pick, row, strict=True)), cells
+            self._row(j, row, pick, cells)
+            least = min(choice.area for choice in row)
+            spent += [(p, choice.area - least) for p, choice in zip(pick, row, strict=True) if choice.area > least]
+            if previous is not None and previous[0] == row:
+                self._rows_in_order(j, previous[1], previous[2], pick, cells)
+            equal = self._columns_in_order(j, cells, equal)
+            previous = row, pick, cells
+        spare = gpus * horizon - sum(min(choice.area for choice in row) for row in choices)
+        if spent:
+            self._at_most(spent, spare)
+        for ticks in self.held:
+            self._at_most(ticks, horizon)
+            self._at_least(ticks, spent, horizon - spare)
+        self.complete = True
+
+    def rows(self, model: z3.ModelRef) -> list[_Row]:
+        """Per job, in the problem's order, what this answer gives it."""
+
+        def true(boolean: z3.BoolRef) -> bool:
+            return bool(z3.is_true(model.eval(boolean, model_completion=True)))
+
+        return [
+            _Row(
+                next(choice for pick, choice in self.picks[j] if true(pick)),
+                frozenset(gpu for gpu, cell in enumerate(self.cells[j]) if true(cell)),
+            )
+            for j in range(len(self.picks))
+        ]
+
+    def exclude(self, conflict: Conflict) -> None:
+        """Not all of its pairs with a GPU in common, whichever that is, unless a job of theirs is shorter.
+
+        The same holds with equal jobs in the place of its own.
+        """
+        for jobs in self._equal_to(tuple(conflict.ticks)):
+            different = [z3.Not(self._meeting(jobs[a], jobs[b])) for a, b in conflict.pairs]
+            for job, ticks in conflict.ticks.items():
+                different += [pick for pick, choice in self.picks[jobs[job]] if choice.ticks < ticks]
+            self.solver.add(z3.Or(different))
+
+    def _equal_to(self, jobs: Sequence[int]) -> list[dict[int, int]]:
+        """For these jobs equal ones, in all ways if those are few."""
+        found: list[dict[int, int]] = [{}]
+        for job in jobs:
+            equal = [j for j, row in self.choices.items() if row == self.choices[job]]
+            found = [each | {job: j} for each in found for j in equal if j not in each.values()]
+            if len(found) > MOST_EQUAL:
+                return [{j: j for j in jobs}]
+        return found
+
+    def _meeting(self, a: int, b: int) -> z3.BoolRef:
+        """True where two jobs have a GPU in common."""
+        a, b = min(a, b), max(a, b)
+        if (a, b) not in self.meetings:
+            self.meetings[a, b] = meet = self._bool(f"meet_{a}_{b}")
+            for one, other in zip(self.cells[a], self.cells[b], strict=True):
+                self.solver.add(z3.Or(meet, z3.Not(one), z3.Not(other)))
+        return self.meetings[a, b]
+
+    def _at_most(self, terms: Sequence[tuple[z3.BoolRef, int]], most: int) -> None:
+        """Numbers too large for Z3 are rounded down, which excludes nothing; start times are found without that."""
+        unit = unit_for(max(most, *(number for _, number in terms)))
+        self.solver.add(z3.PbLe([(boolean, number // unit) for boolean, number in terms], most // unit))
+
+    def _at_least(
+        self, terms: Sequence[tuple[z3.BoolRef, int]], less: Sequence[tuple[z3.BoolRef, int]], least: int
+    ) -> None:
+        """The terms less the others; rounded so that nothing is excluded where numbers are too large for Z3."""
+        least += sum(number for _, number in less)
+        every = [*terms, *((z3.Not(boolean), number) for boolean, number in less)]
+        unit = unit_for(max(least, *(number for _, number in every)))
+        if least > 0:
+            self.solver.add(z3.PbGe([(boolean, -(-number // unit)) for boolean, number in every], least // unit))
+
+    def _bool(self, name: str) -> z3.BoolRef:
+        return z3.Bool(name, self.context)
+
+    def _row(self, j: int, row: Sequence[Choice], pick: list[z3.BoolRef], cells: list[z3.BoolRef]) -> None:
+        """One choice, and as many cells of the row as its degree."""
+        add = self.solver.add
+        if len(row) == 1:
+            add(pick[0], z3.PbEq([(cell, 1) for cell in cells], row[0].degree))
+            for gpu, cell in enumerate(cells):
+                self.held[gpu].append((cell, row[0].ticks))
+            return
+        add(z3.PbEq([(p, 1) for p in pick], 1))
+        for k, (p, choice) in enumerate(zip(pick, row, strict=True)):
+            both = [self._bool(f"held_{j}_{k}_{gpu}") for gpu in range(self.gpus)]
+            add(z3.PbEq([*((b, 1) for b in both), (z3.Not(p), choice.degree)], choice.degree))
+            for gpu, (b, cell) in enumerate(zip(both, cells, strict=True)):
+                add(b == z3.And(p, cell))
+                self.held[gpu].append((b, choice.ticks))
+
+    def _columns_in_order(self, j: int, cells: list[z3.BoolRef], equal: list[z3.BoolRef] | None) -> list[z3.BoolRef]:
+        """Each column is at least the next; the new booleans are true where the two are still equal."""
+        still = [self._bool(f"columns_{j}_{gpu}") for gpu in range(self.gpus - 1)]
+        for gpu, same in enumerate(still):
+            left, right = cells[gpu], cells[gpu + 1]
+            self._in_order(None if equal is None else equal[gpu], left, right, same)
+        return still
+
+    def _rows_in_order(
+        self,
+        j: int,
+        pick_before: list[z3.BoolRef],
+        cells_before: list[z3.BoolRef],
+        pick: list[z3.BoolRef],
+        cells: list[z3.BoolRef],
+    ) -> None:
+        """Of two equal jobs the first has the narrower choice, or the same and a row at least the other's."""
+        for k, later in enumerate(pick_before):
+            for earlier in pick[:k]:
+                self.solver.add(z3.Or(z3.Not(later), z3.Not(earlier)))
+        equal = self._bool(f"rows_{j}")
+        for a, b in zip(pick_before, pick, strict=True):
+            self.solver.add(z3.Or(equal, z3.Not(a), z3.Not(b)))
+        for gpu in range(self.gpus):
+            same = self._bool(f"rows_{j}_{gpu}")
+            self._in_order(equal, cells_before[gpu], cells[gpu], same)
+            equal = same
+
+    def _in_order(self, equal: z3.BoolRef | None, left: z3.BoolRef, right: z3.BoolRef, same: z3.BoolRef) -> None:
+        """left >= right where all before was equal; ``same`` is then true if they are equal too."""
+        given = [] if equal is None else [z3.Not(equal)]
+        self.solver.add(z3.Or(*given, left, z3.Not(right)))
+        self.solver.add(z3.Or(*given, same, left, right), z3.Or(*given, same, z3.Not(left), z3.Not(right)))

@@ -1,0 +1,157 @@
+"""Z3, behind this one file: is there a schedule of these jobs that ends by a given time?
+
+The model is exact for any degrees and any precedence. Per job one choice and one integer start; for every two jobs a
+boolean each way, "i ends before j starts"; and at the start of each job the GPUs held by it and by those then running
+are at most what there is (as usage rises only at starts, that is enough). Areas are a redundant pseudo-Boolean
+constraint, which is what makes refusals fast. Practical up to some twenty jobs; start times are what limits it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from functools import reduce
+
+import z3
+
+from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, unit_for
+
+
+class Answer(Enum):
+    FOUND = "found"
+    IMPOSSIBLE = "impossible"
+    UNKNOWN = "unknown"
+
+
+def find_schedule(
+    problem: Problem, horizon: int, *, seed: int, effort: Effort, running: int = 0
+) -> tuple[Answer, Schedule | None]:
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
+
+    The first ``running`` jobs have one choice each and start at 0.
+    """
+    unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
+    if unit > 1:
+        coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
+        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort, running=running)
+        if schedule is not None:
+            schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
+        return answer, schedule
+    started = time.perf_counter()
+    model = _Model(problem, horizon, running, None if effort.wall_ms is None else started + effort.wall_ms / 1e3)
+    if not model.complete:
+        return Answer.UNKNOWN, None
+    solver = model.solver
+    solver.set("random_seed", seed % 2**31)
+    if effort.steps is not None:
+        solver.set("rlimit", effort.steps)
+    if effort.wall_ms is not None:
+        # making the question counts too
+        solver.set("timeout", max(1, effort.wall_ms - int((time.perf_counter() - started) * 1e3)))
+    answer = solver.check()
+    if answer == z3.unsat:
+        return Answer.IMPOSSIBLE, None
+    if answer != z3.sat:
+        return Answer.UNKNOWN, None
+    return Answer.FOUND, model.schedule(solver.model())
+
+
+def _divided(job: Job, unit: int) -> Job:
+    return replace(job, choices=tuple(replace(choice, ticks=choice.ticks // unit) for choice in job.choices))
+
+
+class _Model:
+    """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
+
+    def __init__(self, problem: Problem, horizon: int, running: int, until: float | None) -> None:
+        self.problem = problem
+        self.running = running
+        self.until = until
+        self.complete = False  # where making it took longer than there was time
+        self.horizon = horizon
+        self.solver = z3.Solver(ctx=z3.Context())
+        self.context = self.solver.ctx
+        jobs = range(len(problem.jobs))
+        self.start = [z3.Int(f"start_{j}", self.context) for j in jobs]
+        self.pick = [
+            [z3.Bool(f"pick_{j}_{k}", self.context) for k in range(len(problem.jobs[j].choices))] for j in jobs
+        ]
+        for j in jobs:
+            self._choose(j)
+        self.solver.add([self.start[j] == 0 for j in range(running)])
+        self._areas()
+        self.complete = self._capacity()
+
+    def _choose(self, j: int) -> None:
+        job, add = self.problem.jobs[j], self.solver.add
+        latest = self.horizon - self.problem.tails[j]
+        add(z3.PbEq([(pick, 1) for pick in self.pick[j]], 1))
+        add(self.start[j] >= self.problem.heads[j])
+        for pick, choice in zip(self.pick[j], job.choices, strict=True):
+            if self.problem.heads[j] + choice.ticks > latest:
+                add(z3.Not(pick))
+            else:
+                add(z3.Implies(pick, self.start[j] <= latest - choice.ticks))
+        for i in job.before:
+            for pick, choice in self._choices(i):
+                add(z3.Implies(pick, self.start[j] >= self.start[i] + choice.ticks))
+
+    def _choices(self, j: int) -> Sequence[tuple[z3.BoolRef, Choice]]:
+        return list(zip(self.pick[j], self.problem.jobs[j].choices, strict=True))
+
+    def _areas(self) -> None:
+        areas = [(pick, choice.area) for j in range(len(self.pick)) for pick, choice in self._choices(j)]
+        unit = reduce(math.gcd, (area for _, area in areas), 0) or 1
+        room = self.problem.gpus * self.horizon
+        # as sums of rounded areas are no more than rounded sums, rounding down excludes nothing
+        unit *= unit_for(max(room, *(area for _, area in areas)) // unit)
+        room //= unit
+        self.solver.add(z3.PbLe([(pick, area // unit) for pick, area in areas], room))
+
+    def _capacity(self) -> bool:
+        """Whether there was time for all of it."""
+        related = ancestors(self.problem)
+        jobs = range(len(self.problem.jobs))
+        free = {(i, j) for i in jobs for j in jobs if i != j and i not in related[j] and j not in related[i]}
+        end = [z3.Int(f"end_{j}", self.context) for j in jobs]
+        self.solver.add(
+            [
+                z3.Implies(pick, end[j] == self.start[j] + choice.ticks)
+                for j in jobs
+                for pick, choice in self._choices(j)
+            ]
+        )
+        for j in jobs[self.running :]:
+            if self.until is not None and time.perf_counter() > self.until:
+                return False
+            constraints: list[z3.BoolRef] = []
+            held = [(pick, choice.degree) for pick, choice in self._choices(j)]
+            for i in jobs:
+                if (i, j) not in free:
+                    continue
+                apart = z3.Or(self.start[j] >= end[i], self.start[i] > self.start[j])
+                for k, (pick, choice) in enumerate(self._choices(i)):
+                    both = z3.Bool(f"holds_{i}_{j}_{k}", self.context)
+                    constraints.append(z3.Or(both, z3.Not(pick), apart))
+                    held.append((both, choice.degree))
+            self.solver.add([*constraints, z3.PbLe(held, self.problem.gpus)])
+        return True
+
+    def schedule(self, model: z3.ModelRef) -> Schedule:
+        picks = tuple(
+            next(k for k, pick in enumerate(row) if z3.is_true(model.eval(pick, model_completion=True)))
+            for row in self.pick
+        )
+        starts = tuple(model.eval(start, model_completion=True).as_long() for start in self.start)
+        return Schedule(picks, starts)
+
+
+def ancestors(problem: Problem) -> list[set[int]]:
+    """For every job all jobs that must end before it starts."""
+    found: list[set[int]] = []
+    for job in problem.jobs:
+        found.append(set(job.before).union(*(found[i] for i in job.before)))
+    return found

@@ -1,0 +1,118 @@
+"""What a sharded graph calls: slices and gathers of dimensions that are made of parts, and distributed attention.
+
+``parts`` of a dimension stand in order: None is the sharded sequence, a number that many replicated positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arachnec.kernels.attention.distributed_attention import distributed_attention
+from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
+from arachnec.kernels.attention.sequence_shard import SequenceShard
+
+Parts = tuple[int | None, ...]
+
+
+def local_tokens(shard: SequenceShard) -> int:
+    return shard.local
+
+
+def total_tokens(shard: SequenceShard) -> int:
+    return shard.total
+
+
+def written(target: Tensor, source: Tensor) -> Tensor:
+    """``aten.copy``, what functionalisation makes of ``target.copy_(source)``, with the derivative that it lacks."""
+    return source.to(target).expand_as(target)
+
+
+def shard_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
+    """This rank's positions of a replicated ``x`` whose dimension ``dim`` is outer x parts x inner."""
+    if parts == (None,) and outer == inner == 1:
+        return shard_tokens(x, dim, shard)
+    lengths = [shard.total if part is None else part for part in parts]
+    split = _unmerge(x, dim, (outer, sum(lengths), inner))
+    pieces = torch.split(split, lengths, dim + 1)
+    held = [shard_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
+    return _merge(torch.cat(held, dim + 1), dim)
+
+
+def gather_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
+    """The inverse of ``shard_parts``, on every rank."""
+    if parts == (None,) and outer == inner == 1:
+        return gather_tokens(x, dim, shard)
+    lengths = [shard.local if part is None else part for part in parts]
+    split = _unmerge(x, dim, (outer, sum(lengths), inner))
+    pieces = torch.split(split, lengths, dim + 1)
+    whole = [gather_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
+    return _merge(torch.cat(whole, dim + 1), dim)
+
+
+def attention_over_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    shard: SequenceShard,
+    query_parts: Parts,
+    key_parts: Parts,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """``scaled_dot_product_attention`` of local tokens over the whole sequence: [B, H, L, D], or [B, L, D].
+
+    A mask that needs a gradient (a trained bias on the scores) takes a path of its own: distributed attention gives
+    masks none.
+    """
+    headless = query.ndim == 3
+    if headless:
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    if mask is not None:
+        mask = mask.unsqueeze(1) if headless and mask.ndim == 3 else mask
+        mask = mask[(None,) * (4 - mask.ndim)]
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        output = _biased_attention(query, key, value, mask, shard, query_parts, key_parts, scale, enable_gqa)
+        return output.squeeze(1) if headless else output
+    output = distributed_attention(
+        query,
+        key,
+        value,
+        shard,
+        query_parts=query_parts,
+        key_parts=key_parts,
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return output.squeeze(1) if headless else output
+
+
+def _biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    shard: SequenceShard,
+    query_parts: Parts,
+    key_parts: Parts,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """This rank's queries with their rows of the mask against all keys, gathered."""
+    key, value = (gather_parts(x, 2, shard, key_parts) for x in (key, value))
+    if mask.shape[2] > 1:
+        mask = shard_parts(mask, 2, shard, query_parts)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _unmerge(x: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
+    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+
+def _merge(x: Tensor, dim: int) -> Tensor:
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1] * x.shape[dim + 2], *x.shape[dim + 3 :])

@@ -1,0 +1,335 @@
+"""Finds the repeated blocks of a model, captures one graph per structure, and says what every dimension in it is.
+
+The blocks are the classes that the model names in ``_repeated_blocks`` or ``_no_split_modules`` (a convention of
+Diffusers), else whatever fills its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters,
+buffers and scalar settings are equal; such blocks share one graph, run with each one's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.tracing.captured import (
+    CapturedBlock,
+    CapturedCall,
+    CapturedModel,
+    Dims,
+    Origin,
+    Slot,
+    call_lifted,
+    lifted,
+    same_value,
+)
+from arachnec.tracing.dims import Sizes, fit_dimension, moves_with_batch, moves_with_clip
+from arachnec.tracing.errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
+from arachnec.tracing.export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
+from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record, run_once
+from arachnec.tracing.verify import example_inputs, materialised, verify_block
+
+__all__ = [
+    "CapturedBlock",
+    "CapturedCall",
+    "CapturedModel",
+    "Origin",
+    "Slot",
+    "call_lifted",
+    "capture_blocks",
+    "lifted",
+]
+
+
+def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
+    """Capture the blocks of ``model``, on any device, meta included.
+
+    ``examples`` vary one thing at a time: the first is exported (a batch of 2 or more, all sizes distinct); another
+    clip shape, another caption length, another batch tell which dimension is which; at the last, different in all of
+    them, each graph is compared with eager. Raises ``UserError`` for a model that cannot be captured.
+    """
+    refuse_dropout_modules(model)
+    candidates = find_blocks(model)
+    if not candidates:
+        raise UserError(NoBlocks(None, type(model).__name__))
+    unread = unread_settings(candidates, lambda: run_once(model, examples[0]))
+    repeats = Repeats(model, candidates, unread)
+    recordings = [record(model, candidates, example, repeats, grad=i == 0) for i, example in enumerate(examples)]
+    if not recordings[0].calls:
+        names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
+        raise UserError(BlocksNotCalled(None, type(model).__name__, names))
+    _refuse_unequal(model, recordings)
+    sizes = _with_tokens(recordings, examples)
+    moving = [i for i in range(len(recordings[0].calls)) if _has_tokens(recordings, i, sizes)]
+    groups: dict[Any, list[int]] = {}
+    for i in moving:
+        groups.setdefault(_key(candidates[recordings[0].calls[i].path], unread, recordings, i), []).append(i)
+    titles = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
+    blocks = tuple(
+        _capture(name, candidates, recordings, members, sizes, verify=verify)
+        for name, members in zip(titles, groups.values(), strict=True)
+    )
+    return _model(blocks, list(groups.values()), recordings[0], sizes)
+
+
+def _capture(
+    name: str,
+    candidates: dict[str, nn.Module],
+    recordings: Sequence[Recording],
+    members: Sequence[int],
+    sizes: Sequence[Sizes],
+    *,
+    verify: bool,
+) -> CapturedBlock:
+    chosen = _representative(recordings[0], members)
+    call = recordings[0].calls[chosen]
+    module = candidates[call.path]
+    block = materialised(module) if is_meta(module) else module
+    versions = [recording.calls[chosen] for recording in recordings]
+    shapes, others = _input_dims(versions, sizes)
+    flat = FlatBlock(block, call.leaves, call.spec)
+    inputs = example_inputs(call, block)
+    dynamic = [[d for d, size in enumerate(dims) if size.free_symbols] for dims in shapes]
+    exported = export_block(name, flat, inputs, dynamic)
+    captured = _described(name, exported, recordings, members, shapes, others, sizes)
+    if verify:
+        first = [recording.calls[members[0]] for recording in recordings]
+        alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
+        verify_block(captured, block, _different(versions) if alike else [*_different(versions), first[0]])
+    return captured
+
+
+def _different(versions: Sequence[BlockCall]) -> list[BlockCall]:
+    """The last call, and for each size or number in which it equals the exported one, the smallest call that does not.
+
+    A number of frames, say, is frozen into the graph; only a call with another number can show that it matters.
+    """
+    forms = [[part for leaf in version.leaves for part in _moving(leaf)] for version in versions]
+    chosen = [len(versions) - 1]
+    for place, exported in enumerate(forms[0]):
+        others = [i for i, form in enumerate(forms) if form[place] != exported]
+        if others and not set(others) & set(chosen):
+            chosen.append(min(others, key=lambda i: sum(x.numel() for x in _tensors(versions[i]))))
+    return [versions[i] for i in chosen]
+
+
+def _moving(leaf: Any) -> list[Any]:
+    return list(leaf.shape) if isinstance(leaf, Tensor) else [repr(leaf)]
+
+
+def _described(
+    name: str,
+    exported: ExportedProgram,
+    recordings: Sequence[Recording],
+    members: Sequence[int],
+    shapes: Sequence[Dims],
+    others: dict[sympy.Symbol, tuple[int, ...]],
+    sizes: Sequence[Sizes],
+) -> CapturedBlock:
+    versions = [recording.calls[members[0]] for recording in recordings]
+    call = versions[0]
+    slots = _slots(exported)
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    nodes = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind == "input"]
+    symbols = _symbols(name, nodes, shapes)
+    values = [size.values | {symbol: series[k] for symbol, series in others.items()} for k, size in enumerate(sizes)]
+    positions = _tensor_leaves(call.leaves)
+    results = exported.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    captured = CapturedBlock(
+        name=name,
+        exported=exported,
+        instances=tuple(dict.fromkeys(recordings[0].calls[i].path for i in members)),
+        slots=slots,
+        input_names=tuple(call.names[i] for i in positions),
+        input_dims=tuple(shapes),
+        input_leaves=positions,
+        input_grads=tuple(call.leaves[i].requires_grad for i in positions),
+        output_dims=(),
+        output_leaves=_tensor_leaves(call.outputs),
+        constants=tuple(
+            (i, leaf, all(same_value(version.leaves[i], leaf) for version in versions))
+            for i, leaf in enumerate(call.leaves)
+            if not isinstance(leaf, Tensor)
+        ),
+        output_constants=tuple((i, leaf) for i, leaf in enumerate(call.outputs) if not isinstance(leaf, Tensor)),
+        spec=call.spec,
+        output_spec=call.output_spec,
+        symbols=symbols,
+        examples=tuple(values),
+    )
+    unknown = {s for node in exported.graph.nodes for e in captured.dims(node) for s in e.free_symbols}
+    unknown -= set(values[0])
+    if unknown:
+        raise UserError(CannotCapture(None, name, "the size of a tensor depends on values, not on shapes"))
+    output_dims = tuple(captured.dims(node) for node in results if isinstance(node, fx.Node))
+    object.__setattr__(captured, "output_dims", output_dims)
+    return captured
+
+
+def _slots(exported: ExportedProgram) -> tuple[Slot, ...]:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+        InputKind.USER_INPUT: "input",
+    }
+    slots, inputs = [], 0
+    for spec in exported.graph_signature.input_specs:
+        kind = kinds[spec.kind]
+        if kind == "input":
+            slots.append(Slot(kind, inputs))
+            inputs += 1
+        else:
+            target = str(spec.target)
+            slots.append(Slot(kind, target if kind == "constant" else target.removeprefix(PREFIX)))
+    return tuple(slots)
+
+
+def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dict[sympy.Symbol, sympy.Expr]:
+    """What each symbol of the graph is, read off the inputs whose dimensions carry it."""
+    symbols: dict[sympy.Symbol, sympy.Expr] = {}
+    for node, dims in zip(nodes, shapes, strict=True):
+        for size, expression in zip(node.meta["val"].shape, dims, strict=True):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                known = symbols.setdefault(size.node.expr, expression)
+                if known != expression:
+                    reason = f"it requires {known} = {expression}, which the recordings do not bear out"
+                    raise UserError(CannotCapture(None, name, reason))
+    for node, dims in zip(nodes, shapes, strict=True):
+        for size, expression in zip(node.meta["val"].shape, dims, strict=True):
+            found = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(symbols)
+            if sympy.expand(found - expression) != 0:
+                reason = f"it fixes a size that changes with the clip ({expression} = {found})"
+                raise UserError(CannotCapture(None, name, reason))
+    return symbols
+
+
+def _input_dims(
+    versions: Sequence[BlockCall], sizes: Sequence[Sizes]
+) -> tuple[list[Dims], dict[sympy.Symbol, tuple[int, ...]]]:
+    """Every dimension of every tensor input as an expression; sizes that fit none get a symbol of their own."""
+    others: dict[tuple[int, ...], sympy.Symbol] = {}
+    shapes: list[Dims] = []
+    for leaf in _tensor_leaves(versions[0].leaves):
+        dims = []
+        for d in range(versions[0].leaves[leaf].ndim):
+            series = tuple(int(version.leaves[leaf].shape[d]) for version in versions)
+            fitted = fit_dimension(series, sizes)
+            if fitted is None:
+                symbol = sympy.Symbol(f"N{len(others)}", integer=True, positive=True)
+                fitted = others.setdefault(series, symbol)
+            dims.append(fitted)
+        shapes.append(tuple(dims))
+    return shapes, {symbol: series for series, symbol in others.items()}
+
+
+def _with_tokens(recordings: Sequence[Recording], examples: Sequence[ExampleCall]) -> tuple[Sizes, ...]:
+    """S of each recording: the first dimension of a block's input that follows the clip and not the batch."""
+    sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
+    for index in range(len(recordings[0].calls)):
+        versions = [recording.calls[index] for recording in recordings]
+        for leaf in _tensor_leaves(versions[0].leaves):
+            for d in range(versions[0].leaves[leaf].ndim):
+                series = [int(version.leaves[leaf].shape[d]) for version in versions]
+                if moves_with_clip(series, sizes) and not moves_with_batch(series, sizes):
+                    return tuple(Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
+    call = recordings[0].calls[0]
+    inputs = ", ".join(f"{call.names[i]} {list(call.leaves[i].shape)}" for i in _tensor_leaves(call.leaves))
+    raise UserError(NoTokenDimension(None, call.path, inputs))
+
+
+def _has_tokens(recordings: Sequence[Recording], index: int, sizes: Sequence[Sizes]) -> bool:
+    """Whether a block sees the video at all: the layers of a text refiner do not, and belong to the shell."""
+    versions = [recording.calls[index] for recording in recordings]
+    return any(
+        moves_with_clip([int(version.leaves[leaf].shape[d]) for version in versions], sizes)
+        for leaf in _tensor_leaves(versions[0].leaves)
+        for d in range(versions[0].leaves[leaf].ndim)
+    )
+
+
+def _refuse_unequal(model: nn.Module, recordings: Sequence[Recording]) -> None:
+    first = recordings[0]
+    for other in recordings[1:]:
+        paths = [call.path for call in first.calls], [call.path for call in other.calls]
+        if paths[0] != paths[1]:
+            found, expected = (f"{len(p)} block calls" for p in reversed(paths))
+            raise UserError(UnequalCall(None, type(model).__name__, found, expected))
+        for a, b in zip(first.calls, other.calls, strict=True):
+            if a.spec != b.spec or a.output_spec != b.output_spec:
+                raise UserError(UnequalCall(None, a.path, str(b.spec), str(a.spec)))
+
+
+def _key(block: nn.Module, unread: Unread, recordings: Sequence[Recording], index: int) -> Any:
+    """Calls with equal keys are calls of one graph: the block's structure and the form of the call."""
+    forms = []
+    for recording in recordings:
+        call = recording.calls[index]
+        forms.append(tuple(_form(leaf) for leaf in call.leaves))
+    call = recordings[0].calls[index]
+    return structure(block, unread), str(call.spec), str(call.output_spec), tuple(forms)
+
+
+def _form(leaf: Any) -> Any:
+    return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _representative(recording: Recording, members: Sequence[int]) -> int:
+    """The call to export: with strided inputs if there is one, since what copies those also takes contiguous ones."""
+    strided = (
+        i for i in members if not all(x.is_contiguous() for x in recording.calls[i].leaves if isinstance(x, Tensor))
+    )
+    return next(strided, members[0])
+
+
+def _names(blocks: Sequence[nn.Module]) -> list[str]:
+    """The classes' names; a class with several structures is numbered from the second on."""
+    seen: dict[str, int] = {}
+    names = []
+    for block in blocks:
+        name = type(block).__name__
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+def _model(
+    blocks: tuple[CapturedBlock, ...], groups: Sequence[Sequence[int]], recording: Recording, sizes: Sequence[Sizes]
+) -> CapturedModel:
+    block_of = {i: g for g, members in enumerate(groups) for i in members}
+    order = {i: k for k, i in enumerate(sorted(block_of))}  # calls of the shell's own modules are left out
+
+    def origin(leaf_origin: tuple[int, int] | None) -> Origin | None:
+        if leaf_origin is None or leaf_origin[0] not in order or leaf_origin in recording.escapes:
+            return None
+        return _as_tensor_output(recording, leaf_origin, order)
+
+    calls = tuple(
+        CapturedCall(
+            recording.calls[i].path,
+            block_of[i],
+            tuple(origin(recording.calls[i].origins[leaf]) for leaf in _tensor_leaves(recording.calls[i].leaves)),
+        )
+        for i in order
+    )
+    escapes = frozenset(_as_tensor_output(recording, e, order) for e in recording.escapes if e[0] in order)
+    return CapturedModel(blocks, calls, escapes, tuple(sizes))
+
+
+def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict[int, int]) -> Origin:
+    return Origin(order[output[0]], _tensor_leaves(recording.calls[output[0]].outputs).index(output[1]))
+
+
+def _tensor_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+
+
+def _tensors(call: BlockCall) -> list[Tensor]:
+    return [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]

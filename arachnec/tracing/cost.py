@@ -1,0 +1,207 @@
+"""The attributes of the stages: what was traced, as formulas in B, S and T."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.nodes import Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
+from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
+from arachnec.tracing.graph import dtype_name
+from arachnec.tracing.layers import layer_of_parameters
+from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
+from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.shell import measure_encoder, measure_shell
+
+GIB = 2**30
+TERA = 10**12
+MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32 (arXiv 1412.6980)
+MASTER = 8  # of parameters below fp32: the fp32 copy that is updated, and the gradient it is updated with
+
+
+def trained_stage(
+    name: str, model: nn.Module, captured: CapturedModel, calls: Sequence[ExampleCall], *, source: str
+) -> Stage:
+    """The transformer: blocks from their graphs, the rest from running the model around them."""
+    counts = [sum(call.block == i for call in captured.calls) for i in range(len(captured.blocks))]
+    attentions = [token_attentions(block) for block in captured.blocks]
+    memories = [block_memory(block, _chained(captured, i)) for i, block in enumerate(captured.blocks)]
+    numbers = _numbers(captured)
+    shell = [measure_shell(model, captured, call) for call in calls]
+    points = [size.values for size in captured.sizes]
+    outside = {field: fit_polynomial([getattr(m, field) for m in shell], points) for field in ("flops", "saved")}
+    flops = sum((n * block_flops(block) for n, block in zip(counts, captured.blocks, strict=True)), outside["flops"])
+    every = [cost for n, costs in zip(counts, attentions, strict=True) for cost in costs * n]
+    saved, recomputed, workspace = _memory(counts, memories)
+    parameters = list(model.parameters())
+    return Stage(
+        name,
+        trained=True,
+        attrs=Attributes.of(
+            source=source,
+            params=sum(p.numel() for p in parameters),
+            trained=None if all(p.requires_grad for p in parameters) else _trained(parameters),
+            dtype=dtype_name(_dtype(model)),
+            layers=_layers(model, captured),
+            blocks=tuple((Symbol(block.name), n) for n, block in zip(counts, captured.blocks, strict=True)),
+            hidden=_hidden(captured),
+            heads=min((_integer(cost.heads) for cost in every), default=None),
+            attentions=len(every) or None,
+            joint=any(cost.joint for cost in every),
+            flops=polynomial(flops.subs(numbers), "TFLOP", TERA),
+            saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
+            saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
+            workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
+            traffic=_traffic(every, numbers),
+            state=Quantity((held_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
+            optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
+        ),
+    )
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _layers(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int], ...]:
+    """The path of every block in the order of the forward, with the parameters that train in it and nowhere else."""
+    paths = tuple(dict.fromkeys(call.path for call in captured.calls))
+    parameters = dict(model.named_parameters())
+    counts = [0] * len(paths)
+    for name, layer in layer_of_parameters(model, paths).items():
+        if layer is not None:
+            counts[layer] += parameters[name].numel()
+    return tuple(zip(paths, counts, strict=True))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """What every rank that computes must have: parameters, gradients of the trained ones, buffers."""
+    parameters = sum(p.numel() * p.dtype.itemsize * (2 if p.requires_grad else 1) for p in model.parameters())
+    return parameters + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """What the update needs beside that: moments and, below fp32, master copies. One rank may do it for all."""
+    return sum(
+        p.numel() * (MOMENTS + (MASTER if p.dtype.itemsize < 4 else 0)) for p in model.parameters() if p.requires_grad
+    )
+
+
+def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """Bytes kept by all blocks; kept if each is recomputed (its inputs, and one block's all); needed beside them."""
+    zero = sympy.Integer(0)
+    shared = _largest([memory.shared for memory in memories])
+    saved = sum((n * memory.saved for n, memory in zip(counts, memories, strict=True)), zero)
+    inputs = sum((n * memory.chained for n, memory in zip(counts, memories, strict=True)), zero)
+    once = _largest([memory.saved for memory in memories])
+    return saved + shared, inputs + once + shared, _largest([memory.workspace for memory in memories])
+
+
+def _largest(expressions: Sequence[sympy.Expr]) -> sympy.Expr:
+    at = {B: 1, S: 32760, T: 512}
+    return max(
+        expressions, key=lambda e: float(e.subs(at).subs(dict.fromkeys(e.free_symbols, 1))), default=sympy.Integer(0)
+    )
+
+
+def _traffic(costs: Sequence[AttentionCost], numbers: dict[sympy.Symbol, int]) -> Formula | None:
+    if not costs:
+        return None
+    return polynomial(sympy.expand(sum(cost.traffic for cost in costs)).subs(numbers), "GiB", GIB)
+
+
+def _chained(captured: CapturedModel, block: int) -> list[bool]:
+    """Which inputs of a block class come from another block in most of its calls."""
+    calls = [call for call in captured.calls if call.block == block]
+    inputs = range(len(captured.blocks[block].input_names))
+    linked = [any(call.origins[i] is not None for call in calls) for i in inputs]
+    # A model of one block: what it is chained by cannot be seen, but its first input with tokens is made for it alone.
+    if not any(linked):
+        linked = [S in sum(map(sympy.sympify, captured.blocks[block].input_dims[i])).free_symbols for i in inputs]
+    return linked
+
+
+def _hidden(captured: CapturedModel) -> int | None:
+    for dims in captured.blocks[0].input_dims:
+        if any(S in size.free_symbols for size in dims) and dims[-1].is_Integer:
+            return int(dims[-1])
+    return None
+
+
+def _integer(size: sympy.Expr) -> int:
+    return int(size) if size.is_Integer else 1
+
+
+def _numbers(captured: CapturedModel) -> dict[sympy.Symbol, int]:
+    """Sizes that are no combination of B, S and T, at the largest recording: a formula cannot follow them."""
+    numbers: dict[sympy.Symbol, int] = {}
+    for block in captured.blocks:
+        largest = max(block.examples, key=lambda example: example[S])
+        numbers |= {symbol: value for symbol, value in largest.items() if symbol not in (B, S, T)}
+    return numbers
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The type of most of the parameters."""
+    counts: dict[object, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=counts.__getitem__)  # type: ignore[return-value]
+
+
+def encoder_stage(
+    name: str, encoder: nn.Module, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]
+) -> Stage:
+    """A frozen encoder: what it computes and hands off, by the clips it was measured on."""
+    chosen = _spread(clips, tokens)
+    runs = [measure_encoder(encoder, clip) for clip in chosen]
+    points = [{B: 1, S: tokens(clip), T: clip.text_tokens} for clip in chosen]
+
+    def formula(values: Sequence[int], unit: str, scale: int) -> Formula:
+        return polynomial(sympy.expand(B * encoder_polynomial(values, points)), unit, scale)
+
+    parameters = [*encoder.parameters(), *encoder.buffers()]
+    return Stage(
+        name,
+        trained=False,
+        attrs=Attributes.of(
+            source=type(encoder).__name__,
+            params=sum(p.numel() for p in encoder.parameters()),
+            dtype=dtype_name(_dtype(encoder)) if any(True for _ in encoder.parameters()) else None,
+            flops=formula([run.flops for run in runs], "TFLOP", TERA),
+            workspace=formula([run.peak for run in runs], "GiB", GIB),
+            state=Quantity(sum(p.numel() * p.dtype.itemsize for p in parameters) / GIB, "GiB"),
+            output=formula([run.output for run in runs], "GiB", GIB),
+        ),
+    )
+
+
+def _spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> list[VideoClip]:
+    """Up to six clips that differ in S and T, the smallest and the largest among them."""
+    distinct = sorted({clip.shape: clip for clip in clips}.values(), key=lambda clip: (tokens(clip), clip.text_tokens))
+    count = min(6, len(distinct))
+    return [distinct[round(i * (len(distinct) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def polynomial(expression: sympy.Expr, unit: str, scale: int) -> Formula:
+    """A sympy polynomial in B, S and T, divided by ``scale``, as the IR's formula; highest powers first."""
+    expression = sympy.expand(expression)
+    if not expression.is_polynomial(B, S, T):  # sizes that were divided and rounded: what it comes to at even ones
+        points = [{B: b, S: s, T: t} for b in (1, 2) for s in (4096, 5120, 7168) for t in (64, 224)]
+        expression = fit_polynomial([float(expression.subs(point)) for point in points], points)
+    poly = sympy.Poly(expression, B, S, T)
+    terms = []
+    for powers, coefficient in sorted(poly.terms(), key=lambda term: (-sum(term[0][1:]), [-p for p in term[0][1:]])):
+        value = float(coefficient) / scale
+        if value and math.isfinite(value):
+            named = tuple((name, power) for name, power in zip("BST", powers, strict=True) if power)
+            terms.append(Term(value, named))
+    return Formula(tuple(terms), unit)

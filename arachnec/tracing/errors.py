@@ -1,0 +1,163 @@
+"""What can be wrong with a model that is traced, and how a node of its graph points back at the user's source line."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Span
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+@dataclass(frozen=True)
+class NoBlocks(Diagnostic):
+    title: ClassVar[str] = "{model} has no repeated blocks"
+    help: ClassVar[str] = (
+        "keep the transformer blocks in an nn.ModuleList, or name their classes in a class attribute "
+        "`_repeated_blocks = [...]` of the model"
+    )
+    model: str
+
+
+@dataclass(frozen=True)
+class BlocksNotCalled(Diagnostic):
+    title: ClassVar[str] = "the forward of {model} calls none of its blocks ({blocks}) as modules"
+    help: ClassVar[str] = "call each block as `block(...)`, not `block.forward(...)`"
+    model: str
+    blocks: str
+
+
+@dataclass(frozen=True)
+class NoTokenDimension(Diagnostic):
+    title: ClassVar[str] = "no input of {block} has a dimension that grows with the clip"
+    label: ClassVar[str] = "its inputs are {inputs}"
+    help: ClassVar[str] = (
+        "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
+    )
+    block: str
+    inputs: str
+
+
+@dataclass(frozen=True)
+class CannotCapture(Diagnostic):
+    title: ClassVar[str] = "torch.export cannot capture {block}: {reason}"
+    label: ClassVar[str] = "in this operation"
+    help: ClassVar[str] = "{remedy}"
+    block: str
+    reason: str
+    remedy: str = "the forward of a block must not branch on the values or the exact sizes of its tensors"
+
+
+@dataclass(frozen=True)
+class NotPolymorphic(Diagnostic):
+    title: ClassVar[str] = "the captured graph of {block} differs from the model at another shape: {reason}"
+    label: ClassVar[str] = "in the block that ends with `{op}`"
+    help: ClassVar[str] = "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape"
+    block: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GradientDiffers(Diagnostic):
+    title: ClassVar[str] = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
+    help: ClassVar[str] = (
+        "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should "
+        "reach"
+    )
+    block: str
+    name: str
+    off: str  # of the gradient's largest value
+
+
+@dataclass(frozen=True)
+class NumberMatters(Diagnostic):
+    title: ClassVar[str] = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
+    help: ClassVar[str] = (
+        "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand "
+        "it what it makes of `{name}` as a tensor"
+    )
+    block: str
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class ActiveDropout(Diagnostic):
+    title: ClassVar[str] = "{module} drops activations at random (p = {probability:g})"
+    label: ClassVar[str] = "in this operation"
+    help: ClassVar[str] = (
+        "set its probability to 0: every random number of a step is drawn from (seed, step, clip), "
+        "so that the plan cannot change the gradient"
+    )
+    module: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class RandomOperation(Diagnostic):
+    title: ClassVar[str] = "{block} draws random numbers in its forward (`{op}`)"
+    label: ClassVar[str] = "in this operation"
+    help: ClassVar[str] = (
+        "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
+    )
+    block: str
+    op: str
+
+
+@dataclass(frozen=True)
+class WritesState(Diagnostic):
+    title: ClassVar[str] = "{block} writes to {target} in its forward"
+    label: ClassVar[str] = "in this operation"
+    help: ClassVar[str] = "return a new tensor instead: a block may run again, for recomputation and in another order"
+    block: str
+    target: str
+
+
+@dataclass(frozen=True)
+class UnequalCall(Diagnostic):
+    title: ClassVar[str] = "{block} was called with {found}, but traced with {expected}"
+    help: ClassVar[str] = "trace the model with calls of the same form as those it trains with"
+    block: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class CannotRecord(Diagnostic):
+    title: ClassVar[str] = "the model cannot be run on a small clip of {clip}: {reason}"
+    label: ClassVar[str] = "here"
+    help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too"
+    clip: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CannotTake(Diagnostic):
+    title: ClassVar[str] = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
+    help: ClassVar[str] = "change the clip's size to one that the model's patches and strides divide, or leave it out"
+    clip: str
+    shape: str
+    caption: int
+    reason: str
+
+
+def stack_span(stack_trace: str | None) -> Span | None:
+    """The innermost line of a ``node.meta["stack_trace"]`` that is not torch's own."""
+    frames = [
+        (match["file"], int(match["line"]))
+        for match in FRAME.finditer(stack_trace or "")
+        if "/torch/" not in match["file"] and not match["file"].endswith("tracing/export.py")
+    ]
+    return line_span(*frames[-1]) if frames else None
+
+
+def line_span(file: str, line: int) -> Span:
+    row = linecache.getline(file, line).rstrip("\n")
+    start = len(row) - len(row.lstrip()) + 1
+    return Span(file, line, start, line, max(start + 1, len(row) + 1))

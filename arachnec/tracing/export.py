@@ -1,0 +1,264 @@
+"""One block through ``torch.export``: flat tensors in and out, every moving dimension a symbol, nothing in place."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.tracing.errors import ActiveDropout, CannotCapture, RandomOperation, WritesState, stack_span
+from arachnec.tracing.record import training_mode, unflatten_call
+
+aten = torch.ops.aten
+PREFIX = "block."
+PASSES = "arachnec/passes"
+FIXED_SIZE = (
+    "let the block follow its sizes from the shapes of its tensors, without int(), math functions or numbers that the "
+    "model passes in beside the tensors: what those make, the model can compute and pass in as a tensor"
+)
+ASSERTIONS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten._to_copy.default)
+EMPTIES = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
+COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+class FlatBlock(nn.Module):
+    """A block as a function of its tensor arguments alone; every other argument is a constant of the capture."""
+
+    def __init__(self, block: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.block = block
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._spec = spec
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self._constants)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = unflatten_call(self.block, leaves, self._spec)
+        return tuple(x for x in pytree.tree_leaves(self.block(*args, **kwargs)) if isinstance(x, Tensor))
+
+
+def export_block(
+    name: str, flat: FlatBlock, inputs: Sequence[Tensor], moving: Sequence[Sequence[int]]
+) -> ExportedProgram:
+    """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` if export cannot."""
+    dynamic = tuple(dict.fromkeys(dims, Dim.DYNAMIC) or None for dims in moving)
+    with training_mode(flat), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on
+        try:
+            program: ExportedProgram = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
+            program = program.run_decompositions({})  # functional, every operation kept whole
+        except UserError:
+            raise
+        except Exception as error:
+            fixed = _fixing_line(flat, inputs, dynamic) if "specialized" in str(error) else None
+            raise UserError(_cannot(name, error, fixed)) from error
+    refuse_state(name, program)
+    refuse_random(name, program)
+    clean(program.graph_module)
+    return program
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Remove what export leaves behind: assertions, casts to the same type, copies that nothing can tell apart."""
+    graph = module.graph
+    _without_copies(graph)
+    _interleaved(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target is aten.view.default:
+            node.target = (
+                aten.reshape.default
+            )  # strides differ between shapes, kernels and devices; a view must not fail
+        elif (node.target in CASTS or node.target in COPIES) and _is_noop(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _without_copies(graph: fx.Graph) -> None:
+    """What was ``target.copy_(source)``, an operation without derivative, is the source, cast and expanded."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        target, source = node.args[:2]
+        assert isinstance(target, fx.Node) and isinstance(source, fx.Node)
+        before, after = source.meta["val"], node.meta["val"]
+        with graph.inserting_before(node):
+            if before.dtype != after.dtype:
+                source = _inserted(graph, node, aten.to.dtype, (source, after.dtype))
+            if before.shape != after.shape:
+                source = _inserted(graph, node, aten.expand_as.default, (source, target))
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _interleaved(graph: fx.Graph) -> None:
+    """Even and odd places written one after the other into an empty tensor (rotary positions) are a stack."""
+    for last in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        first = last.args[0]
+        if not (
+            isinstance(first, fx.Node)
+            and first.target is aten.slice_scatter.default
+            and len(first.users) == 1 + _dead(first)
+        ):
+            continue
+        base, even, *start_even = first.args
+        _, odd, *start_odd = last.args
+        assert isinstance(base, fx.Node) and isinstance(even, fx.Node) and isinstance(odd, fx.Node)
+        dim = int(start_even[0]) if start_even else 0  # type: ignore[arg-type]
+        whole = base.meta["val"].shape[dim]
+        if base.target not in EMPTIES or not isinstance(whole, int) or whole % 2:
+            continue
+        ends = ((dim, 0, 2), (dim, 1, 2))
+        if [_every(start_even, whole), _every(start_odd, whole)] != [*ends]:
+            continue
+        dim %= base.meta["val"].ndim
+        with graph.inserting_before(last):
+            stacked = _inserted(graph, last, aten.stack.default, ([even, odd], dim + 1))
+            result = _inserted(graph, last, aten.flatten.using_ints, (stacked, dim, dim + 1))
+        last.replace_all_uses_with(result)
+        graph.erase_node(last)
+
+
+def _dead(node: fx.Node) -> int:
+    """How many users of a node have no users themselves."""
+    return sum(not user.users for user in node.users)
+
+
+def _every(where: Sequence[Any], whole: int) -> tuple[int, int, int] | None:
+    """Dimension, start and step of a slice's arguments that reach to the end."""
+    dim, start, end, step = list(where) + [0, 0, None, 1][len(where) :]
+    return (dim, start or 0, step) if end is None or end >= whole else None
+
+
+def _inserted(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A new node with the value and the source line that an exported one would have."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta = {**like.meta, "val": target(*values)}
+    return node
+
+
+def _is_noop(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or node.kwargs.get("memory_format") is not None or node.kwargs.get("copy"):
+        return False
+    before, after = source.meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(before, Tensor)
+        and isinstance(after, Tensor)
+        and before.dtype == after.dtype
+        and before.device == after.device
+        and before.layout == after.layout
+    )
+
+
+def refuse_state(name: str, program: ExportedProgram) -> None:
+    """A functionalised graph returns what was written in place: anything but a user output is refused."""
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            target = (spec.target or "its input").removeprefix(PREFIX)
+            node = next((n for n in program.graph.nodes if n.name == getattr(spec.arg, "name", None)), None)
+            raise UserError(WritesState(stack_span(node.meta.get("stack_trace")) if node else None, name, target))
+
+
+def refuse_random(name: str, program: ExportedProgram) -> None:
+    """Dropout that drops, and every other random operation, would make the gradient depend on the plan."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        span = stack_span(node.meta.get("stack_trace"))
+        probability = _dropout(node)
+        if probability:
+            raise UserError(ActiveDropout(span, name, probability))
+        if probability is None and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise UserError(RandomOperation(span, name, str(node.target)))
+
+
+def _dropout(node: fx.Node) -> float | None:
+    """The probability with which this node drops; None if it is no kind of dropout."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if "dropout_p" in names:
+        return float(given.get("dropout_p", 0.0))
+    if node.target.overloadpacket in (aten.dropout, aten.native_dropout, aten.feature_dropout, aten.alpha_dropout):
+        return float(given["p"]) if given.get("train") is not False else 0.0
+    return None
+
+
+def refuse_dropout_modules(model: nn.Module) -> None:
+    """The same, said at the module's name, for the whole model."""
+    for path, module in model.named_modules():
+        probability = getattr(module, "p", 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd) and probability > 0:
+            raise UserError(ActiveDropout(None, f"`{path}`", probability))
+
+
+def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
+    message = str(error).strip()
+    reason = (message.splitlines() or [type(error).__name__])[0]
+    if "specialized" in message:
+        value = re.search(r"to be a constant \((\d+)\)", message)
+        reason = "it fixes a size that changes from clip to clip" + (f", {value[1]} in this one" if value else "")
+        return CannotCapture(stack_span(fixed), name, reason, FIXED_SIZE)
+    if "Constraints violated" in message:
+        lines = [line.strip(" -") for line in message.splitlines() if "!=" in line or "==" in line]
+        reason = f"it fixes a size that changes with the clip ({(lines or [reason])[0]})"
+    trace = "".join(_frames(error))
+    return CannotCapture(stack_span(trace), name, f"{type(error).__name__}: {reason}"[:400])
+
+
+def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:
+    """The stack at which export makes a number of a size, by exporting once more; None where torch does not tell."""
+    stacks: list[str] = []
+    original = ShapeEnv._set_replacement
+
+    def listening(env: ShapeEnv, symbol: Any, target: Any, message: str) -> None:
+        if target.is_Integer:
+            stacks.append("".join(f'File "{f.filename}", line {f.lineno}\n' for f in traceback.extract_stack()))
+        original(env, symbol, target, message)
+
+    with patch.object(ShapeEnv, "_set_replacement", listening), contextlib.suppress(Exception):
+        torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
+    lines = [line for line in (stacks[0].splitlines(keepends=True) if stacks else []) if f"{PASSES}/trace_" not in line]
+    return "".join(lines) or None
+
+
+def _frames(error: BaseException) -> list[str]:
+    chain: list[BaseException] = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    return [
+        f'File "{f.filename}", line {f.lineno}\n'
+        for e in reversed(chain)
+        for f in traceback.extract_tb(e.__traceback__)
+        if "/torch/" not in f.filename and "/arachnec/passes/" not in f.filename
+    ]

@@ -1,0 +1,245 @@
+"""What a captured graph keeps for its backward, and needs while it runs: measured on the meta device, then fitted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import sympy
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from arachnec.tracing.captured import CapturedBlock
+from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.flops import SDPA
+
+ONE = sympy.Integer(1)
+# Tried in this order: most costs are per clip; tables of positions are not; attention written out is quadratic.
+BASES = (
+    (B * S, B * T, B, ONE),
+    (B * S, B * T, B, S, T, ONE),
+    (B * S, B * T, B, B * T**2, ONE),
+    (B * S, B * T, B, S, T, ONE, B * S**2, B * S * T, B * T**2),
+)
+Point = dict[sympy.Symbol, int]
+Matrix = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes as expressions in B, S and T, parameters not counted.
+
+    ``saved``: what autograd keeps of one call, made in it or in the block before; ``chained``: the inputs that come
+    from the block before, kept if every block is recomputed; ``shared``: inputs that all blocks read, kept once;
+    ``workspace``: the most that is alive at one moment of a forward that keeps nothing.
+    """
+
+    saved: sympy.Expr
+    chained: sympy.Expr
+    shared: sympy.Expr
+    workspace: sympy.Expr
+
+
+def block_memory(captured: CapturedBlock, chained: Sequence[bool]) -> BlockMemory:
+    """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135)."""
+    points = _points(captured)
+    try:
+        rows = [_saved(captured, point, chained) for point in points]
+    except RuntimeError:  # as long as that it cannot be: it has a table of positions, say
+        points = list(captured.examples)
+        rows = [_saved(captured, point, chained) for point in points]
+    saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
+    workspace = fit_polynomial([_peak(captured, point) for point in points], points)
+    inputs = zip(captured.input_dims, captured.input_nodes, chained, strict=True)
+    kept = (sympy.prod(dims) * node.meta["val"].dtype.itemsize for dims, node, link in inputs if link)
+    return BlockMemory(saved, sympy.expand(sum(kept, sympy.Integer(0))), shared, workspace)
+
+
+def fit_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
+    """The simplest polynomial in B, S and T with these values; where there is none, the closest without S^2.
+
+    Symbols that no point moves are left out. The closest one has no negative term (NNLS, Lawson and Hanson 1974).
+    """
+    moved = {symbol for symbol in (B, S, T) if len({point[symbol] for point in points}) > 1}
+    for basis in BASES:
+        terms = [term for term in basis if term.free_symbols <= moved]
+        fitted = _exact(terms, values, points)
+        if fitted is not None:
+            return fitted
+    return closest([term for term in BASES[1] if term.free_symbols <= moved], values, points)
+
+
+def encoder_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
+    """What an encoder costs: in S alone or in T alone where that explains every value, else the closest of both."""
+    for basis in ((ONE,), (S,), (T,), (S, ONE), (T, ONE), (T, T**2), (S, S**2)):
+        fitted = _exact(basis, values, points)
+        if fitted is not None:
+            return fitted
+    return closest((S, T, ONE), values, points)
+
+
+def closest(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
+    """The combination of ``terms``, none negative, with the least squared relative error."""
+    matrix, weights = _matrix(terms, points), _weights(values)
+    scale = numpy.abs(matrix).max(axis=0)
+    solution, _ = nnls(matrix / scale * weights[:, None], numpy.array(values, dtype=float) * weights)
+    return _combined([float(x) for x in solution / scale], terms)
+
+
+def _exact(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequence[Point]) -> sympy.Expr | None:
+    matrix, weights = _matrix(terms, points), _weights(values)
+    if numpy.linalg.matrix_rank(matrix) < len(terms):
+        return None
+    scale = numpy.abs(matrix).max(axis=0)
+    right = numpy.array(values, dtype=float) * weights
+    solution = numpy.linalg.lstsq(matrix / scale * weights[:, None], right, rcond=1e-12)[0] / scale
+    expression = _combined([round(float(x), 3) for x in solution], terms)
+    at = (float(expression.subs(point)) for point in points)
+    return expression if all(abs(a - b) <= 1e-9 * max(1.0, abs(b)) for a, b in zip(at, values, strict=True)) else None
+
+
+def _matrix(terms: Sequence[sympy.Expr], points: Sequence[Point]) -> Matrix:
+    matrix: Matrix = numpy.array([[float(term.subs(point)) for term in terms] for point in points])
+    return matrix
+
+
+def _weights(values: Sequence[float]) -> Matrix:
+    weights: Matrix = 1.0 / numpy.maximum(numpy.abs(numpy.array(values, dtype=float)), 1.0)
+    return weights
+
+
+def _combined(coefficients: Sequence[float], terms: Sequence[sympy.Expr]) -> sympy.Expr:
+    return sum((sympy.Float(c) * term for c, term in zip(coefficients, terms, strict=True)), sympy.Integer(0))
+
+
+def _points(captured: CapturedBlock) -> list[Point]:
+    """Sizes to measure at; where one is no combination of B, S and T, only recorded ones are known to go together."""
+    known = captured.examples
+    if set(known[0]) - {B, S, T}:
+        return list(known)
+    texts = (64, 224) if len({point[T] for point in known}) > 1 else (known[0][T],)
+    sizes = [*itertools.product((1, 2, 4), (4096, 5120, 7168), texts), (2, 4096, sum(texts))]
+    return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
+
+
+class _Flash(torch.autograd.Function):
+    """The shape and the saved tensors of a fused attention; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        alike = query.shape[-1] == value.shape[-1]
+        out = torch.empty_like(query) if alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32), mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("only what is saved is measured")
+
+
+class _Meta(fx.Interpreter):
+    """Runs a graph on meta tensors, attention without the quadratic fallback that the meta device would take."""
+
+    def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Node, Any], None] | None = None) -> None:
+        super().__init__(module, garbage_collect_values=seen is None)
+        self.seen = seen
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.target is SDPA:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            given = [*args, *[None] * 4][3]
+            result = _Flash.apply(*args[:3], kwargs.get("attn_mask", given))  # type: ignore[no-untyped-call]
+        else:
+            if "device" in n.kwargs:
+                n.update_kwarg("device", torch.device("meta"))
+            result = super().run_node(n)
+        if self.seen:
+            self.seen(n, result)
+        return result
+
+
+def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Tensor]:
+    nodes = [node for node in captured.exported.graph.nodes if node.op == "placeholder"]
+    arguments = []
+    for node, slot in zip(nodes, captured.slots, strict=True):
+        value = node.meta["val"]
+        shape = [int(size.subs(point)) for size in captured.dims(node)]
+        wants = value.requires_grad if slot.kind == "parameter" else False
+        if isinstance(slot.target, int):
+            wants = captured.input_grads[slot.target]
+        arguments.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=bool(grad and wants)))
+    return arguments
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool]) -> tuple[int, int]:
+    """Bytes of distinct storages that autograd keeps: made in the block or by the one before; given to all blocks."""
+    arguments = _arguments(captured, point, grad=True)
+    links = iter(chained)
+    kinds = {
+        _storage(argument): ("parameter" if slot.kind != "input" else "chained" if next(links) else "shared")
+        for argument, slot in zip(arguments, captured.slots, strict=True)
+    }
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[_storage(tensor)] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+        outputs = _Meta(_on_meta(captured)).run(*arguments)
+    assert outputs is not None  # alive until here, and with it all that was packed
+    own = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key, "chained") == "chained")
+    return own, sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key) == "shared")
+
+
+def _on_meta(captured: CapturedBlock) -> fx.GraphModule:
+    """A copy, since constants of the graph that name a device are changed to the meta device."""
+    return fx.GraphModule(captured.graph_module, _copied(captured.graph_module.graph))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    result = copy.graph_copy(graph, {})
+    copy.output(result)
+    return copy
+
+
+def _peak(captured: CapturedBlock, point: Point) -> int:
+    """The most bytes of intermediates alive at once, each freed after its last use; views keep what they view."""
+    order: list[fx.Node] = []
+    storages: list[dict[int, int]] = []
+    alive: list[Any] = []  # so that no storage's address is used twice
+
+    def seen(node: fx.Node, result: Any) -> None:
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        order.append(node)
+        storages.append({_storage(x): x.untyped_storage().nbytes() for x in tensors})
+        alive.append(tensors)
+
+    with torch.no_grad():
+        _Meta(_on_meta(captured), seen).run(*_arguments(captured, point, grad=False))
+    position = {node: i for i, node in enumerate(order)}
+    given = {key for node, held in zip(order, storages, strict=True) if node.op == "placeholder" for key in held}
+    birth: dict[int, int] = {}
+    death: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for i, (node, held) in enumerate(zip(order, storages, strict=True)):
+        if node.op == "output":
+            continue
+        last = max((position[user] for user in node.users if user in position), default=i)
+        for key, count in held.items():
+            if key not in given:
+                birth.setdefault(key, i)
+                death[key] = max(death.get(key, i), last)
+                size[key] = count
+    return max((sum(size[k] for k in size if birth[k] <= i <= death[k]) for i in range(len(order))), default=0)

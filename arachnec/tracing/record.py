@@ -1,0 +1,226 @@
+"""Runs the real model and writes down every call of its blocks: arguments, outputs, which are one tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from arachnec.tracing.find import Unread, structure
+
+# Reading these of a shard gives what the whole tensor would: they do not count as a use.
+HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
+) | {torch.Tensor.is_floating_point, torch.Tensor.dim, torch.Tensor.is_complex}
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """One forward of the model: its keyword arguments, and the sizes they were made for.
+
+    ``clip`` is frames, height, width: calls with equal ``clip`` have equal token counts. ``text`` counts the caption.
+    """
+
+    arguments: Mapping[str, Any]
+    clip: tuple[int, ...]
+    batch: int
+    text: int
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of one block, flattened. ``names`` are the leaves' names after the forward's own parameters."""
+
+    path: str
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    spec: pytree.TreeSpec
+    outputs: tuple[Any, ...]
+    output_spec: pytree.TreeSpec
+    origins: tuple[tuple[int, int] | None, ...]  # per leaf: the call and output it is, where it is one
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All block calls of one forward, in order; ``escapes`` are the outputs that something outside the blocks reads."""
+
+    calls: tuple[BlockCall, ...]
+    escapes: frozenset[tuple[int, int]]
+
+
+def flatten_call(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call in the order of the forward's parameters, however the caller wrote it."""
+    arguments = inspect.signature(block.forward).bind(*args, **kwargs).arguments
+    return pytree.tree_flatten(dict(arguments))
+
+
+def unflatten_call(
+    block: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Back to positional and keyword arguments."""
+    bound = inspect.BoundArguments(inspect.signature(block.forward), pytree.tree_unflatten(leaves, spec))
+    return bound.args, bound.kwargs
+
+
+def leaf_names(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    arguments = dict(inspect.signature(block.forward).bind(*args, **kwargs).arguments)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(arguments)[0]]
+    return tuple("_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path in paths)
+
+
+def record(
+    model: nn.Module, blocks: Mapping[str, nn.Module], call: ExampleCall, repeats: Repeats, *, grad: bool = False
+) -> Recording:
+    """Run ``model(**call.arguments)`` and record the calls of ``blocks`` (module path to module).
+
+    ``grad`` keeps autograd on, to learn which inputs of the blocks need a gradient.
+    """
+    tape = _Tape()
+    with contextlib.ExitStack() as stack:
+        for path, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(tape.enter(path), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(tape.leave, with_kwargs=True).remove)
+        stack.enter_context(training_mode(model))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(repeats)
+        if is_meta(model):
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(tape)
+        output = model(**call.arguments)
+    tape.escapes |= {tape.owner[id(x)] for x in pytree.tree_leaves(output) if id(x) in tape.owner}
+    return Recording(tuple(tape.calls), frozenset(tape.escapes))
+
+
+class Repeats:
+    """On the meta device, where results are shapes alone, blocks of one structure need to run but once per input shape.
+
+    Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread = frozenset()) -> None:
+        self.blocks = {block: structure(block, unread) for block in blocks.values()} if is_meta(model) else {}
+        self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+
+    def __enter__(self) -> None:
+        for block, kind in self.blocks.items():
+            block.__dict__["forward"] = self._once(block.forward, kind)
+
+    def __exit__(self, *error: object) -> None:
+        for block in self.blocks:
+            del block.__dict__["forward"]
+
+    def _once(self, forward: Any, kind: Any) -> Any:
+        @functools.wraps(forward)
+        def once(*args: Any, **kwargs: Any) -> Any:
+            inputs, form = pytree.tree_flatten((args, kwargs))
+            key = kind, str(form), torch.is_grad_enabled(), tuple(_form(leaf) for leaf in inputs)
+            if key not in self.seen:
+                outputs, spec = pytree.tree_flatten(forward(*args, **kwargs))
+                places = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+                self.seen[key] = [places.get(id(leaf), leaf) for leaf in outputs], spec
+                return pytree.tree_unflatten(outputs, spec)
+            outputs, spec = self.seen[key]
+            return pytree.tree_unflatten([inputs[x] if type(x) is int else _like(x) for x in outputs], spec)
+
+        return once
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+
+
+def _like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def run_once(model: nn.Module, call: ExampleCall) -> None:
+    """The model's own forward, for what can be seen of it from outside."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(training_mode(model))
+        stack.enter_context(torch.no_grad())
+        if is_meta(model):
+            stack.enter_context(torch.device("meta"))
+        model(**call.arguments)
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    model.train()
+    for module in checkpointing:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module in checkpointing:
+            module.__dict__["gradient_checkpointing"] = True
+
+
+def is_meta(module: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in module.parameters())
+
+
+@dataclass
+class _Frame:
+    path: str
+    leaves: list[Any]
+    names: tuple[str, ...]
+    spec: pytree.TreeSpec
+    origins: tuple[tuple[int, int] | None, ...]
+
+
+@dataclass
+class _Tape(TorchFunctionMode):
+    """What the hooks write. ``owner`` maps a tensor's id to the output it is; tensors are kept, so ids stay unique."""
+
+    calls: list[BlockCall] = field(default_factory=list)
+    escapes: set[tuple[int, int]] = field(default_factory=set)
+    owner: dict[int, tuple[int, int]] = field(default_factory=dict)
+    open: list[_Frame] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def enter(self, path: str) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with torch._C.DisableTorchFunction():
+                leaves, spec = flatten_call(block, args, kwargs)
+                names = leaf_names(block, args, kwargs)
+            origins = tuple(self.owner.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves)
+            self.open.append(_Frame(path, leaves, names, spec, origins))
+
+        return hook
+
+    def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        frame = self.open.pop()
+        outputs, spec = pytree.tree_flatten(output)
+        index = len(self.calls)
+        self.owner |= {id(leaf): (index, i) for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
+        self.calls.append(
+            BlockCall(frame.path, tuple(frame.leaves), frame.names, frame.spec, tuple(outputs), spec, frame.origins)
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.open and func not in HARMLESS:
+            tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            self.escapes |= {self.owner[id(x)] for x in tensors if id(x) in self.owner}
+        return func(*args, **kwargs)

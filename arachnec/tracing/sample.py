@@ -1,0 +1,201 @@
+"""Calls of the model for clips that need not exist: small ones to record with, large ones to count tokens of."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.span import Span
+from arachnec.models.file import ModelFile, line_span
+from arachnec.tracing.errors import CannotRecord
+from arachnec.tracing.find import find_blocks
+from arachnec.tracing.record import ExampleCall, Repeats, is_meta, training_mode
+
+# Small pixel shapes that most models take: 8k + 1 frames, sides that are multiples of 32. All differ in everything.
+SMALL = ((9, 64, 96), (17, 96, 160), (17, 64, 96), (9, 64, 128))
+CAPTIONS = (19, 23)
+
+
+class ModelSource(Protocol):
+    """What tracing needs of a model file."""
+
+    @property
+    def build(self) -> Callable[[], nn.Module]: ...
+    @property
+    def sample(self) -> Callable[[VideoClip, torch.Generator], tuple[dict[str, object], Tensor]]: ...
+    @property
+    def encoders(self) -> Callable[[], dict[str, nn.Module]] | None: ...
+
+
+def arguments_of(
+    source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module], *, device: str
+) -> dict[str, Any]:
+    """Forward's keyword arguments for one clip; on the meta device nothing of the clip's size is allocated.
+
+    ``encoders`` are on the meta device: only the shapes of what they give are used. Raises ``UserError``.
+    """
+    shapes = {name: encoded_shape(encoder, clip) for name, encoder in encoders.items()}
+    generator = torch.Generator("cpu").manual_seed(0)
+    if device == "meta":
+        try:
+            # Everything in it claims to be on the CPU, so a user's `device="cpu"` and CPU generators work.
+            with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
+                kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
+            return _on(kwargs, device)
+        except Exception:  # a sample that looks at its numbers needs numbers
+            generator.manual_seed(0)
+    encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
+    kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
+    return _on(kwargs, device)
+
+
+def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
+    """What an encoder on the meta device gives for a clip: a meta tensor."""
+    with torch.device("meta"), torch.no_grad():
+        output: Tensor = encoder(encoder.load(clip, torch.device("meta")))  # type: ignore[operator]
+        return output
+
+
+def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if device == "meta":
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return leaf.to(device)
+
+    moved_kwargs: dict[str, Any] = pytree.tree_map(moved, dict(kwargs))
+    return moved_kwargs
+
+
+def tiled(kwargs: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """The call for ``batch`` equal clips: what has a first dimension of 1 is repeated, everything else passed once."""
+    return {
+        name: torch.cat([value] * batch) if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1 else value
+        for name, value in kwargs.items()
+    }
+
+
+def example_calls(
+    model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module] | None = None
+) -> list[ExampleCall]:
+    """The recordings that ``capture_blocks`` wants, found by trying: small synthetic clips, else the smallest given.
+
+    Ranks call it again at launch, on the real model. ``encoders`` are on the meta device; built if not given.
+    Raises ``UserError`` where the model takes no clip it could be recorded with.
+    """
+    if encoders is None:
+        encoders = meta_encoders(source)
+    probe = _Probe(model, source, encoders, clips[0] if clips else VideoClip(0, *SMALL[0], CAPTIONS[0]))
+    base, others = _shapes(probe, clips)
+    texts = _texts(probe, base, clips)
+    first, second = texts[0], texts[-1]
+    wanted = [(base, 2, first), *((shape, 2, first) for shape in others), (base, 3, first)]
+    if second != first:
+        wanted.append((base, 2, second))
+    wanted.append((min(others, key=math.prod), 1, second))  # compared with eager in numbers: small
+
+    return [ExampleCall(tiled(probe.arguments(shape, text), n), shape, n, text) for shape, n, text in wanted]
+
+
+def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
+    if source.encoders is None:
+        return {}
+    with torch.device("meta"):
+        return source.encoders()
+
+
+class _Probe:
+    """Tries one shape after the other on the model and keeps what it was called with."""
+
+    def __init__(
+        self, model: nn.Module, source: ModelSource, encoders: Mapping[str, nn.Module], like: VideoClip
+    ) -> None:
+        self.model, self.source, self.encoders, self.like = model, source, encoders, like
+        self.device = "meta" if is_meta(model) else str(next(iter(model.parameters()), torch.empty(0)).device)
+        self.repeats = Repeats(model, find_blocks(model))
+        self.made: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
+
+    def arguments(self, shape: tuple[int, ...], text: int) -> dict[str, Any]:
+        if (shape, text) not in self.made:
+            clip = replace(
+                self.like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
+                caption="a" * max(1, text - 1), encoded={},
+            )  # fmt: skip
+            self.made[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
+        return self.made[shape, text]
+
+    def takes(self, shape: tuple[int, ...], text: int) -> Exception | None:
+        """None if the model runs on such a clip, else what it raised."""
+        try:
+            with torch.no_grad(), training_mode(self.model), torch.device(self.device), self.repeats:
+                self.model(**tiled(self.arguments(shape, text), 2))
+        except Exception as error:
+            return error
+        return None
+
+
+def _shapes(probe: _Probe, clips: Sequence[VideoClip]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """A pixel shape to record at, and up to three that differ from it."""
+    text = min((clip.text_tokens for clip in clips), default=CAPTIONS[0])
+    error = None
+    for shapes in _families(clips):
+        found = []
+        for shape in shapes:
+            error = probe.takes(shape, text)
+            if error is None:
+                found.append(shape)
+            elif not found:
+                break
+        if len(found) > 1:
+            return found[0], found[1:]
+    if isinstance(error, UserError):  # it says itself what is wrong, and where
+        raise error
+    raise UserError(_cannot(probe.source, clips, error)) from error
+
+
+def _families(clips: Sequence[VideoClip]) -> Iterator[Sequence[tuple[int, ...]]]:
+    yield list(SMALL)
+    own = sorted({(c.frames, c.height, c.width) for c in clips}, key=lambda s: s[0] * s[1] * s[2])
+    yield own[:4]
+    if own:  # one shape only: more of its frames, and twice its size
+        f, h, w = own[0]
+        yield [own[0], (f + 8, h, w), (f, 2 * h, w), (f, h, 2 * w)]
+
+
+def _texts(probe: _Probe, base: tuple[int, ...], clips: Sequence[VideoClip]) -> tuple[int, ...]:
+    """Two caption lengths that the model takes, or the one that it takes."""
+    given = sorted({clip.text_tokens for clip in clips})
+    for pair in (CAPTIONS, tuple(given[:2])):
+        if len(pair) == 2 and all(probe.takes(base, text) is None for text in pair):
+            return pair
+    return (given[0],) if given else CAPTIONS[:1]
+
+
+def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
+    shape = " x ".join(map(str, (clips[0].frames, clips[0].height, clips[0].width) if clips else SMALL[0]))
+    message = " ".join(str(error).split("\n")[0].split())
+    reason = f"{type(error).__name__}: {message}".rstrip(": ") if error else "it has only one size of clip"
+    return CannotRecord(_raised_at(source, error), shape, reason)
+
+
+def _raised_at(source: ModelSource, error: Exception | None) -> Span | None:
+    """The innermost line of the model file that the error went through; else its ``sample``."""
+    if not isinstance(source, ModelFile):
+        return None
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+    return line_span(source.path, lines[-1] or 1) if lines else source.span("sample")

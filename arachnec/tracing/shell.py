@@ -1,0 +1,129 @@
+"""Costs outside the blocks, and of encoders: run on the meta device, where only shapes are computed, and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from arachnec.data.clip import VideoClip
+from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.record import ExampleCall, training_mode
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: floating-point operations, bytes kept for backward, and the most bytes alive at once."""
+
+    flops: int
+    saved: int
+    peak: int
+    output: int = 0
+
+
+def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
+    """The forward of a model whose blocks return at once, on its device: its embeddings, tables and head."""
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    counter, alive = FlopCounterMode(display=False), PeakBytes()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(training_mode(model))
+        stack.enter_context(_without_blocks(model, captured, call))
+        stack.enter_context(next(model.parameters()).device)
+        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(alive)
+        stack.enter_context(counter)
+        output = model(**call.arguments)
+    assert output is not None
+    saved = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+    return Measured(counter.get_total_flops(), saved, alive.peak)
+
+
+@contextlib.contextmanager
+def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Iterator[None]:
+    """Every captured block replaced by one that makes outputs of the right shape out of nothing."""
+    changed = []
+    device = next(model.parameters()).device
+    recorded = [(size.clip, size.batch, size.text) for size in captured.sizes]
+    index = recorded.index((call.clip, call.batch, call.text))
+    for block in captured.blocks:
+        values = block.examples[index]
+        shapes = [[int(dim.subs(values)) for dim in dims] for dims in block.output_dims]
+        types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]
+
+        def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
+            made = [
+                torch.zeros(s, dtype=t, device=device, requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
+            ]
+            return _block.unflatten(made)
+
+        for path in block.instances:
+            module = model.get_submodule(path)
+            changed.append(module)
+            module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]
+
+
+def measure_encoder(encoder: nn.Module, clip: VideoClip) -> Measured:
+    """One encoder on the meta device, for one clip."""
+    counter, alive = FlopCounterMode(display=False), PeakBytes()
+    with torch.no_grad(), torch.device("meta"):
+        loaded = encoder.load(clip, torch.device("meta"))  # type: ignore[operator]
+        with alive, counter:
+            output = encoder(loaded)
+    return Measured(counter.get_total_flops(), 0, alive.peak, output.numel() * output.dtype.itemsize)
+
+
+@dataclass
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that operations make, less those whose last tensor is gone; ``peak`` is the most."""
+
+    peak: int = 0
+    _now: int = 0
+    _users: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor, known)
+        self.peak = max(self.peak, self._now)
+        return result
+
+    def _hold(self, tensor: Tensor, known: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key, count = storage._cdata, storage.nbytes()
+        if key not in self._users and key in known:
+            return  # a view of something that was there before
+        if key not in self._users:
+            self._now += count
+        self._users[key] = self._users.get(key, 0) + 1
+        weakref.finalize(tensor, self._drop, key, count)
+
+    def _drop(self, key: int, count: int) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self._now -= count

@@ -1,0 +1,144 @@
+"""The end of rule 1: every parameter's gradient is summed once, over all ranks that have a part of it, and stepped."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values, bucket_of, gib, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Instruction, Program
+
+TOLERANCE = 1e-9  # of a time that was computed twice
+
+
+@dataclass(frozen=True)
+class NotReduced(Diagnostic):
+    title: ClassVar[str] = "the gradient that rank {rank} has of @{stage} is not summed: {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = (
+        "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
+    )
+    rank: int
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WrongParts(Diagnostic):
+    title: ClassVar[str] = "the buckets that rank {rank} sums the gradient of @{stage} in do not make it up: {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = (
+        "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
+    )
+    rank: int
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WrongStart(Diagnostic):
+    title: ClassVar[str] = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "drop its `early`: it then starts when the rank comes to it"
+    rank: int
+    reduce: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotStepped(Diagnostic):
+    title: ClassVar[str] = "rank {rank} holds the summed gradient of @{stage} and {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
+    rank: int
+    stage: str
+    reason: str
+
+
+def check_sums(values: Values) -> Iterator[Diagnostic]:
+    """Every parameter of a trained stage is summed once over all ranks with gradients, after the last; then stepped."""
+    with_gradient: dict[str, set[int]] = defaultdict(set)
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    for program in values.module.programs:
+        last: dict[str, int] = {}
+        reduces: dict[str, list[int]] = defaultdict(list)
+        steps: dict[str, list[int]] = defaultdict(list)
+        for index, instruction in enumerate(program.instructions):
+            if instruction.op == "reduce":
+                reduces[instruction.target].append(index)
+                groups.setdefault((instruction.target, instruction.peers), program.rank)
+            elif instruction.op == "step":
+                steps[instruction.target].append(index)
+            elif instruction.op in ("backward", "weight"):
+                stage = values.cascades[instruction.target].stage
+                last[stage] = index
+                with_gradient[stage].add(program.rank)
+        for stage in sorted({*last, *reduces, *steps}):
+            yield from _parts(values, program, stage, [program.instructions[i] for i in reduces[stage]])
+            yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
+    for (stage, peers), _ in groups.items():
+        for rank in sorted(with_gradient[stage] - set(peers)):
+            yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
+
+
+def _parts(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:
+    """One reduce of the whole stage, or buckets that hold every layer once and the rest once."""
+    buckets = [(reduce, bucket) for reduce in reduces if (bucket := bucket_of(reduce)) is not None]
+    if not buckets or len(buckets) < len(reduces):
+        if len(reduces) != 1:
+            yield NotReduced(program.span, program.rank, stage, f"it takes part in {len(reduces)} reduces")
+        return
+    layers = len(layers_of(values.module.stage(stage)))
+    counts = Counter(layer for _, bucket in buckets for layer in bucket[0])
+    for reduce, bucket in buckets:
+        if bucket == ((), False):
+            yield WrongParts(reduce.span, program.rank, stage, "a bucket holds nothing")
+        for layer in bucket[0]:
+            if not 0 <= layer < layers:
+                reason = f"layer {layer} is not one of its {layers}"
+                yield WrongParts(reduce.span, program.rank, stage, reason)
+            elif counts[layer] > 1:
+                yield WrongParts(reduce.span, program.rank, stage, f"layer {layer} is in {counts[layer]} buckets")
+    for layer in range(layers):
+        if not counts[layer]:
+            yield WrongParts(program.span, program.rank, stage, f"layer {layer} is in no bucket")
+    rest = [reduce for reduce, bucket in buckets if bucket[1]]
+    if len(rest) != 1:
+        span = rest[1].span if rest else program.span
+        count = len(rest) or "no"
+        reason = f"what lies outside the layers is in {count} bucket{'s' if rest else ''}"
+        yield WrongParts(span, program.rank, stage, reason)
+
+
+def _order(
+    values: Values, program: Program, stage: str, last: int, reduces: list[int], steps: list[int]
+) -> Iterator[Diagnostic]:
+    """The sums come after the last gradient, or start inside its backward, and before the one step."""
+    span, rank = program.span, program.rank
+    if reduces and reduces[0] < last:
+        yield NotReduced(span, rank, stage, "a backward comes after the reduce")
+    later = None
+    for reduce in (program.instructions[index] for index in reduces):
+        early, backward = gib(reduce, "early"), program.instructions[last] if last >= 0 else None
+        if "early" not in reduce.attrs:
+            later = reduce
+            continue
+        if backward is None or backward.op != "backward":
+            yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
+        elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):
+            reason = f"its backward takes {gib(backward, 'time'):g} ms"
+            yield WrongStart(reduce.span, rank, written(reduce), reason)
+        elif later is not None:
+            yield WrongStart(reduce.span, rank, written(reduce), f"`{written(later)}` above it starts later")
+        elif (bucket := bucket_of(reduce)) is None or bucket[1]:
+            yield WrongStart(reduce.span, rank, written(reduce), "what lies outside the layers is not whole before")
+    if not reduces:
+        return
+    if len(steps) != 1:
+        yield NotStepped(span, rank, stage, f"steps {len(steps)} times")
+    elif steps[0] < reduces[-1]:
+        yield NotStepped(span, rank, stage, "steps before the sum")

@@ -1,0 +1,117 @@
+"""Rule 3: no rank is in two cascades at once, and every input is on the rank before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import COMPUTE, Values, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Instruction, Program, quantity
+
+TOLERANCE_MS = 1e-3  # of planned times that were printed, added and subtracted
+
+
+@dataclass(frozen=True)
+class Overlap(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} is in two cascades at once: `{instruction}` is planned at {start:g} ms, "
+        "`{before}` until {until:g} ms"
+    )
+    label: ClassVar[str] = "starts at {start:g} ms"
+    help: ClassVar[str] = "a rank does one thing at a time, in the order of its list"
+    rank: int
+    instruction: str
+    before: str
+    start: float
+    until: float
+
+
+@dataclass(frozen=True)
+class MissingInput(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} is not there yet"
+    label: ClassVar[str] = "needs %{value}"
+    help: ClassVar[str] = "compute %{value} on rank {rank} or receive it, before this instruction"
+    rank: int
+    instruction: str
+    value: str
+
+
+@dataclass(frozen=True)
+class UsedAfterFree(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} has been freed"
+    label: ClassVar[str] = "needs %{value}"
+    help: ClassVar[str] = "move `free %{value}` behind its last use on rank {rank}"
+    rank: int
+    instruction: str
+    value: str
+
+
+@dataclass(frozen=True)
+class NothingSaved(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` before it has run %{source}"
+    label: ClassVar[str] = "reads what %{source} saves"
+    help: ClassVar[str] = "run %{source} on rank {rank} first, once"
+    rank: int
+    instruction: str
+    source: str
+
+
+@dataclass(frozen=True)
+class AlreadyThere(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} is there already"
+    label: ClassVar[str] = "a second %{value}"
+    help: ClassVar[str] = "a rank gets a value once"
+    rank: int
+    instruction: str
+    value: str
+
+
+def check_inputs(values: Values) -> Iterator[Diagnostic]:
+    for program in values.module.programs:
+        yield from _times(program)
+        yield from _presence(values, program)
+
+
+def _times(program: Program) -> Iterator[Diagnostic]:
+    before, until = "", 0.0
+    for instruction in program.instructions:
+        if instruction.op not in COMPUTE or "start" not in instruction.attrs:
+            continue
+        start = quantity(instruction.attrs["start"])
+        if start < until - max(TOLERANCE_MS, 1e-9 * until):
+            yield Overlap(instruction.span, program.rank, written(instruction), before, start, until)
+        time = instruction.attrs.get("time")
+        before, until = written(instruction), start + (quantity(time) if time is not None else 0.0)
+
+
+def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
+    held: set[str] = set()
+    freed: set[str] = set()
+    saved: set[str] = set()
+    for instruction in program.instructions:
+        yield from _needs(values, program.rank, instruction, held, freed, saved)
+        if instruction.op == "free":
+            held.discard(instruction.target)
+            freed.add(instruction.target)
+        made = values.makes(instruction)
+        if made is not None:
+            if made in held or made in freed:
+                yield AlreadyThere(instruction.span, program.rank, written(instruction), made)
+            held.add(made)
+        if values.saves(instruction):
+            saved.add(instruction.target)
+
+
+def _needs(
+    values: Values, rank: int, instruction: Instruction, held: set[str], freed: set[str], saved: set[str]
+) -> Iterator[Diagnostic]:
+    for value in values.reads(instruction):
+        if value in held:
+            continue
+        kind = UsedAfterFree if value in freed else MissingInput
+        yield kind(instruction.span, rank, written(instruction), value)
+    for source in values.saved_reads(instruction):
+        if source not in saved:
+            yield NothingSaved(instruction.span, rank, written(instruction), source)

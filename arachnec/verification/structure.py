@@ -1,0 +1,111 @@
+"""What must hold before the four rules can be asked: every rank has one program, and every name in it is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import COMPUTE, PHASES, Values, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Instruction
+
+
+@dataclass(frozen=True)
+class ProgramCount(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has {count} programs"
+    label: ClassVar[str] = "every rank of the cluster has exactly one"
+    help: ClassVar[str] = "the cluster has ranks 0 to {last}"
+    rank: int
+    count: int
+    last: int
+
+
+@dataclass(frozen=True)
+class UnknownTarget(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and there is no such {kind}"
+    label: ClassVar[str] = "unknown {kind}"
+    help: ClassVar[str] = "name a {kind} of this module"
+    rank: int
+    instruction: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class WrongPhase(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{cascade} is a cascade of phase {phase}"
+    label: ClassVar[str] = "not what this cascade does"
+    help: ClassVar[str] = "a cascade of phase {phase} is run by {ops}"
+    rank: int
+    instruction: str
+    cascade: str
+    phase: str
+    ops: str
+
+
+@dataclass(frozen=True)
+class BadPeers(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`: {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = (
+        "send and receive name one other rank; every other group names this rank and each of its ranks once"
+    )
+    rank: int
+    instruction: str
+    reason: str
+
+
+def check_structure(values: Values) -> Iterator[Diagnostic]:
+    module = values.module
+    assert module.cluster is not None
+    world = module.cluster.world
+    counts = Counter(program.rank for program in module.programs)
+    for rank in sorted({*counts, *range(world)}):
+        if counts[rank] != int(rank < world):
+            yield ProgramCount(module.span, rank, counts[rank], world - 1)
+    stages = {stage.name for stage in module.stages}
+    sound: set[tuple[int, ...]] = set()
+    for program in module.programs:
+        for instruction in program.instructions:
+            kind = "stage" if instruction.op in ("reduce", "step") else "cascade"
+            if instruction.target not in (stages if kind == "stage" else values.cascades):
+                yield UnknownTarget(instruction.span, program.rank, written(instruction), kind)
+                continue
+            if instruction.op in COMPUTE:
+                yield from _phase(values, program.rank, instruction)
+            reason = _peers(program.rank, instruction, world, sound)
+            if reason:
+                yield BadPeers(instruction.span, program.rank, written(instruction), reason)
+
+
+def _phase(values: Values, rank: int, instruction: Instruction) -> Iterator[Diagnostic]:
+    phase = values.cascades[instruction.target].phase
+    if phase not in PHASES[instruction.op]:
+        ops = " and ".join(f"`{op}`" for op, phases in PHASES.items() if phase in phases)
+        yield WrongPhase(instruction.span, rank, written(instruction), instruction.target, phase.value, ops)
+
+
+def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int, ...]]) -> str | None:
+    """What is wrong with an instruction's ranks; ``sound`` remembers the groups that are known to be good."""
+    peers, op = instruction.peers, instruction.op
+    if op in ("send", "receive"):
+        if len(peers) != 1:
+            return "it names no single other rank"
+        if peers[0] == rank:
+            return "a rank does not send to itself"
+    elif op == "free":
+        return "it takes no ranks" if peers else None
+    elif not peers:
+        return None if op in ("encode", "step") else "it names no ranks"
+    elif rank not in peers:
+        return f"rank {rank} is not one of its ranks"
+    if peers in sound:
+        return None
+    if len(set(peers)) != len(peers):
+        return "a rank stands in it twice"
+    outside = tuple(peer for peer in peers if not 0 <= peer < world)
+    if outside:
+        return f"the cluster has no rank {rank_list(outside)}"
+    sound.add(peers)
+    return None

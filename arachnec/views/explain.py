@@ -1,0 +1,375 @@
+"""Why a plan is as it is, in sentences. Every number in them is the plan's own or comes from its cost model.
+
+``summary`` is cheap and stands on the page too; ``explain`` asks the cost model what other degrees, more memory or free
+links would come to. What replanning would make of a change is ``arachnec.views.what_if``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from arachnec.cost.model import Attention, CostModel
+from arachnec.ir.nodes import Cascade, Module, Phase, quantity
+from arachnec.ir.stage_sizes import considered, times_of
+from arachnec.planning.bound_parts import BoundParts, bound_parts
+from arachnec.views.critical_path import Link, critical_chain
+from arachnec.views.format import ms, ranges
+from arachnec.views.timeline import COMPUTE, Timeline, planned
+
+MOST_LINKS = 16
+MOST_CASCADES = 6  # of which a sentence is said each
+NOTHING = 5e-4  # relative: what is less is not worth a word
+
+
+@dataclass(frozen=True)
+class Section:
+    """Sentences under a heading."""
+
+    title: str
+    sentences: tuple[str, ...]
+
+
+def summary(module: Module, timeline: Timeline) -> tuple[Section, ...]:
+    """What the plan comes to, and where ranks idle; ``timeline`` is the module's plan."""
+    return (
+        Section("The plan", tuple(_plan(module, timeline))),
+        Section("Idle time", tuple(_idle(timeline))),
+    )
+
+
+def explain(module: Module) -> tuple[Section, ...]:
+    """Why a lowered module's plan is as it is.
+
+    Raises UserError where one of its cascades fits the memory at no degree.
+    """
+    timeline = planned(module)
+    cost = CostModel(module)
+    chain = critical_chain(module, timeline)
+    parts = bound_parts(module)
+    plan, idle = summary(module, timeline)
+    return (
+        plan,
+        Section("What bounds it", tuple(_bound(module, parts, cost))),
+        Section("The critical chain", tuple(_chain(module, chain))),
+        Section("Degrees", tuple(_degrees(module, cost))),
+        Section("Recomputation", tuple(_recomputation(module, cost))),
+        Section("Communication", tuple(_communication(module, cost))),
+        idle,
+    )
+
+
+def _plan(module: Module, timeline: Timeline) -> list[str]:
+    assert module.cluster is not None
+    makespan = _makespan(timeline)
+    said = (
+        f"One iteration of {_count(len(module.clips), 'clip')} on {_devices(module)} takes {ms(timeline.end)}: "
+        f"{ms(makespan)} of cascades, {_synchronisation(timeline, makespan)}."
+    )
+    bound = quantity(module.attrs["bound"])
+    if module.attrs.get("proved") is True:
+        return [said, "No plan of these cascades is shorter: that was proved."]
+    if bound <= 0:
+        return [said]
+    gap = makespan / bound - 1
+    return [
+        said,
+        f"No plan of these cascades ends before {ms(bound)}. This one does {_percent(gap)} later; "
+        "how much of that a longer search could save is not known.",
+    ]
+
+
+def _synchronisation(timeline: Timeline, makespan: float) -> str:
+    """What comes after the last cascade."""
+    after = timeline.end - makespan
+    if after <= NOTHING * timeline.end:
+        return "and next to nothing after them"
+    steps = [sum(i.end - i.start for i in lane if i.op == "step") for lane in timeline.lanes.values()]
+    step = max(steps, default=0.0)
+    sums = max(0.0, after - step)
+    if sums <= NOTHING * timeline.end:
+        return f"then {ms(step)} of optimizer; the sums of gradients are hidden behind the last backwards"
+    return f"then {ms(sums)} for sums of gradients that are not hidden behind them and {ms(step)} of optimizer"
+
+
+def _idle(timeline: Timeline) -> list[str]:
+    makespan = _makespan(timeline)
+    if makespan <= 0:
+        return []
+    lanes = {rank: [i for i in lane if i.op in COMPUTE] for rank, lane in timeline.lanes.items()}
+    head = {rank: lane[0].start if lane else makespan for rank, lane in lanes.items()}
+    tail = {rank: makespan - max((i.end for i in lane), default=makespan) for rank, lane in lanes.items()}
+    idle = {rank: max(0.0, makespan - timeline.busy_ms(rank)) for rank in lanes}
+    whole = makespan * len(lanes)
+    share = math.fsum(idle.values()) / whole
+    if share <= 0:
+        return ["No rank ever waits before the last cascade has ended."]
+    if share <= NOTHING:
+        return [f"Up to the last cascade's end ranks idle {_percent(share)} of the time."]
+    before, after = math.fsum(head.values()) / whole, math.fsum(tail.values()) / whole
+    parts = (
+        (before, "before their first cascade"),
+        (share - before - after, "between cascades"),
+        (after, "after their last"),
+    )
+    split = _listed([f"{_percent(part)} {where}" for part, where in parts if part > NOTHING / 10])
+    said = [f"Up to the last cascade's end ranks idle {_percent(share)} of the time: {split}."]
+    most = max(idle.values())
+    worst = [rank for rank in idle if idle[rank] >= most * 0.999]
+    if len(worst) < len(lanes):
+        said.append(f"Most idle {_are(worst)} {_ranks(worst)}, {ms(most)}.")
+    gap, rank, start = max(
+        ((b.start - a.end, rank, a.end) for rank, lane in lanes.items() for a, b in pairwise(lane)),
+        default=(0.0, 0, 0.0),
+    )
+    if gap > makespan * 0.005:
+        said.append(f"The longest wait between cascades is {ms(gap)}, on rank {rank} from {ms(start)} on.")
+    return said
+
+
+def _bound(module: Module, parts: BoundParts, cost: CostModel) -> list[str]:
+    said = [_cause(module, parts)]
+    without = (
+        (parts.without_memory, "If memory limited nothing", "More memory alone would not lower the bound."),
+        (parts.without_precedence, "If no cascade waited for another", ""),
+        (parts.without_communication, "If links cost no time", ""),
+    )
+    for bound, condition, otherwise in without:
+        less = 1 - bound / parts.bound if parts.bound > 0 else 0.0
+        if less > NOTHING:
+            said.append(f"{condition}, the bound would be {ms(bound)}, {_percent(less)} less.")
+        elif otherwise:
+            said.append(otherwise)
+    if any(cascade.inputs for cascade in module.cascades) and parts.without_precedence >= parts.bound * (1 - NOTHING):
+        said.append("That cascades wait for others does not raise it.")
+    return said
+
+
+def _cause(module: Module, parts: BoundParts) -> str:
+    named = {cascade.name: cascade for cascade in module.cascades}
+    if parts.cause == "work":
+        said = f"Work bounds it: at the degrees that cost least it fills {_devices(module)} for {ms(parts.work)}."
+        if parts.work < parts.bound * (1 - NOTHING):
+            return (
+                f"{said[:-1]}, and as some cascades need higher ones to end in time, or leave devices idle while they "
+                f"wait, no plan ends before {ms(parts.bound)}."
+            )
+        return f"{said} The longest {_chain_words(parts.chain)} at its fastest {ms(parts.longest)}."
+    if parts.cause == "chain":
+        chain = [named[name] for name in parts.chain]
+        if len(chain) == 1:
+            return (
+                f"One cascade bounds it: {_words(chain[0])} takes {ms(parts.longest)} at its fastest. All work would "
+                f"fill {_devices(module)} for {ms(parts.work)}."
+            )
+        return (
+            f"A chain of cascades bounds it: {', then '.join(map(_words, chain))} take {ms(parts.longest)} at their "
+            f"fastest. All work would fill {_devices(module)} for {ms(parts.work)}."
+        )
+    return (
+        f"Cascades that need more than half of the ranks bound it: one after another they end at {ms(parts.bound)} at "
+        f"the earliest. All work would fill {_devices(module)} for {ms(parts.work)}."
+    )
+
+
+def _chain_words(chain: Sequence[str]) -> str:
+    if len(chain) == 1:
+        return f"cascade, %{chain[0]}, takes"
+    return f"chain, {', '.join(f'%{name}' for name in chain)}, takes"
+
+
+def _chain(module: Module, chain: Sequence[Link]) -> list[str]:
+    """A sentence for each link; of a long chain the first and the last ones."""
+    waits = math.fsum(link.gap for link in chain)
+    said = []
+    if waits > NOTHING * (chain[-1].end if chain else 0.0):
+        said.append(f"{_count(len(chain), 'link')}, with {ms(waits)} of handoffs and waiting between them.")
+    cut = len(chain) - MOST_LINKS if len(chain) > MOST_LINKS else 0
+    for number, link in enumerate(chain):
+        if cut and number == MOST_LINKS // 2:
+            said.append(f"... {cut} more ...")
+        if not cut or number < MOST_LINKS // 2 or number >= MOST_LINKS // 2 + cut:
+            said.append(_link(module, link))
+    return said
+
+
+def _link(module: Module, link: Link) -> str:
+    named = {cascade.name: cascade for cascade in module.cascades}
+    cascade = named.get(link.target)
+    what = f"{_words(cascade)} on {_ranks(link.ranks)}" if cascade else f"{' and '.join(link.ops)} of @{link.target}"
+    when = f"{what}, {ms(link.start)} to {ms(link.end)}"
+    gap = f", {ms(link.gap)} later" if link.gap > NOTHING * link.end else ""
+    if link.because == "start" or link.waited is None:
+        return f"{when}: the first there is to do."
+    waited = f"%{link.waited}" if link.waited in named else f"the {link.waited} stage"
+    if link.because == "input":
+        return f"{when}: it reads what {waited} made{gap}."
+    return f"{when}: its {'rank was' if len(link.ranks) == 1 else 'last rank was'} in {waited} until then{gap}."
+
+
+def _degrees(module: Module, cost: CostModel) -> list[str]:
+    """Why the longest cascades have their degrees: what the next ones would come to."""
+    longest = sorted(module.cascades, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
+    makespan = max((cascade.end for cascade in module.cascades), default=0.0)
+    return [_degree(cascade, cost, makespan) for cascade in longest]
+
+
+def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
+    legal = cost.legal_degrees(cascade)
+    tried = legal if times_of(cascade) else considered(legal)
+    below = [degree for degree in tried if degree < cascade.degree]
+    above = [degree for degree in tried if degree > cascade.degree]
+    said = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
+    packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
+    if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
+        elsewhere = "the fastest devices" if cost.kinds else "as few nodes as hold it"
+        said += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
+    if len(legal) == 1:
+        return f"{said} No other degree is legal."
+    if below:
+        said += f" {_other_degree(cascade, below[-1], cost, makespan)}"
+    elif cascade.degree > 1:
+        said += " No lower degree is legal."
+    if above:
+        said += f" {_other_degree(cascade, above[0], cost, makespan)}"
+    else:
+        said += " No higher degree is legal."
+    return said
+
+
+def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: float) -> str:
+    """What another degree would have cost; measured against what the cascade takes as it was placed."""
+    where = _like(cascade, degree, cost)
+    recompute = cost.recompute_at(cascade, degree, where)
+    if recompute is None:
+        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(where, degree)
+        return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
+    now = cascade.end - cascade.start
+    time = cost.time(cascade, degree, ranks=where, recompute=recompute)
+    area = degree * time / (cascade.degree * now) - 1 if now > 0 else 0.0
+    with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
+    without = " without recomputing" if cascade.recompute and not recompute else ""
+    late = cascade.start + time - makespan
+    end = f" and end {ms(late)} after all others" if late > NOTHING * makespan else ""
+    more = f"{_percent(abs(area))} {'more' if area > 0 else 'less'}" if abs(area) > NOTHING else "the same"
+    return f"At {degree}{with_recompute} it would take {ms(time)}{without}, {more} GPU time{end}."
+
+
+def _like(cascade: Cascade, degree: int, cost: CostModel) -> tuple[int, ...] | None:
+    """Where devices differ, so many ranks like those of the cascade, and then others; else any."""
+    if not cost.kinds:
+        return None
+    alike = [rank for kind in cost.kinds if set(kind) & set(cascade.ranks) for rank in kind]
+    others = [rank for kind in cost.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
+    return tuple(sorted([*alike, *others][:degree]))
+
+
+def _recomputation(module: Module, cost: CostModel) -> list[str]:
+    again = [cascade for cascade in module.cascades if cascade.recompute]
+    if not any(cost.can_recompute(cascade) for cascade in module.cascades):
+        return ["No stage can recompute its blocks."]
+    if not again:
+        return [
+            f"No cascade recomputes its blocks in backward: each fits into the {_rooms(cost)} that parameters, "
+            "optimizer and a reserve leave of a device."
+        ]
+    share = sum(_recompute_cost(cascade, cost) for cascade in again)
+    work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
+    whose = "recomputes its" if len(again) == 1 else "recompute their"
+    said = [
+        f"{len(again)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
+        f"{_percent(share / work)} of all GPU time, to fit the memory."
+    ]
+    largest = sorted(again, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
+    for cascade in largest:
+        without, held = cost.memory(cascade, cascade.degree), cost.memory(cascade, cascade.degree, recompute=True)
+        room = cost.room_on(cascade.ranks, cascade.degree)
+        wide = next((d for d in cost.options(cascade) if d > cascade.degree and cost.memory(cascade, d) <= room), None)
+        fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
+        said.append(
+            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.degree}, {held:.3g} with "
+            f"recomputation; {room:.3g} are free. {fits}"
+        )
+    return said
+
+
+def _rooms(cost: CostModel) -> str:
+    """``42.9 GiB``, or where devices differ ``42.9 to 58 GiB``."""
+    rooms = sorted(cost.room_on(kind, 1) for kind in cost.kinds) or [cost.room]
+    return " to ".join(dict.fromkeys((f"{rooms[0]:.3g}", f"{rooms[-1]:.3g}"))) + " GiB"
+
+
+def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:
+    """GPU ms that a cascade spends on recomputing."""
+    if times_of(cascade):
+        return 0.0
+    again = cost.time(cascade, cascade.degree, ranks=cascade.ranks, recompute=True)
+    return cascade.degree * (again - cost.time(cascade, cascade.degree, ranks=cascade.ranks))
+
+
+def _communication(module: Module, cost: CostModel) -> list[str]:
+    """What ranks that share a cascade spend on talking to each other."""
+    shared = [cascade for cascade in module.cascades if cascade.degree > 1]
+    if not shared:
+        return ["No cascade is shared by several ranks."]
+    if any(times_of(cascade) for cascade in shared):
+        return ["The times of these cascades were measured as a whole: what of them is communication is not known."]
+    spent = {cascade.name: _talk(cascade, cost) for cascade in shared}
+    work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
+    total = math.fsum(cascade.degree * spent[cascade.name] for cascade in shared)
+    said = [f"Ranks that share a cascade talk to each other for {_percent(total / work)} of all GPU time."]
+    most = max(shared, key=lambda cascade: spent[cascade.name] / (cascade.end - cascade.start))
+    part = spent[most.name] / (most.end - most.start)
+    nodes = len({rank // cost.cluster.gpus for rank in most.ranks})
+    where = f", on {nodes} nodes" if nodes > 1 else ""
+    said.append(f"The largest part has {_words(most)}: {_percent(part)} of its time{where}.")
+    return said
+
+
+def _talk(cascade: Cascade, cost: CostModel) -> float:
+    ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
+    split = Attention(ulysses if isinstance(ulysses, int) else 1, ring if isinstance(ring, int) else 1)
+    return cost.communication(cascade, split, cascade.ranks, cascade.recompute)
+
+
+def _words(cascade: Cascade) -> str:
+    """``%3 (train @dit, clip 7, 1 x 32760 tokens)``."""
+    clips = cascade.clips
+    named = f", {'clip' if len(clips) == 1 else 'clips'} {ranges(clips)}" if 0 < len(clips) <= 4 else ""
+    phase = "" if cascade.phase is Phase.TRAIN else f"{cascade.phase.value} "
+    size = f", {cascade.batch} x {cascade.tokens} tokens" if cascade.tokens else ""
+    return f"%{cascade.name} ({phase}@{cascade.stage}{named}{size})"
+
+
+def _makespan(timeline: Timeline) -> float:
+    return max((i.end for i in timeline.intervals if i.op in COMPUTE), default=0.0)
+
+
+def _devices(module: Module) -> str:
+    assert module.cluster is not None
+    return _count(module.cluster.world, "rank" if module.cluster.attrs.get("device") == "cpu" else "GPU")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def _percent(share: float) -> str:
+    """``3.1 %``, ``0.04 %``."""
+    percent = 100 * share
+    return f"{percent:.1f} %" if percent >= 0.1 or percent == 0 else f"{percent:.2g} %"

@@ -1,0 +1,143 @@
+"""When every instruction ran on every rank: planned, simulated or measured, all in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.analysis.uses import bucket_of
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.simulation.events import COMPUTE as COMPUTE
+from arachnec.simulation.events import Interval as Interval
+from arachnec.simulation.events import Transfer as Transfer
+
+DRAWN = (*COMPUTE, "reduce", "step")
+
+
+@dataclass(frozen=True)
+class BadMeasured(Diagnostic):
+    title: ClassVar[str] = "{path} is not a measured timeline: {reason}"
+    help: ClassVar[str] = "`arachnec run` writes it; run again, or remove it"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All intervals of one iteration under a title such as ``planned`` or ``measured``.
+
+    ``everyone`` names ranks that belong to it even where they have nothing to do.
+    """
+
+    title: str
+    intervals: tuple[Interval, ...]
+    transfers: tuple[Transfer, ...] = ()
+    everyone: tuple[int, ...] = ()
+
+    @cached_property
+    def lanes(self) -> dict[int, tuple[Interval, ...]]:
+        """The intervals of every rank, by start."""
+        found: dict[int, list[Interval]] = {rank: [] for rank in self.everyone}
+        for interval in sorted(self.intervals, key=lambda i: (i.rank, i.start, i.end)):
+            found.setdefault(interval.rank, []).append(interval)
+        return {rank: tuple(found[rank]) for rank in sorted(found)}
+
+    @cached_property
+    def end(self) -> float:
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    def busy_ms(self, rank: int) -> float:
+        """ms in which the rank computed cascades."""
+        return sum(i.end - i.start for i in self.lanes.get(rank, ()) if i.op in COMPUTE)
+
+
+def imbalance(busy: Iterable[float]) -> float:
+    """Mean over ranks of (t_max - t_rank) / t_max."""
+    times = list(busy)
+    longest = max(times, default=0.0)
+    return sum(longest - each for each in times) / longest / len(times) if longest > 0 else 0.0
+
+
+def planned(module: Module) -> Timeline:
+    """What a lowered module's own ``start`` and ``time`` say; what has no start follows the last end of its ranks."""
+    ends = {program.rank: 0.0 for program in module.programs}
+    intervals: list[Interval] = []
+    for program in module.programs:
+        for instruction in program.instructions:
+            if instruction.op not in COMPUTE:
+                continue
+            start = _ms(instruction, "start", ends[program.rank])
+            end = start + _ms(instruction, "time", 0.0)
+            ends[program.rank] = max(ends[program.rank], end)
+            intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
+    through = _sums_through(module, ends)
+    for program in module.programs:
+        now = ends[program.rank]
+        for instruction in program.instructions:
+            if instruction.op == "reduce":
+                start, end = through[_sum(instruction)]
+                if end <= now and end > start:  # hidden behind what the rank does
+                    continue
+                start = max(now, start)
+            elif instruction.op == "step":
+                start, end = now, now + _ms(instruction, "time", 0.0)
+            else:
+                continue
+            intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
+            now = max(now, end)
+    return Timeline("planned", tuple(intervals), everyone=tuple(ends))
+
+
+def _sums_through(module: Module, ends: dict[int, float]) -> dict[Hashable, tuple[float, float]]:
+    """Start and end of every sum of gradients: after all its ranks have come to it, and its group's sums before it."""
+    ready: dict[Hashable, float] = {}
+    first: dict[Hashable, Instruction] = {}
+    for program in module.programs:
+        for instruction in program.instructions:
+            if instruction.op == "reduce":
+                each = _sum(instruction)
+                first.setdefault(each, instruction)
+                ready[each] = max(ready.get(each, 0.0), ends[program.rank] - _ms(instruction, "early", 0.0))
+    free: dict[tuple[int, ...], float] = {}
+    found: dict[Hashable, tuple[float, float]] = {}
+    for each, instruction in first.items():
+        start = max(ready[each], free.get(instruction.peers, 0.0))
+        free[instruction.peers] = start + _ms(instruction, "time", 0.0)
+        found[each] = start, free[instruction.peers]
+    return found
+
+
+def _sum(instruction: Instruction) -> Hashable:
+    return instruction.target, instruction.peers, bucket_of(instruction)
+
+
+def read_measured(path: Path) -> Timeline:
+    """``measured.json`` as ``arachnec run`` writes it.
+
+    ``{"step": 19, "iteration": 1, "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration being the global batch.
+
+    Raises UserError where the file holds something else.
+    """
+
+    class Measured(msgspec.Struct, frozen=True):
+        step: int
+        intervals: tuple[Interval, ...]
+        iteration: int = 0
+
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=Measured)
+    except msgspec.DecodeError as error:
+        raise UserError(BadMeasured(None, str(path), str(error))) from error
+    of = f" of iteration {content.iteration}" if content.iteration else ""
+    return Timeline(f"measured, step {content.step}{of}", content.intervals)
+
+
+def _ms(instruction: Instruction, name: str, default: float) -> float:
+    value = instruction.attrs.get(name)
+    return default if value is None else quantity(value)

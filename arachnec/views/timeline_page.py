@@ -1,0 +1,239 @@
+"""One self-contained HTML page of a plan: timelines, memory, cascades, and what bounds the makespan.
+
+The page is ``page/page.html`` with its style, its scripts and the plan's numbers as JSON put in. It loads nothing: its
+own Content-Security-Policy forbids it to. Text of the user's (captions, names, paths) is in the JSON alone, where ``<``
+is written as an escape, and the scripts put it into the page as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain as concatenated
+from pathlib import Path
+from typing import Any
+
+from arachnec.cluster.topology import machines, node_of
+from arachnec.data.clip import VideoClip
+from arachnec.ir.nodes import Module, quantity
+from arachnec.ir.values import Value
+from arachnec.views.critical_path import Link, critical_chain
+from arachnec.views.format import ms, runs
+from arachnec.views.memory_curve import Curve, memory_curves
+from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, imbalance
+from arachnec.views.timeline_svg import boxes, stage_colours
+
+PARTS = Path(__file__).with_name("page")
+SCRIPTS = ("data", "view", "timelines", "memory", "table", "main")
+CAPTION = 160  # characters of a caption or path that are shown
+DIGITS = 3  # of ms and GiB
+
+
+def page(
+    module: Module,
+    *timelines: Timeline,
+    clips: Sequence[VideoClip] = (),
+    about: Mapping[str, str] | None = None,
+    sentences: Sequence[tuple[str, Sequence[str]]] = (),
+) -> str:
+    """The page's text. ``module`` is lowered; the first of the timelines is its plan.
+
+    ``clips`` have captions and paths, by their ids in the IR; ``about`` is more that the header says, such as
+    versions; ``sentences`` are paragraphs under a heading each.
+    """
+    data = {
+        **page_data(module, timelines, clips),
+        "about": list((about or {}).items()),
+        "sentences": [[title, list(lines)] for title, lines in sentences],
+    }
+    parts = {
+        "style": (PARTS / "page.css").read_text(encoding="utf-8"),
+        "data": script_json(data),
+        "script": "\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    text = (PARTS / "page.html").read_text(encoding="utf-8")
+    before, _, rest = text.partition("{{style}}")
+    between, _, rest = rest.partition("{{data}}")
+    middle, _, after = rest.partition("{{script}}")
+    return f"{before}{parts['style']}{between}{parts['data']}{middle}{parts['script']}{after}"
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand in a script element whatever text is in it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[VideoClip] = ()) -> dict[str, Any]:
+    """Everything that the page shows, as lists of numbers and texts; ms and GiB."""
+    assert module.cluster is not None, "a lowered module has a cluster"
+    curves = memory_curves(module, timelines[0])
+    colours = stage_colours(module, timelines)
+    numbers = {cascade.name: number for number, cascade in enumerate(module.cascades)}
+    return {
+        "name": module.name,
+        "tiles": tiles(module, timelines, curves),
+        "ranks": [program.rank for program in module.programs],
+        "gpus": module.cluster.gpus,
+        "limits": [_round(limit) for limit in limits(module)],
+        "ops": DRAWN,
+        "stages": [{"name": stage.name, "colour": colours[stage.name]} for stage in module.stages],
+        "cascades": _cascades(module, timelines),
+        "clips": _clips(module, clips),
+        "timelines": [_timeline(module, timeline, numbers) for timeline in timelines],
+        "memory": [
+            [round(number, DIGITS) for point in curves.get(program.rank, ()) for number in point]
+            for program in module.programs
+        ],
+    }
+
+
+def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Curve]) -> list[tuple[str, str]]:
+    """The figures of the header, each with its name."""
+    assert module.cluster is not None
+    plan, *others = timelines
+    makespan = max((i.end for i in plan.intervals if i.op in COMPUTE), default=0.0)
+    found = [("iteration, planned", ms(plan.end))]
+    found += [(f"iteration, {other.title}", ms(other.end)) for other in others]
+    found.append(("makespan", ms(makespan)))
+    bound = module.attrs.get("bound")
+    if bound is not None and quantity(bound) > 0:
+        proved = ", proved optimal" if module.attrs.get("proved") is True else ""
+        found += [("lower bound", ms(quantity(bound))), ("to the bound", f"{makespan / quantity(bound):.3f}x{proved}")]
+    found += [(f"imbalance, {t.title}", f"{imbalance([t.busy_ms(rank) for rank in t.lanes]):.1%}") for t in timelines]
+    peak, limit = max(
+        (
+            (max(held for _, held in curves[p.rank]), limit)
+            for p, limit in zip(module.programs, limits(module), strict=True)
+        ),
+        key=lambda pair: pair[0] / pair[1],
+        default=(0.0, module.cluster.memory),
+    )
+    device = str(module.cluster.attrs.get("device", ""))
+    where = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
+    found += [
+        ("memory, planned", f"{peak:.3g} of {limit:.3g} GiB"),
+        ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({where})"),
+        ("clips", str(len(module.clips))),
+        ("cascades", str(len(module.cascades))),
+    ]
+    return found
+
+
+def limits(module: Module) -> list[float]:
+    """GiB of every rank's device."""
+    assert module.cluster is not None
+    nodes = machines(module.cluster)
+    return [nodes[node_of(module.cluster, program.rank)].memory for program in module.programs]
+
+
+def _cascades(module: Module, timelines: Sequence[Timeline]) -> dict[str, list[Any]]:
+    """The cascades by columns: a row object for each would be several times the size."""
+    stages = {stage.name: number for number, stage in enumerate(module.stages)}
+    rows = module.cascades
+    spans = [_spans(timeline) for timeline in timelines]
+    columns: dict[str, list[Any]] = {
+        "name": [cascade.name for cascade in rows],
+        "stage": [stages[cascade.stage] for cascade in rows],
+        "phase": [cascade.phase.value for cascade in rows],
+        "clips": [_flat_runs(cascade.clips) for cascade in rows],
+        "batch": [cascade.batch for cascade in rows],
+        "tokens": [cascade.tokens for cascade in rows],
+        "text": [cascade.text for cascade in rows],
+        "degree": [cascade.degree for cascade in rows],
+        "ranks": [_flat_runs(cascade.ranks) for cascade in rows],
+        "ulysses": [_count(cascade.attrs.get("ulysses")) for cascade in rows],
+        "ring": [_count(cascade.attrs.get("ring")) for cascade in rows],
+        "recompute": [int(cascade.recompute) for cascade in rows],
+        "memory": [_gib(cascade.attrs.get("memory")) for cascade in rows],
+    }
+    columns["spans"] = [
+        [number for span in spans for number in span.get(cascade.name, (None,) * 3)] for cascade in rows
+    ]
+    return columns
+
+
+def _spans(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
+    """For every cascade: first start, last end, and the most ms that one of its ranks was in it."""
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    inside: dict[tuple[str, int], float] = {}
+    for i in timeline.intervals:
+        if i.op in COMPUTE:
+            starts[i.target] = min(starts.get(i.target, i.start), i.start)
+            ends[i.target] = max(ends.get(i.target, i.end), i.end)
+            inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
+    most: dict[str, float] = {}
+    for (target, _), time in inside.items():
+        most[target] = max(most.get(target, 0.0), time)
+    return {target: (_round(starts[target]), _round(ends[target]), _round(most[target])) for target in starts}
+
+
+def _clips(module: Module, clips: Sequence[VideoClip]) -> dict[str, list[Any]]:
+    """The clips by columns; captions and paths where ``clips`` have them."""
+    known = [clips[clip.id] if clip.id < len(clips) else None for clip in module.clips]
+    return {
+        "id": [clip.id for clip in module.clips],
+        "name": [_short(str(clip.attrs.get("name") or clip.id)) for clip in module.clips],
+        "size": [f"{clip.frames} x {clip.height} x {clip.width}" for clip in module.clips],
+        "caption": [_short(clip.caption or "") if clip else "" for clip in known],
+        "path": [_short(str(clip.path or "")) if clip else "" for clip in known],
+    }
+
+
+def _timeline(module: Module, timeline: Timeline, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Boxes as runs of six numbers: op, cascade or -1 - stage, first and last row, start, end."""
+    rows = {program.rank: row for row, program in enumerate(module.programs)}
+    stages = {stage.name: -1 - number for number, stage in enumerate(module.stages)}
+    known = Timeline(
+        timeline.title,
+        tuple(i for i in timeline.intervals if i.rank in rows and (i.target in numbers or i.target in stages)),
+    )
+    found = sorted(boxes(known, rows, tolerance=0.0), key=lambda box: (box.interval.start, box.first))
+    codes = {**numbers, **stages}
+    return {
+        "title": timeline.title,
+        "end": _round(timeline.end),
+        "boxes": list(
+            concatenated.from_iterable(
+                (
+                    DRAWN.index(box.interval.op),
+                    codes[box.interval.target],
+                    box.first,
+                    box.last,
+                    _round(box.interval.start),
+                    _round(box.interval.end),
+                )
+                for box in found
+            )
+        ),
+        "chain": [_link(link, codes, rows) for link in critical_chain(module, known)],
+    }
+
+
+def _link(link: Link, codes: Mapping[str, int], rows: Mapping[int, int]) -> list[Any]:
+    """Cascade or stage, instructions, reason, what it waited for, gap, start, end, its rows as runs."""
+    waited = codes[link.waited] if link.waited is not None else None
+    where = _flat_runs([rows[rank] for rank in link.ranks])
+    times = (_round(link.gap), _round(link.start), _round(link.end))
+    return [codes[link.target], "+".join(link.ops), link.because, waited, *times, where]
+
+
+def _flat_runs(numbers: Sequence[int]) -> list[int]:
+    return list(concatenated.from_iterable(runs(numbers)))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= CAPTION else text[: CAPTION - 1] + "…"
+
+
+def _count(value: Value | None) -> int:
+    return value if isinstance(value, int) else 1
+
+
+def _gib(value: Value | None) -> float:
+    return 0.0 if value is None else _round(quantity(value))
+
+
+def _round(value: float) -> float:
+    return round(value, DIGITS)

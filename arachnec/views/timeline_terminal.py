@@ -1,0 +1,101 @@
+"""A Gantt chart for the terminal: one row a rank, readable with and without colour."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from arachnec.ir.nodes import Module
+from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance
+from arachnec.views.timeline_svg import stage_colours, time_text
+
+WIDTH = 100
+MOST_ROWS = 32
+IDLE = "·"
+FILL = {"encode": "▒", "denoise": "█", "forward": "▓", "backward": "█", "weight": "▚", "reduce": "=", "step": "|"}
+GREY = "#8a8f98"
+
+
+def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width: int = WIDTH) -> Text:
+    """The timeline in ``width`` columns; ``end`` in ms puts several charts on one scale.
+
+    More than ``MOST_ROWS`` ranks share rows; a cell shows what its ranks do most of its time.
+    """
+    ranks = sorted(timeline.lanes)
+    until = end or timeline.end or 1.0
+    per_row = -(-len(ranks) // MOST_ROWS) if ranks else 1
+    groups = [ranks[i : i + per_row] for i in range(0, len(ranks), per_row)]
+    names = [f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups]
+    left = max([len("rank"), *map(len, names)]) + 1
+    cells = width - left - len(" 100%")
+    stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
+    colours = stage_colours(module, (timeline,))
+    busy = {rank: timeline.busy_ms(rank) for rank in ranks}
+    text = Text(no_wrap=True)
+    text.append(timeline.title, style="bold")
+    text.append(f"  {time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy.values()):.1%}\n")
+    text.append(f"{'rank'.rjust(left - 1)} {_axis(until, cells)} busy\n", style="dim")
+    for name, group in zip(names, groups, strict=True):
+        text.append(f"{name.rjust(left - 1)} ")
+        row = [interval for rank in group for interval in timeline.lanes[rank] if interval.op in DRAWN]
+        for character, interval in _cells(row, cells, until, len(group)):
+            stage = stage_of.get(interval.target) if interval else None
+            text.append(character, style=colours[stage] if stage else GREY)
+        share = sum(busy[rank] for rank in group) / len(group) / until
+        text.append(f" {share:4.0%}\n")
+    text.append(" " * left)
+    for stage, colour in colours.items():
+        text.append("█ ", style=colour)
+        text.append(f"{stage}  ")
+    ops = sorted({i.op for i in timeline.intervals if i.op in DRAWN}, key=list(FILL).index)
+    text.append("  ".join(f"{FILL[op]} {op}" for op in ops), style="dim")
+    return text
+
+
+def _cells(intervals: list[Interval], cells: int, until: float, ranks: int) -> list[tuple[str, Interval | None]]:
+    """A character and what it stands for, for each cell; names where they fit."""
+    size = until / cells
+    shares: list[dict[tuple[str, str], float]] = [{} for _ in range(cells)]
+    kept: dict[tuple[str, str], Interval] = {}
+    for interval in intervals:
+        key = (interval.op, interval.target)
+        kept.setdefault(key, interval)
+        first = int(interval.start / size)
+        for cell in range(first, min(cells, int(interval.end / size) + 1)):
+            covered = min(interval.end, (cell + 1) * size) - max(interval.start, cell * size)
+            if covered > 0:
+                shares[cell][key] = shares[cell].get(key, 0.0) + covered
+    winners: list[Interval | None] = []
+    for share in shares:
+        idle = ranks * size - sum(share.values())
+        best = max(share, key=lambda key: share[key]) if share else None
+        winners.append(kept[best] if best is not None and share[best] >= idle / 2 else None)
+    characters = [FILL[winner.op] if winner else IDLE for winner in winners]
+    _write_names(characters, winners)
+    return list(zip(characters, winners, strict=True))
+
+
+def _write_names(characters: list[str], winners: list[Interval | None]) -> None:
+    """The cascade's name on the first of its cells, if it fits between two fills."""
+    start = 0
+    while start < len(winners):
+        stop = start
+        while stop < len(winners) and _target(winners[stop]) == _target(winners[start]):
+            stop += 1
+        name = _target(winners[start])
+        if name and winners[start] and len(name) + 2 <= stop - start:
+            characters[start + 1 : start + 1 + len(name)] = name
+        start = stop
+
+
+def _target(interval: Interval | None) -> str:
+    return interval.target if interval else ""
+
+
+def _axis(until: float, cells: int) -> str:
+    """0 on the left, the end on the right, the half between."""
+    marks = [(0, "0"), (cells // 2, time_text(float(f"{until / 2:.3g}"))), (cells, time_text(float(f"{until:.3g}")))]
+    line = [" "] * cells
+    for position, mark in marks:
+        at = max(0, min(cells - len(mark), position - len(mark) // 2))
+        line[at : at + len(mark)] = mark
+    return "".join(line)

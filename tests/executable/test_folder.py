@@ -1,0 +1,97 @@
+"""The executable folder: what is written is read back, and what was tampered with is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arachnec.executable.folder import own_profiles, read_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from tests.distributed.executor_cases import Work, clip, executable
+
+CLIPS = (clip("a", 3), clip(7, 5, start=4))
+WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return executable(tmp_path / "build", [CLIPS], WORKS, 2, training=Training(lr=0.5, seed=3))
+
+
+def test_clips_training_and_modules_are_read_back_as_they_were_written(folder: Path) -> None:
+    read = read_executable(folder)
+    assert read.clips == CLIPS
+    assert read.training == Training(lr=0.5, seed=3)
+    assert [cascade.clips for cascade in read.program.cascades] == [(0,), (1,)]
+    assert [c.id for c in read.traced.clips] == [0, 1]
+    assert read.model_file().digest == read.header.fingerprint["model.py"]
+
+
+def test_no_file_of_an_executable_is_binary(folder: Path) -> None:
+    """Weights, pickles and archives have bytes that no text has; a pickle of protocol 0 is text but not printable."""
+    names = {path.name for path in folder.iterdir()} - {"source.py"}
+    assert names == {
+        "executable.json",
+        "program.cascade",
+        "graphs.cascade",
+        "traced.cascade",
+        "clips.jsonl",
+        "model.py",
+    }
+    for path in folder.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert text.endswith("\n"), path
+        assert not [letter for letter in text if not letter.isprintable() and letter not in "\n\t"], path
+
+
+@pytest.mark.parametrize("name", ["model.py", "clips.jsonl", "traced.cascade"])
+def test_a_part_that_was_changed_since_it_was_compiled_is_refused(folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        read_executable(folder)
+
+
+def test_a_program_edited_by_hand_is_read(folder: Path) -> None:
+    path = folder / "program.cascade"
+    path.write_text("// by hand\n" + path.read_text())
+    assert read_executable(folder).program.name == "by_hand"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("executable.json", None, "has no executable.json"),
+        ("program.cascade", None, "has no program.cascade"),
+        ("executable.json", "{", "executable.json"),
+        ("executable.json", '{"format": 1, "surprise": 2}', "surprise"),
+        ("executable.json", '{"format": "two"}', "executable.json"),
+    ],
+)
+def test_a_missing_or_malformed_part_is_named(folder: Path, name: str, text: str | None, expected: str) -> None:
+    path = folder / name
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(UserError, match=expected):
+        read_executable(folder)
+
+
+def test_passes_from_outside_the_folder_are_not_loaded(folder: Path) -> None:
+    path = folder / "executable.json"
+    path.write_text(path.read_text().replace('"load": []', '"load": ["../evil.py"]'))
+    with pytest.raises(UserError, match="outside"):
+        read_executable(folder)
+
+
+def test_a_profile_travels_with_the_executable_under_a_name_of_its_own(tmp_path: Path) -> None:
+    profile = tmp_path / "odd name, {1}.json"
+    profile.write_text("{}")
+    text = f'partition{{policy=dual,profile="{profile}"}},annotate{{profile="{profile}"}},place'
+    pipeline, texts = own_profiles(text)
+    assert pipeline == "partition{policy=dual,profile=profile.json},annotate{profile=profile.json},place"
+    assert texts == {"profile.json": "{}"}
+
+
+def test_the_name_of_a_data_sheet_stays_in_the_pipeline() -> None:
+    assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})

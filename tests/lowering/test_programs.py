@@ -1,0 +1,186 @@
+"""Instruction lists say what the plan says, in an order that every back end can follow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, quantity
+from arachnec.ir.values import Quantity
+from arachnec.ir.verify import verify
+from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
+from arachnec.lowering.programs import lower
+from arachnec.passes.check import find_problems
+from arachnec.passes.lower import Lower
+from tests.passes.plans import cluster, module_of, placed_modules, timed
+
+
+def words(module: Module, rank: int) -> list[str]:
+    return [f"{i.op} {i.target}" for i in module.programs[rank].instructions]
+
+
+def instructions(module: Module, op: str) -> list[tuple[int, Instruction]]:
+    return [(p.rank, i) for p in module.programs for i in p.instructions if i.op == op]
+
+
+def one_encode_one_train(ranks: tuple[int, ...]) -> Module:
+    cascades = [
+        timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0,)),
+        timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), ranks),
+    ]
+    return module_of(cluster(), [Clip(0, 17, 480, 832, 0, 1000)], cascades)
+
+
+@given(placed_modules())
+def test_every_lowered_plan_verifies_and_passes_check(module: Module) -> None:
+    lowered = lower(module)
+    assert lowered.level is Level.LOWERED
+    assert not verify(lowered)
+    assert not find_problems(lowered)
+
+
+@given(placed_modules())
+def test_lowering_keeps_all_that_the_placed_module_holds(module: Module) -> None:
+    assert replace(lower(module), level=Level.PLACED, programs=()) == module
+
+
+@given(placed_modules())
+def test_every_rank_of_a_cascade_runs_it_once_and_the_times_add_up(module: Module) -> None:
+    lowered = lower(module)
+    runs: dict[str, list[tuple[int, Instruction]]] = defaultdict(list)
+    for rank, instruction in instructions(lowered, "forward") + instructions(lowered, "backward"):
+        runs[instruction.target].append((rank, instruction))
+    for cascade in module.cascades:
+        if cascade.phase is not Phase.TRAIN:
+            continue
+        assert sorted(rank for rank, _ in runs[cascade.name]) == sorted(cascade.ranks * 2)
+        spent = sum(quantity(i.attrs["time"]) for _, i in runs[cascade.name]) / len(cascade.ranks)
+        assert spent == pytest.approx(cascade.end - cascade.start)
+
+
+@given(placed_modules())
+def test_weights_of_all_clips_sum_to_one(module: Module) -> None:
+    weights = {i.target: i.attrs["weight"] for _, i in instructions(lower(module), "forward")}
+    assert sum(float(str(weight)) for weight in weights.values()) == pytest.approx(1)
+
+
+@given(placed_modules())
+def test_sends_of_a_pair_of_ranks_stand_in_the_order_of_its_receives(module: Module) -> None:
+    lowered = lower(module)
+    sent: dict[tuple[int, int], list[str]] = defaultdict(list)
+    received: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for rank, instruction in instructions(lowered, "send"):
+        sent[rank, instruction.peers[0]].append(instruction.target)
+    for rank, instruction in instructions(lowered, "receive"):
+        received[instruction.peers[0], rank].append(instruction.target)
+    assert sent == received
+
+
+@given(placed_modules())
+def test_a_value_is_sent_only_to_ranks_that_lack_it_and_freed_on_all(module: Module) -> None:
+    lowered = lower(module)
+    readers = {name: set(c.ranks) for c in module.cascades for name in c.inputs}
+    makers = {c.name: set(c.ranks) for c in module.cascades if c.phase is Phase.ENCODE}
+    for name, ranks in readers.items():
+        targets = [rank for rank, i in instructions(lowered, "receive") if i.target == name]
+        assert sorted(targets) == sorted(ranks - makers[name])
+        freed = [rank for rank, i in instructions(lowered, "free") if i.target == name]
+        assert sorted(freed) == sorted(ranks | makers[name])
+
+
+def test_the_sends_stand_right_after_their_producer() -> None:
+    assert words(lower(one_encode_one_train((0, 1, 2))), 0)[:4] == ["encode e", "send e", "send e", "forward t"]
+
+
+def test_an_input_is_freed_after_the_backward_that_reads_it_again() -> None:
+    assert words(lower(one_encode_one_train((1,))), 1) == [
+        "receive e", "forward t", "backward t", "free e", "reduce dit", "step dit",
+    ]  # fmt: skip
+
+
+def test_a_stage_trained_as_a_whole_is_reduced_and_stepped_by_idle_ranks_too() -> None:
+    lowered = lower(one_encode_one_train((1,)))
+    assert words(lowered, 3) == ["reduce dit", "step dit"]
+    assert lowered.programs[3].instructions[0].peers == (0, 1, 2, 3)
+
+
+def test_an_encoder_on_several_ranks_names_its_group_and_one_rank_none() -> None:
+    cascades = [
+        timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0, 1)),
+        timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), (1, 2)),
+    ]
+    lowered = lower(module_of(cluster(), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    assert lowered.programs[0].instructions[0].peers == (0, 1)
+    assert words(lowered, 1)[:2] == ["encode e", "forward t"]
+    assert words(lowered, 2)[:2] == ["receive e", "forward t"]
+    assert not find_problems(lowered)
+    assert lower(one_encode_one_train((1,))).programs[0].instructions[0].peers == ()
+
+
+def test_the_nearest_holder_sends() -> None:
+    cascades = [
+        timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0, 4)),
+        timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), (1, 5)),
+    ]
+    lowered = lower(module_of(cluster(nodes=2), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    assert {(rank, i.peers[0]) for rank, i in instructions(lowered, "send")} == {(0, 1), (4, 5)}
+
+
+def test_a_forward_takes_its_formulas_part_of_the_time_and_recomputation_counts_as_backward() -> None:
+    plain = one_encode_one_train((1,))
+    again = replace(plain, cascades=(plain.cascades[0], plain.cascades[1].with_attrs(recompute=True)))
+    for module, share in ((plain, 1 / 3), (again, 1 / 4)):
+        ((_, forward),) = instructions(lower(module), "forward")
+        assert quantity(forward.attrs["time"]) == pytest.approx(30 * share)
+
+
+def test_planned_memory_is_split_into_what_is_received_and_what_the_forward_holds() -> None:
+    lowered = lower(one_encode_one_train((1,)))
+    ((_, receive),) = instructions(lowered, "receive")
+    ((_, forward),) = instructions(lowered, "forward")
+    assert quantity(receive.attrs["memory"]) + quantity(forward.attrs["memory"]) == pytest.approx(20)
+
+
+@given(placed_modules(), st.data())
+def test_rounding_of_starts_does_not_put_a_consumer_before_its_producer(module: Module, data: st.DataObject) -> None:
+    def shifted(cascade: Cascade) -> Cascade:
+        shift = data.draw(st.sampled_from((-1e-9, 0.0, 1e-9)))
+        start, end = max(0.0, cascade.start + shift), cascade.end + shift
+        return cascade.with_attrs(start=Quantity(start, "ms"), end=Quantity(end, "ms"))
+
+    assert not find_problems(lower(replace(module, cascades=tuple(map(shifted, module.cascades)))))
+
+
+def test_a_consumer_before_its_input_is_refused() -> None:
+    module = one_encode_one_train((1,))
+    early = replace(module.cascades[0].with_attrs(start=Quantity(40.0, "ms"), end=Quantity(42.0, "ms")))
+    with pytest.raises(UserError) as caught:
+        lower(replace(module, cascades=(early, module.cascades[1])))
+    assert isinstance(caught.value.diagnostics[0], InputNotReady)
+
+
+def test_cascades_that_wait_for_each_other_are_refused() -> None:
+    module = one_encode_one_train((1,))
+    circle = replace(module.cascades[0], inputs=("t",))
+    with pytest.raises(UserError) as caught:
+        lower(replace(module, cascades=(circle, module.cascades[1])))
+    assert isinstance(caught.value.diagnostics[0], CyclicInputs)
+
+
+def test_a_backward_away_from_its_forward_is_refused() -> None:
+    module = one_encode_one_train((1,))
+    forward = replace(module.cascades[1], name="f", phase=Phase.FORWARD)
+    backward = replace(forward, name="b", phase=Phase.BACKWARD, inputs=("f",))
+    moved = backward.with_attrs(start=Quantity(40.0, "ms"), end=Quantity(60.0, "ms"), ranks=(2,))
+    with pytest.raises(UserError) as caught:
+        lower(replace(module, cascades=(module.cascades[0], forward, moved)))
+    assert isinstance(caught.value.diagnostics[0], SavedElsewhere)
+
+
+def test_lowering_is_a_pass_from_placed_to_lowered() -> None:
+    assert (Lower.name, Lower.needs, Lower.gives) == ("lower", Level.PLACED, Level.LOWERED)

@@ -1,0 +1,188 @@
+"""Packings in aligned blocks, their repacking, and the proof that no other schedule is shorter."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.solver.block_packing import best_packing, options_of, pack, realize
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.budget import Clock
+from arachnec.solver.large_neighbourhood import Repacking
+from arachnec.solver.problem import Choice, Effort, Job, Problem, violations
+from arachnec.solver.search import solve
+from arachnec.solver.z3_assignment import Conflict, Question, schedule_by_sets
+from arachnec.solver.z3_packing import find_packing
+from arachnec.solver.z3_schedule import Answer, find_schedule
+
+FRAMES = (17, 33, 49, 65, 81, 97, 121)
+SLOWDOWN = {1: 1.0, 2: 1.04, 4: 1.08, 8: 1.15, 16: 1.35, 32: 1.6}
+
+
+def video_mix(clips: int, gpus: int, seed: int, widest: int = 8) -> Problem:
+    """Images and clips of three resolutions on a transformer of 5120 x 40; 20,000 tokens per GPU at most."""
+    dice = random.Random(seed)
+    jobs = []
+    for _ in range(clips):
+        u = dice.random()
+        latent = (dice.choice(FRAMES) - 1) // 4 + 1
+        s = dice.choice((1024, 1560, 3600)) if u < 0.35 else latent * (400 if u < 0.6 else 1560 if u < 0.9 else 3600)
+        ms = 40 * (4 * 5120 * s**2 + 28 * 5120**2 * s) * 4 / 4e11
+        fitting = [d for d in SLOWDOWN if d <= min(gpus, widest) and s / d <= 20_000]
+        jobs.append(Job(tuple(Choice(d, round(ms * SLOWDOWN[d] / d * 1e3)) for d in fitting)))
+    return Problem(tuple(jobs), gpus)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_jobs: int = 10, most_ticks: int = 20, *, chained: bool = True) -> Problem:
+    gpus = draw(st.integers(1, 9))
+    jobs: list[Job] = []
+    for index in range(draw(st.integers(1, most_jobs))):
+        degrees = sorted(draw(st.sets(st.integers(1, gpus), min_size=1, max_size=4)))
+        ticks = sorted(draw(st.sets(st.integers(1, most_ticks), min_size=1, max_size=len(degrees))), reverse=True)
+        before = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index and chained else set()
+        jobs.append(Job(tuple(map(Choice, degrees, ticks)), tuple(sorted(before))))
+    return Problem(tuple(jobs), gpus)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(most_jobs=20), st.floats(1.0, 2.0))
+def test_every_packing_is_a_valid_schedule(problem: Problem, factor: float) -> None:
+    options = options_of(problem)
+    if options is not None:
+        packing = pack(problem, options, int(lower_bound(problem) * factor))
+        schedule = realize(problem, packing)
+        assert violations(problem, schedule) == []
+        if not any(job.before for job in problem.jobs):
+            assert schedule.makespan(problem) == max(packing.load)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(most_jobs=20), st.integers(0, 5))
+def test_repacking_keeps_every_job_once_and_is_never_longer(problem: Problem, seed: int) -> None:
+    options = options_of(problem)
+    if options is None:
+        return
+    bound = lower_bound(problem)
+    first = best_packing(problem, options, bound)
+    search = Repacking(problem, options, first, bound, seed=seed)
+    left = iter(range(60, -1, -1))
+    while search.run(lambda: next(left, 0) == 0):
+        found = search.packing()
+        assert sorted(placed.job for placed in found.placed) == list(range(len(problem.jobs)))
+        assert max(found.load) < max(first.load)
+        schedule = realize(problem, found)
+        assert violations(problem, schedule) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most_jobs=4, most_ticks=6, chained=False), st.integers(1, 20))
+def test_sets_of_gpus_and_start_times_give_the_same_answer(problem: Problem, horizon: int) -> None:
+    effort = Effort(wall_ms=20_000)
+    by_sets, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort)
+    assert by_sets is find_schedule(problem, horizon, seed=0, effort=effort)[0]
+    if schedule is not None:
+        assert violations(problem, schedule) == []
+        assert schedule.makespan(problem) <= horizon
+
+
+@st.composite
+def crossing(draw: st.DrawFn) -> tuple[Problem, int]:
+    """Equal jobs that share GPUs in many ways, and a horizon near the bound: often sets without start times."""
+    gpus = draw(st.integers(3, 6))
+    kinds: list[Job] = []
+    for _ in range(draw(st.integers(1, 3))):
+        degrees = sorted(draw(st.sets(st.integers(2, gpus - 1), min_size=1, max_size=2)))
+        ticks = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=len(degrees))), reverse=True)
+        kinds.append(Job(tuple(map(Choice, degrees, ticks))))
+    jobs = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=5))
+    problem = Problem(tuple(jobs), gpus)
+    return problem, lower_bound(problem) + draw(st.integers(0, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(crossing())
+def test_conflicts_of_earlier_questions_change_no_answer(case: tuple[Problem, int]) -> None:
+    problem, last = case
+    effort, conflicts = Effort(wall_ms=20_000), list[Conflict]()
+    for horizon in (last - 1, last, last - 2, last + 1, last):
+        answer, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort, conflicts=conflicts)
+        assert answer is find_schedule(problem, horizon, seed=0, effort=effort)[0]
+        if schedule is not None:
+            assert violations(problem, schedule) == []
+            assert schedule.makespan(problem) <= horizon
+
+
+def test_jobs_that_all_meet_are_a_conflict_up_to_its_horizon() -> None:
+    problem = Problem(tuple(Job((Choice(2, 4),)) for _ in range(4)), 3)
+    conflicts: list[Conflict] = []
+    asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)
+    assert asked == (Answer.IMPOSSIBLE, None)
+    assert conflicts and all(conflict.horizon == 12 for conflict in conflicts)
+    assert schedule_by_sets(problem, 16, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)[0] is Answer.FOUND
+
+
+def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> None:
+    jobs = [Choice(2, 4), Choice(2, 5), Choice(1, 8), Choice(1, 6), Choice(1, 5)]
+    problem = Problem(tuple(Job((choice,)) for choice in jobs), 4)
+    options = options_of(problem)
+    assert options is not None
+    effort = Effort(wall_ms=20_000)
+    answer, _ = find_packing(range(5), options, problem.heads, [0] * 4, 10, 4, seed=0, effort=effort)
+    assert answer is Answer.IMPOSSIBLE
+    found = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
+    assert violations(problem, found.schedule) == []
+    assert (found.schedule.makespan(problem), found.proved) == (10, True)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sixteen_clips_on_eight_gpus_are_proved_optimal(seed: int) -> None:
+    problem = video_mix(16, 8, seed)
+    found = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    assert violations(problem, found.schedule) == []
+    assert found.proved and found.bound == found.schedule.makespan(problem)
+    assert schedule_by_sets(problem, found.bound - 1, seed=3, effort=Effort(wall_ms=300_000))[0] is Answer.IMPOSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("clips", "gpus", "widest", "gap"),
+    [(64, 32, 8, 0.01), (256, 64, 32, 0.01), (128, 64, 8, 0.02), (1024, 256, 8, 0.01)],
+)
+def test_without_a_budget_a_video_mix_is_planned_close_to_the_bound(
+    clips: int, gpus: int, widest: int, gap: float
+) -> None:
+    problem = video_mix(clips, gpus, 0, widest)
+    found = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
+    assert violations(problem, found.schedule) == []
+    assert found.schedule.makespan(problem) <= (1 + gap) * found.area_bound
+
+
+def test_z3_packs_what_best_fit_does_not() -> None:
+    lengths = (7, 5, 5, 4, 4, 3, 2, 2)  # 16 in each of two bins: 7 5 4 and 5 4 3 2 2
+    problem = Problem(tuple(Job((Choice(1, ticks),)) for ticks in lengths), 2)
+    options = options_of(problem)
+    assert options is not None
+    answer, placed = find_packing(range(8), options, problem.heads, [0, 0], 16, 2, seed=0, effort=Effort(wall_ms=9000))
+    assert answer is Answer.FOUND and placed is not None
+    for gpu in (0, 1):
+        assert sum(each.option.ticks for each in placed if each.first == gpu) == 16
+    answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(wall_ms=9000))
+    assert answer is Answer.IMPOSSIBLE
+
+
+@pytest.mark.parametrize("unit", [1, 10**12 + 7])
+def test_times_of_any_size_are_proved_alike(unit: int) -> None:
+    problem = Problem(tuple(Job((Choice(1, 7 * unit), Choice(2, 4 * unit))) for _ in range(9)), 4)
+    found = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    assert violations(problem, found.schedule) == []
+    assert (found.schedule.makespan(problem), found.proved) == (18 * unit, True)
+
+
+def test_a_question_that_was_stopped_has_no_answer() -> None:
+    question = Question()
+    question.stop()
+    problem = Problem(tuple(Job((Choice(1, 7), Choice(2, 4))) for _ in range(9)), 4)
+    asked = schedule_by_sets(problem, 100, seed=0, effort=Effort(steps=10**6), question=question)
+    assert asked == (Answer.UNKNOWN, None)

@@ -1,0 +1,283 @@
+"""Valid plans pass; each thing that can be wrong with one is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from arachnec.analysis.uses import Values
+from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
+from arachnec.ir.values import Quantity
+from arachnec.lowering.programs import lower
+from arachnec.passes.check import Check, find_problems
+from arachnec.verification import deadlock as deadlock
+from arachnec.verification import gradient as gradient
+from arachnec.verification import gradient_sync as sums
+from arachnec.verification import inputs as inputs
+from arachnec.verification import memory as memory
+from arachnec.verification import structure as structure
+from tests.passes.plans import cluster, module_of, placed_modules, timed
+
+Lists = dict[int, list[Instruction]]
+Places = list[tuple[int, int, Instruction]]
+
+
+def lists_of(module: Module) -> Lists:
+    return {program.rank: list(program.instructions) for program in module.programs}
+
+
+def with_lists(module: Module, lists: Lists) -> Module:
+    return replace(module, programs=tuple(Program(p.rank, tuple(lists[p.rank]), p.attrs) for p in module.programs))
+
+
+def places(lists: Lists, *ops: str) -> Places:
+    return [(rank, at, i) for rank, items in lists.items() for at, i in enumerate(items) if i.op in ops]
+
+
+def kinds(module: Module) -> set[type[Diagnostic]]:
+    problems = find_problems(module)
+    for problem in problems:
+        assert render(problem)  # every text has its fields
+    return {type(problem) for problem in problems}
+
+
+def pick(data: st.DataObject, candidates: Places) -> tuple[int, int, Instruction]:
+    assume(candidates)
+    return data.draw(st.sampled_from(candidates))
+
+
+def drop(op: str) -> Callable[[Lists, st.DataObject], None]:
+    def mutate(lists: Lists, data: st.DataObject) -> None:
+        rank, at, _ = pick(data, places(lists, op))
+        del lists[rank][at]
+
+    return mutate
+
+
+def drop_everywhere(op: str) -> Callable[[Lists, st.DataObject], None]:
+    def mutate(lists: Lists, data: st.DataObject) -> None:
+        _, _, chosen = pick(data, places(lists, op))
+        for items in lists.values():
+            items[:] = [i for i in items if (i.op, i.target) != (chosen.op, chosen.target)]
+
+    return mutate
+
+
+def repeat_everywhere(op: str) -> Callable[[Lists, st.DataObject], None]:
+    def mutate(lists: Lists, data: st.DataObject) -> None:
+        _, _, chosen = pick(data, places(lists, op))
+        for items in lists.values():
+            items[:] = [i for each in items for i in ([each] * (2 if each == chosen else 1))]
+
+    return mutate
+
+
+def swap_sends(lists: Lists, data: st.DataObject) -> None:
+    sends = places(lists, "send")
+    pairs = [(a, b) for a in sends for b in sends if a[0] == b[0] and a[1] < b[1] and a[2].peers == b[2].peers]
+    assume(pairs)
+    (rank, i, first), (_, j, second) = data.draw(st.sampled_from(pairs))
+    lists[rank][i], lists[rank][j] = second, first
+
+
+def remove_a_rank_from_a_group(lists: Lists, data: st.DataObject) -> None:
+    _, _, chosen = pick(data, [place for place in places(lists, "forward") if len(place[2].peers) > 1])
+    lost = data.draw(st.sampled_from(chosen.peers))
+    left = tuple(peer for peer in chosen.peers if peer != lost)
+    for rank, items in lists.items():
+        for at, item in reversed(list(enumerate(items))):
+            if item.target == chosen.target and item.op in ("forward", "backward"):
+                items[at : at + 1] = [] if rank == lost else [replace(item, peers=left)]
+
+
+def shrink_a_group_on_one_rank(lists: Lists, data: st.DataObject) -> None:
+    rank, at, chosen = pick(data, [place for place in places(lists, "forward") if len(place[2].peers) > 1])
+    lists[rank][at] = replace(chosen, peers=tuple(sorted(chosen.peers))[::-1][:-1] or chosen.peers)
+
+
+def change_a_weight(lists: Lists, data: st.DataObject) -> None:
+    rank, at, chosen = pick(data, places(lists, "forward"))
+    lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(weight=0.123))
+
+
+def free_too_early(lists: Lists, data: st.DataObject) -> None:
+    frees = [
+        (rank, at, i)
+        for rank, at, i in places(lists, "free")
+        if (lists[rank][at - 1].op, lists[rank][at - 1].target) == ("backward", i.target.replace("e", "t"))
+    ]
+    rank, at, chosen = pick(data, frees)
+    del lists[rank][at]
+    lists[rank].insert(at - 1, chosen)
+
+
+def receive_too_late(lists: Lists, data: st.DataObject) -> None:
+    rank, at, chosen = pick(data, places(lists, "receive"))
+    use = next(k for k, i in enumerate(lists[rank]) if i.op == "free" and i.target == chosen.target)
+    lists[rank].insert(use, chosen)
+    del lists[rank][at]
+
+
+def backward_after_the_reduce(lists: Lists, data: st.DataObject) -> None:
+    _, _, chosen = pick(data, places(lists, "backward"))
+    for items in lists.values():
+        if chosen in items:
+            items.remove(chosen)
+            items.append(chosen)
+
+
+def start_too_early(lists: Lists, data: st.DataObject) -> None:
+    computing = [p for p in places(lists, "forward") if p[2].attrs["start"] != Quantity(0.0, "ms")]
+    busy = [(r, k, i) for r, k, i in computing if any(o.op in ("encode", "backward") for o in lists[r][:k])]
+    rank, at, chosen = pick(data, busy)
+    lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(start=Quantity(0.0, "ms")))
+
+
+MUTATIONS = [
+    (drop("receive"), {deadlock.UnmatchedSend}),
+    (drop("send"), {deadlock.UnmatchedReceive}),
+    (swap_sends, {deadlock.SwappedHandoff}),
+    (drop("forward"), {gradient.WrongRunCount}),
+    (drop("backward"), {gradient.WrongRunCount}),
+    (drop_everywhere("forward"), {gradient.WrongRunCount}),
+    (drop_everywhere("backward"), {gradient.WrongRunCount}),
+    (repeat_everywhere("forward"), {gradient.WrongRunCount}),
+    (repeat_everywhere("backward"), {gradient.WrongRunCount}),
+    (drop_everywhere("reduce"), {sums.NotReduced}),
+    (repeat_everywhere("reduce"), {sums.NotReduced}),
+    (drop("step"), {sums.NotStepped}),
+    (remove_a_rank_from_a_group, {gradient.WrongGroup, gradient.WrongRunCount}),
+    (shrink_a_group_on_one_rank, {gradient.WrongGroup, structure.BadPeers}),
+    (change_a_weight, {gradient.WrongWeight}),
+    (backward_after_the_reduce, {sums.NotReduced}),
+    (free_too_early, {inputs.UsedAfterFree}),
+    (receive_too_late, {inputs.MissingInput}),
+    (start_too_early, {inputs.Overlap}),
+    (drop("free"), set()),
+]
+
+
+@pytest.mark.parametrize(("mutate", "expected"), MUTATIONS, ids=[m.__qualname__.split(".")[0] for m, _ in MUTATIONS])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_broken_program_is_found_by_its_rule(
+    mutate: Callable[[Lists, st.DataObject], None], expected: set[type[Diagnostic]], data: st.DataObject
+) -> None:
+    module = lower(data.draw(placed_modules()))
+    lists = lists_of(module)
+    mutate(lists, data)
+    found = kinds(with_lists(module, lists))
+    assert found & expected if expected else not found
+
+
+@given(placed_modules())
+def test_a_device_one_byte_too_small_is_found_and_one_that_just_fits_passes(module: Module) -> None:
+    lowered = lower(module)
+    values = Values(lowered)
+    need = max(memory.high_water(values, program).total for program in lowered.programs)
+
+    def on(size: float) -> Module:
+        pod = lowered.cluster
+        assert pod is not None
+        return replace(lowered, cluster=replace(pod, attrs=pod.attrs.updated(memory=Quantity(size, "GiB"))))
+
+    assert not kinds(on(need))
+    assert kinds(on(need - 2**-20)) == {memory.OutOfMemory}
+
+
+@given(placed_modules(), st.data())
+def test_a_clip_left_out_or_counted_twice_is_found(module: Module, data: st.DataObject) -> None:
+    lowered = lower(module)
+    extra = Clip(len(lowered.clips), 17, 480, 832, 0, 400)
+    assert gradient.ClipNotTrained in kinds(replace(lowered, clips=(*lowered.clips, extra)))
+    trained = [c for c in lowered.cascades if c.phase is Phase.TRAIN]
+    chosen = data.draw(st.sampled_from(trained))
+    doubled = tuple(replace(c, clips=c.clips * 2) if c is chosen else c for c in lowered.cascades)
+    assert gradient.ClipTrainedTwice in kinds(replace(lowered, cascades=doubled))
+
+
+def two_cascades_on(ranks: tuple[int, ...]) -> Module:
+    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    cascades = [
+        timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), ranks),
+        timed("b", Phase.TRAIN, 1, 1000, (), (30.0, 60.0), ranks),
+    ]
+    return lower(module_of(cluster(), clips, cascades))
+
+
+def test_collectives_in_another_order_on_one_rank_deadlock_and_the_circle_is_named() -> None:
+    module = two_cascades_on((1, 2))
+    lists = lists_of(module)
+    lists[2] = [*lists[2][2:4], *lists[2][:2], *lists[2][4:]]
+    found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
+    assert found.ranks == "[1, 2]"
+    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.circle
+    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.circle
+
+
+def test_a_circle_over_three_ranks_is_found() -> None:
+    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(3)]
+    groups = ((0, 1), (1, 2), (0, 2))
+    when = ((0.0, 30.0), (30.0, 60.0), (60.0, 90.0))
+    cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), when[n], groups[n]) for n in range(3)]
+    module = lower(module_of(cluster(), clips, cascades))
+    lists = lists_of(module)
+    lists[0] = [*lists[0][2:4], *lists[0][:2], *lists[0][4:]]  # rank 0 now waits for t2 before it comes to t0
+    found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
+    assert found.ranks == "[0..2]"
+
+
+def test_ranks_that_send_to_each_other_first_deadlock() -> None:
+    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    cascades = [
+        timed("e0", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
+        timed("e1", Phase.ENCODE, 1, 1000, (), (0.0, 1.0), (1,)),
+        timed("t0", Phase.TRAIN, 0, 1000, ("e0",), (1.0, 31.0), (1,)),
+        timed("t1", Phase.TRAIN, 1, 1000, ("e1",), (1.0, 31.0), (0,)),
+    ]
+    module = lower(module_of(cluster(), clips, cascades))
+    assert not find_problems(module)
+    lists = lists_of(module)
+    for rank in (0, 1):
+        lists[rank][1:3] = sorted(lists[rank][1:3], key=lambda i: i.op == "receive")
+    assert kinds(with_lists(module, lists)) == {deadlock.Deadlock}
+
+
+def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> None:
+    module = two_cascades_on((1, 2))
+    assert Check().run(module) is module
+    lists = lists_of(module)
+    lists[1] = [i for i in lists[1] if i.op != "backward"]
+    with pytest.raises(UserError) as caught:
+        Check().run(with_lists(module, lists))
+    found = [type(problem) for problem in caught.value.diagnostics]
+    assert len(found) == len(set(found))
+
+
+def test_a_program_with_unknown_names_is_refused_before_the_rules_are_asked() -> None:
+    module = two_cascades_on((1, 2))
+    lists = lists_of(module)
+    lists[1].insert(0, Instruction("free", "nothing"))
+    assert kinds(with_lists(module, lists)) == {structure.UnknownTarget}
+    lists[1][0] = Instruction("encode", "a")
+    assert kinds(with_lists(module, lists)) == {structure.WrongPhase}
+    assert kinds(replace(module, programs=module.programs[1:])) == {structure.ProgramCount}
+
+
+def test_a_thousand_ranks_are_lowered_and_pass_check() -> None:
+    pod, clips, cascades = cluster(nodes=128, gpus=8), [], []
+    for number in range(4096):
+        block, turn = (number % 512) * 2, number // 512
+        clips.append(Clip(number, 17, 480, 832, 0, 1000))
+        encoder = (block + 8) % 1024
+        start = turn * 20.0
+        cascades.append(timed(f"e{number}", Phase.ENCODE, number, 1000, (), (start, start + 1), (encoder,)))
+        when = (start + 1, start + 16)
+        cascades.append(timed(f"t{number}", Phase.TRAIN, number, 1000, (f"e{number}",), when, (block, block + 1)))
+    module = module_of(pod, clips, cascades)
+    assert not find_problems(lower(module))
