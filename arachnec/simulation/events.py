@@ -15,8 +15,8 @@ import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
-from arachnec.analysis.receive_prefetch import posting_order
-from arachnec.analysis.uses import Values, bucket_of, sums_inside, written
+from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
@@ -119,7 +119,9 @@ class Engine:
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
         self._ranks = {
-            p.rank: _Rank(p.rank, p.instructions, list(posting_order(values, p, cluster.memory)), inside=sums_inside(p))
+            p.rank: _Rank(
+                p.rank, p.instructions, list(prefetch_receives(values, p, cluster.memory)), inside=overlapped_reduces(p)
+            )
             for p in values.module.programs
         }
         self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from arachnec.analysis.uses import bucket_of, sums_inside
+from arachnec.analysis.uses import bucket_of, overlapped_reduces
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import contents
@@ -23,7 +23,7 @@ from arachnec.lowering.programs import lower
 from arachnec.passes.bucket import Bucket
 from arachnec.passes.check import find_problems
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
-from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongParts, WrongStart
+from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongBucketLayers, WrongStart
 from arachnec.views.timeline import planned
 from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
@@ -164,7 +164,7 @@ def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
         timed("c", Phase.TRAIN, 2, 1000, (), (0.0, 30.0), (3,)),
     ]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
-    inside = [{program.instructions[at].target for at in sums_inside(program)} for program in lowered.programs]
+    inside = [{program.instructions[at].target for at in overlapped_reduces(program)} for program in lowered.programs]
     assert inside == [set(), {"b"}, {"b"}, {"c"}]  # rank 0 ends with `a`, but rank 1 does not
 
 
@@ -247,12 +247,12 @@ def nothing(items: list[Instruction], at: int) -> None:
 
 
 BROKEN: list[tuple[Callable[[list[Instruction], int], None], set[type[Diagnostic]]]] = [
-    (drop_one, {WrongParts, NotReduced}),
-    (twice, {WrongParts}),
-    (nothing, {WrongParts}),
+    (drop_one, {WrongBucketLayers, NotReduced}),
+    (twice, {WrongBucketLayers}),
+    (nothing, {WrongBucketLayers}),
     (swap, {Deadlock, WrongStart}),
     (step_first, {NotStepped}),
-    (unknown_layer, {WrongParts}),
+    (unknown_layer, {WrongBucketLayers}),
     (late, {StartsApart, Deadlock, WrongStart}),
 ]
 
@@ -266,7 +266,7 @@ def test_one_rank_with_other_buckets_is_found(
     data: st.DataObject,
 ) -> None:
     lowered = lower(with_buckets(module, (4, 4, 2)))
-    shared = [p for p in lowered.programs if len(p.instructions) and sums_inside(p)] if change is late else None
+    shared = [p for p in lowered.programs if len(p.instructions) and overlapped_reduces(p)] if change is late else None
     programs = shared if shared is not None else list(lowered.programs)
     assume(programs and len(lowered.programs) > 1)
     program = data.draw(st.sampled_from(programs))
