@@ -99,7 +99,7 @@ def _norm(match: Match, tensors: dict[str, Tensor]) -> None:
         x, tuple(tensors.get(role) for role in ("scale", "shift", "gate")), None
     )
     rows, branch = x.reshape(-1, x.shape[-1]), None if side is None else side.reshape(-1, x.shape[-1])
-    vectors = norm_modulate._vectors(tensors.get("weight"), tensors.get("bias"), scale, shift, gate)
+    vectors = norm_modulate.vectors_of(tensors.get("weight"), tensors.get("bias"), scale, shift, gate)
     groups, layer = row_groups(rows.shape[0], (gate, scale, shift), None, per_row), match.options["norm"] == "layer"
     h, y, mean, rstd = norm_launch.forward(rows, branch, vectors, groups, layer, 1e-6)
     above = None if branch is None else h
