@@ -1,9 +1,9 @@
 """The sequence-parallel rewrite. In: a captured block. Out: the graph of one rank's share of it, or why there is none.
 
 An abstract interpretation (Cousot and Cousot, POPL 1977). Its domain is ``spmd.layouts``: for every dimension of every
-tensor, the positions that a rank holds. Its transfer functions are ``spmd.rules``, one per op. Where a rule cannot prove
-that its op commutes with sharding, the op's operands are gathered and it runs in full on every rank. That is always
-right, and reported with its cost.
+tensor, the positions that a rank holds. Its transfer functions are ``spmd.rules``, one per op. Where a rule cannot
+prove that its op commutes with sharding, the op's operands are gathered and it runs in full on every rank. That is
+always right, and reported with its cost.
 """
 
 from __future__ import annotations
