@@ -67,11 +67,11 @@ def rotated_whole(walk: Walk, name: str) -> Rotation | None:
     if (total := walk.op(inner, "add")) is None:
         return None
     for left, right in walk.pairs(total[0]):
-        plain, turned = (walk.op(walk.uncast(x)[0], "mul") for x in (left, right))
-        if plain is None or turned is None:
+        plain, crossed = (walk.op(walk.uncast(x)[0], "mul") for x in (left, right))
+        if plain is None or crossed is None:
             continue
-        ops = casts | total[1] | plain[1] | turned[1] | walk.uncast(left)[1] | walk.uncast(right)[1]
-        for rotated, sin in walk.pairs(turned[0]):
+        ops = casts | total[1] | plain[1] | crossed[1] | walk.uncast(left)[1] | walk.uncast(right)[1]
+        for rotated, sin in walk.pairs(crossed[0]):
             if (found := _rotation(walk, rotated)) is None:
                 continue
             for x, cos in walk.pairs(plain[0]):

@@ -56,19 +56,6 @@ def norm_rope(
     return y
 
 
-def qk_norm_rope(
-    query: Tensor,
-    key: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    **how: Any,
-) -> tuple[Tensor, Tensor]:
-    """``norm_rope`` of queries and of keys with one table of angles; ``how``: norm, interleaved, eps."""
-    return norm_rope(query, query_weight, None, cos, sin, **how), norm_rope(key, key_weight, None, cos, sin, **how)
-
-
 def _table(x: Tensor, table: Tensor | None) -> Tensor | None:
     if table is not None and table.shape[0] not in (x.shape[1], x.shape[0] * x.shape[1]):
         raise ValueError(f"{table.shape[0]} rows of angles for {x.shape[0]} samples of {x.shape[1]} tokens")
