@@ -420,7 +420,7 @@ class CostModel:
         size = gradient_bytes(stage) if size is None else size
         if len(ranks) < 2 or not size:
             return 0.0
-        link, measured = group_link(self.cluster, ranks), self.cluster.attrs.get("sums")
+        link, measured = group_link(self.cluster, ranks), self.cluster.attrs.get("all_reduce")
         if measured is not None:
             link = replace(link, intra=quantity(measured))
         return 2 * collective_time(link, size, len(ranks), 1, penalty(self.cluster, ranks))

@@ -142,8 +142,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
         "intra": Quantity(links.intra / crowd, "GB/s"),
         "latency": Quantity(links.latency * crowd, "us"),
     }
-    if links.sums is not None:
-        measured["sums"] = Quantity(links.sums, "GB/s")
+    if links.all_reduce is not None:
+        measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")
     if links.inter_latency is not None:
