@@ -13,7 +13,7 @@ time. A range cannot lower the bound where
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.cost.model import CostModel
@@ -173,7 +173,7 @@ def _descending(choices: Sequence[Choice], known: tuple[Choice, ...]) -> tuple[C
     return known if beating == list(known) else tuple(beating)
 
 
-def _with_choices(problem: Problem, choices: dict[int, tuple[Choice, ...]], shapes: Sequence[Shape]) -> Problem:
+def _with_choices(problem: Problem, choices: Mapping[int, tuple[Choice, ...]], shapes: Sequence[Shape]) -> Problem:
     jobs: list[Job] = list(problem.jobs)
     for shape in shapes:
         for index in shape.jobs:

@@ -15,7 +15,6 @@ from arachnec.planning.formulate import problem_of, with_times
 from arachnec.planning.mixed_bound import bound_of
 from arachnec.solver.bound import lower_bound
 
-
 TICK = 1e-3  # ms, by which the planner rounds every time up
 
 
