@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.ir.nodes import Fused, Graph, Level, Module
 from arachnec.ir.values import Attributes, Formula, Term
 from arachnec.passes.infra.base import Pass
@@ -37,7 +37,7 @@ class Fuse(Pass):
         from arachnec.fusion.shape_constraints import likely_sizes
 
         likely = likely_sizes(module)
-        sheet = None if module.cluster is None else find_data_sheet(str(module.cluster.attrs.get("device", "")))
+        sheet = None if module.cluster is None else find_device_specs(str(module.cluster.attrs.get("device", "")))
         bandwidth = None if sheet is None else sheet.bandwidth * 1e9
         return replace(module, graphs=tuple(fuse_graph(graph, likely, bandwidth) for graph in module.graphs))
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
