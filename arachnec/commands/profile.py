@@ -34,7 +34,7 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
         length = only_length(stage)
         if length is not None and stage.measurements[0].sizes is None:
             said = f"measured at {length} tokens only; what clips of another length take is a guess"
-            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False, markup=False)
+            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False)
     for stage in profile.stages:
         if stage.fit.held_out is not None:
             error = f"{100 * stage.fit.held_out:.0f} %"

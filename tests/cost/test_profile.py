@@ -180,7 +180,5 @@ def test_messages_of_one_size_leave_the_bandwidth_to_plain_messages() -> None:
     made = fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu", links=plain)
     assert made.links is not None
     assert made.links.intra == 1.5
-    per_message = (9 * ALPHA + 3e5 / BETA - 3e5 / 1.5e6) / 9  # what the bytes do not take, the messages do
-    one = alone(1, 300)
-    hidden = (one.ms - 13.0) / 2 + 13.0 - predict(made.stages[0].fit.coefficients, runs[3])
-    assert made.links.latency == pytest.approx((per_message + hidden / 9) * 1e3, rel=1e-6)
+    beyond = runs[3].ms - predict(made.stages[0].fit.coefficients, runs[3])
+    assert made.links.latency == pytest.approx((beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6)  # the rest is the messages'

@@ -15,7 +15,10 @@ from rich.console import Console
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Module, Phase
+from arachnec.ir.parser import parse_module
 from arachnec.lowering.programs import lower
+from arachnec.views.executable_page import executable_page
+from arachnec.views.format import title_of
 from arachnec.views.timeline import Interval, Timeline, planned, read_measured
 from arachnec.views.timeline_svg import draw, ticks
 from arachnec.views.timeline_terminal import MOST_ROWS, gantt
@@ -77,7 +80,7 @@ def test_names_are_escaped_in_the_drawing() -> None:
     odd = Timeline("a < b & c", (Interval(0, "forward", "t0", 0.0, 60.0),))
     root = ElementTree.fromstring(draw(replace(wide(1), name="<m> & 'n'"), odd))
     words = [node.text for node in root.iter(f"{SVG}text")]
-    assert "<m> & 'n'" in words
+    assert "<m> & 'n', 1 clip on 1 x cpu" in words
     assert any(word is not None and word.startswith("a < b & c") for word in words)
 
 
@@ -87,6 +90,28 @@ def test_the_terminal_chart_fits_its_width_and_a_screen(ranks: int) -> None:
     lines = in_terminal(lowered, planned(lowered))
     assert max(map(len, lines)) <= 100
     assert len(lines) <= MOST_ROWS + 3
+
+
+def test_the_title_says_model_clips_and_cluster() -> None:
+    module = replace(wide(2), name="iteration_3")
+    known = tuple(replace(s, attrs=s.attrs.updated(source="Net" if s.trained else None)) for s in module.stages)
+    module = replace(module, stages=known)
+    device = module.cluster.attrs["device"] if module.cluster else ""
+    title = f"Net, 2 clips on 2 x {device}, iteration 3"
+    assert title_of(module) == title
+    assert title in draw(module, planned(module))
+    assert title in executable_page(module)
+
+
+def test_stages_can_be_told_apart_without_colour() -> None:
+    text = (Path(__file__).parents[1] / "golden" / "check" / "pipeline_1f1b.cascade").read_text()
+    module = parse_module(text)
+    *_, first, second, legend = in_terminal(module, planned(module))
+    entries = [entry for entry in legend.replace("|", "").split("  ") if entry.strip()]
+    characters = [entry.split()[-2] for entry in entries if entry.split()[-1] in ("forward", "backward")]
+    assert len(characters) == len(set(characters)) == 4
+    assert not set(first) & set(second) & set(characters)
+    assert set(characters) < set(first) | set(second)
 
 
 def test_ranks_without_anything_to_do_have_a_row_and_count_as_imbalance() -> None:
