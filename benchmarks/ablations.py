@@ -53,7 +53,7 @@ class Planner:
         return simulated(self.placed(costed, place), bucket=bucket)
 
     def whole(self, traced: Module, place: str) -> float:
-        """Simulated ms of one iteration by the default pipeline with another ``place``: every pass sees what follows."""
+        """Simulated ms of one iteration by the default pipeline with this ``place``, planned for it from the start."""
         step = Pipeline.parse(place).passes[0]
         scheduler = Pipeline.parse(f"schedule-z3{{budget={self.budget}ms}}").passes[0]
         others = {"place": step, "schedule-z3": scheduler}

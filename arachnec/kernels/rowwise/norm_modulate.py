@@ -231,41 +231,14 @@ def _(branch: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Ten
 
 
 @_norm_modulate_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    cu_seqlens: Tensor | None,
-    per_row: bool,
-    layer: bool,
-    sums: bool,
-) -> tuple[Tensor, ...]:
+def _(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    weight, bias, scale, shift, _, per_row, _, sums = rest
     return _like(x), *_vector_gradients(x, (scale, None if per_row else shift, weight, bias), sums)
 
 
 @_gate_residual_norm_modulate_backward.register_fake
-def _(
-    dh: Tensor | None,
-    dy: Tensor,
-    h: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    branch: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    cu_seqlens: Tensor | None,
-    per_row: bool,
-    layer: bool,
-    sums: bool,
-) -> tuple[Tensor, ...]:
+def _(dh: Tensor | None, dy: Tensor, h: Tensor, mean: Tensor, rstd: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    branch, gate, weight, bias, scale, shift, _, per_row, _, sums = rest
     dbranch = h.new_empty(0) if gate is None else _like(branch)
     return _like(h), dbranch, *_vector_gradients(h, (gate, scale, None if per_row else shift, weight, bias), sums)
 
