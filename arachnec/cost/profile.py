@@ -200,7 +200,7 @@ def fit_links(
     alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
     if plain is not None and (beta <= 0 or np.linalg.matrix_rank(rows / scale, tol=ONE_SIZE) < 2):
         beta = 1e-6 / plain.intra
-        (alpha,), _ = nnls(rows[:, :1], np.maximum(0.0, took - rows[:, 1] * beta))
+        alpha = float(nnls(rows[:, :1], np.maximum(0.0, took - rows[:, 1] * beta))[0][0])
     return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))
 
 

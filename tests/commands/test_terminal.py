@@ -45,7 +45,7 @@ def test_a_mistyped_command_is_answered_with_the_nearest(
 
 def test_the_title_of_an_odd_model_is_printed_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[1] / "golden" / "check" / "valid.cascade").read_text()
-    folder = tmp_path / "[bold]plan[/]"
+    folder = tmp_path / "[bold]plan[red]"
     folder.mkdir()
     (folder / "a.cascade").write_text(text)
     assert run(["show", str(folder / "a.cascade"), "--svg", str(folder / "a.svg")]) == 0

@@ -19,7 +19,7 @@ from arachnec.tracing.find import find_blocks
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.memory import block_memory
-from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.record import ExampleCall, flatten_call
 
 WIDTH, HEADS = 24, 3
 
@@ -289,7 +289,7 @@ def test_a_model_whose_blocks_see_no_clip_is_refused():
 
 def test_a_size_fixed_by_torch_alone_is_not_laid_on_a_line_of_the_caller() -> None:
     x = torch.randn(2, 5)
-    leaves, spec = torch.utils._pytree.tree_flatten(((x,), {}))
+    block = nn.Linear(5, 3)
     with pytest.raises(UserError, match="fixes a size") as refused:
-        export_block("linear", FlatBlock(nn.Linear(5, 3), leaves, spec), [x], [[1]])
+        export_block("linear", FlatBlock(block, *flatten_call(block, (x,), {})), [x], [[1]])
     assert [diagnostic.span for diagnostic in refused.value.diagnostics] == [None]

@@ -216,6 +216,23 @@ def test_any_sample_that_works_on_the_cpu_works_in_planning(function):
     assert next(iter(traced.counter.model.parameters())).is_meta
 
 
+def test_a_sample_of_a_model_file_that_looks_at_its_numbers_works_in_planning(tmp_path):
+    looking = "\n\ndef sample(clip, generator):\n    assert float(usual(clip, generator)[1].sum()) < 1e6\n"
+    text = SMALL_MODEL.replace("def sample", "def usual") + looking + "    return usual(clip, generator)\n"
+    (tmp_path / "model.py").write_text(text)
+    assert trace_model(load_model_file(tmp_path / "model.py"), [VideoClip(0, 9, 32, 32, 1)]).stages
+
+
+def test_a_mistake_in_a_sample_of_no_file_names_the_clip():
+    def late(clip, generator):
+        if clip.frames > 50:
+            raise KeyError("latents")
+        return sample(clip, generator)
+
+    with pytest.raises(UserError, match=r"cannot take clip 2 .*KeyError: 'latents'"):
+        trace_model(source(late), CLIPS).tokens(CLIPS[2])
+
+
 BROKEN = """
 
 def sample(clip, generator):
@@ -235,7 +252,7 @@ def test_a_mistake_in_sample_is_told_at_its_line_and_sample_is_not_called_again_
     model_file = load_model_file(tmp_path / "model.py")
     short, long = VideoClip(0, 9, 32, 32, 1), VideoClip(1, 81, 32, 32, 1)
     traced = trace_model(model_file, [short])
-    with pytest.raises(UserError, match="cannot take clip 1") as refused:
+    with pytest.raises(UserError, match=r"in sample\(\)") as refused:
         traced.tokens(long)
     (diagnostic,) = refused.value.diagnostics
     assert "raise" in (tmp_path / "model.py").read_text().splitlines()[diagnostic.span.line - 1]
