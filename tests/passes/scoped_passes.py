@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes import Pass
-from arachnec.passes.infra.base import Scope
+from arachnec.passes import Pass, Scope
 
 SEEN = "seen.txt"
 
