@@ -1,7 +1,7 @@
 """Passes over the cascade IR, one file each, and what somebody who writes one imports.
 
-``from arachnec.passes import CostModel, Duration, Pass, Pipeline, Scope, registry, validate_schedule, with_times``. Each
-is imported when it is first asked for, so that listing the passes stays free of torch and z3.
+``from arachnec.passes import CostModel, Duration, Pass, Pipeline, Scope, registry, validate_schedule, with_times``.
+Each is imported when it is first asked for, so that listing the passes stays free of torch and z3.
 """
 
 from __future__ import annotations
