@@ -61,8 +61,9 @@ def arguments_of(
             if not needs_values(error):
                 raise
             generator.manual_seed(0)
-    encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
-    kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
+    with torch.device("cpu"):  # numbers, also where the model is run on the meta device
+        encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
+        kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
     return _on(kwargs, device)
 
 

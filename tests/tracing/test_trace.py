@@ -256,7 +256,7 @@ def test_a_mistake_in_sample_is_told_at_its_line_and_sample_is_not_called_again_
         traced.tokens(long)
     (diagnostic,) = refused.value.diagnostics
     assert "raise" in (tmp_path / "model.py").read_text().splitlines()[diagnostic.span.line - 1]
-    assert model_file.sample.__globals__["CALLED"].count(81) == 1
+    assert model_file.sample.__wrapped__.__globals__["CALLED"].count(81) == 1
 
 
 def test_a_caption_of_constant_length_is_a_number():
