@@ -27,7 +27,7 @@ from step_time import DEMO, arachnec
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.manifest import read_manifest
-from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.driver import front_end, plan_iteration, plan_model, trace_file
 from arachnec.executable.folder import write_executable
 from arachnec.models.file import load_model_file
 from arachnec.passes.annotate import Annotate
@@ -56,12 +56,14 @@ def compile_all(names: list[str], clips: Path, cluster: str, profile: Path, fold
         pipeline = Pipeline(
             tuple(replace(p, profile=str(profile)) if isinstance(p, Annotate) else p for p in named.passes)
         )
-        program, _ = plan_iteration(traced, pipeline, 0)
+        model, _ = plan_model(traced, pipeline)
+        program, _ = plan_iteration(model, pipeline, 0)
         predicted[name] = simulate(program).iteration_ms
         write_executable(
             folder / name,
             program=program,
             traced=traced,
+            graphs=model.graphs,
             pipeline=str(pipeline),
             model_file=model_file,
             clips=manifest.clips,

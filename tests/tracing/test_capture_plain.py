@@ -14,11 +14,12 @@ from arachnec.ir.printer import print_module
 from arachnec.tracing import errors as trace_errors
 from arachnec.tracing.blocks import Origin, call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.export import FlatBlock, export_block
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.memory import block_memory
-from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.record import ExampleCall, flatten_call
 
 WIDTH, HEADS = 24, 3
 
@@ -284,3 +285,11 @@ def test_a_model_whose_blocks_see_no_clip_is_refused():
     model.forward = lambda video, text: model.stages[0][0](model.embed(text), video=model.embed(text))
     with pytest.raises(UserError, match="grows with the clip"):
         capture_blocks(model, examples())
+
+
+def test_a_size_fixed_by_torch_alone_is_not_laid_on_a_line_of_the_caller() -> None:
+    x = torch.randn(2, 5)
+    block = nn.Linear(5, 3)
+    with pytest.raises(UserError, match="fixes a size") as refused:
+        export_block("linear", FlatBlock(block, *flatten_call(block, (x,), {})), [x], [[1]])
+    assert [diagnostic.span for diagnostic in refused.value.diagnostics] == [None]
