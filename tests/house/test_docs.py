@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.house.test_house import FLOORS, ROOT, modules
+from tests.house.worked_examples import blocks
 
+TOPS = ("arachnec", "tests", "benchmarks", "examples")
 INDEX = ROOT / "docs" / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```$", re.M | re.S)
-PATH = re.compile(r"\b(?:arachnec|tests|benchmarks|examples|docs)/[\w./]*\w(?:\.\w+|/)?")
+PATH = re.compile(r"(?<![\w/.~-])(?:arachnec|tests|benchmarks|examples|docs)/[\w./]*\w")
 NAME = re.compile(r"\barachnec(?:\.\w+)+")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 # What this project once called things, and what the field calls them.
@@ -22,15 +24,14 @@ DIALECT = {
     r"\brivals?\b": "baseline",
     r"\bpost(?:s|ed|ing)? (?:a |the |its |their )?receives?\b|\breceives? (?:is|are) posted\b": "receive prefetch",
     r"\bequipment\b": "rank context",
-    r"\bdata sheet of devices\b|\bdata_sheets\b": "device specs",
     r"\bdice\b": "random generator",
     r"\bsums? of (?:the )?gradients?\b|\bgradient sums?\b": "gradient all-reduce, or synchronisation",
     r"\bcritical chains?\b": "critical path",
     r"\brepack\w*\b": "large neighbourhood search",
     r"\bcircle\b": "cycle",
 }
-# Pages that say how a plan is searched for are rewritten with the search itself.
-EXAMPLE_PATHS = {"before", "one_at_a_time", "static_mesh", "guard", "convolution_rules", "schedule_mine"}
+FILE = re.compile(r"(?<![\w/.~-])(?:\w+/)*\w+\.py\b")
+READERS_OWN = {"model", "my_model", "mine", "schedule_mine"}  # files of whoever reads
 
 
 def name_of(page: Path) -> str:
@@ -43,7 +44,7 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """Every file that a page links to, and the heading there, as it is written in a link; the page itself for ``#x``."""
+    """Every file that a page links to, and the heading there as links write it; the page itself for ``#x``."""
     for target in LINK.findall(prose(page)):
         if "://" not in target:
             path, _, anchor = target.partition("#")
@@ -71,27 +72,38 @@ def test_every_page_is_in_the_index() -> None:
     assert INDEX in {target for target, _ in links(ROOT / "README.md")}
 
 
+def made_by_following(page: Path) -> set[str]:
+    """The files that a worked example makes."""
+    return {block.path for block in blocks(page) if block.path is not None}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    made = made_by_following(page)
     for path in PATH.findall(prose(page)):
-        if Path(path).stem in EXAMPLE_PATHS and page.stem.startswith("add_"):
-            continue
-        assert (ROOT / path).exists() or _is_made_by_following(page, path), f"{page.name} speaks of {path}"
+        ours = any(own == path or own.startswith(f"{path}/") for own in made)
+        assert ours or (ROOT / path).exists() or Path(path).stem in READERS_OWN, f"{page.name} speaks of {path}"
 
 
-def _is_made_by_following(page: Path, path: str) -> bool:
-    return f"New file `{path}" in page.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_python_file_that_a_page_names_is_one_of_ours(page: Path) -> None:
+    known = {path.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).rglob("*.py")}
+    known |= made_by_following(page)
+    for name in FILE.findall(prose(page)):
+        ours = any(path == name or path.endswith(f"/{name}") for path in known)
+        assert ours or Path(name).stem in READERS_OWN, f"{page.name} speaks of {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+    made = {path.removesuffix(".py").replace("/", ".") for path in made_by_following(page)}
     known = modules()
     folders = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
-    for name in NAME.findall(page.read_text(encoding="utf-8")):
-        module = name if name in known or name in folders else name.rpartition(".")[0]
-        assert module in known or module in folders, f"{page.name} speaks of {name}"
-        if module in known and module != name:
-            source, attribute = known[module].read_text(encoding="utf-8"), name.rpartition(".")[2]
+    for name in set(NAME.findall(page.read_text(encoding="utf-8"))) - made - folders - set(known):
+        module, _, attribute = name.rpartition(".")
+        assert module in made | folders | set(known), f"{page.name} speaks of {name}"
+        if module in known:
+            source = known[module].read_text(encoding="utf-8")
             assert re.search(rf"\b{attribute}\b", source), f"{page.name} speaks of {name}"
 
 
