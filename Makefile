@@ -43,7 +43,7 @@ format: $(READY) ## rewrite the sources in the house's format
 	$(BIN)/ruff format .
 
 docs: $(READY) ## check the documentation: links, names, words, and the worked examples step by step
-	$(BIN)/python -m pytest -q tests/house/test_docs.py tests/house/test_worked_examples.py
+	$(BIN)/python -m pytest -q tests/house/test_docs.py tests/docs
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

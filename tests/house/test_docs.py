@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.test_house import FLOORS, ROOT, modules
-from tests.house.worked_examples import blocks
+from tests.docs.worked_examples import blocks
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
 INDEX = ROOT / "docs" / "README.md"

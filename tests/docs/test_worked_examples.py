@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.worked_examples import ROOT, changed, follow, scratch_copy
+from tests.docs.worked_examples import ROOT, changed, follow, scratch_copy
 
 PAGES = sorted((ROOT / "docs").glob("add_*.md"))
 
