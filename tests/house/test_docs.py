@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_house import FLOORS, ROOT, modules
 from tests.docs.worked_examples import blocks
+from tests.house.test_house import FLOORS, ROOT, modules
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
 INDEX = ROOT / "docs" / "README.md"
