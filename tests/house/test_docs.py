@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from arachnec.cli import group
 from tests.docs.worked_examples import blocks
 from tests.house.test_house import FLOORS, ROOT, modules
 
@@ -31,6 +33,8 @@ DIALECT = {
     r"\bcircle\b": "cycle",
 }
 FILE = re.compile(r"(?<![\w/.~-])(?:\w+/)*\w+\.py\b")
+COMMAND = re.compile(r"^(?:\$ )?arachnec ([a-z]+)((?:.*\\\n)*.*)$", re.M)
+OPTION = re.compile(r"(?<=\s)--?[a-z][a-z-]*")
 READERS_OWN = {"model", "my_model", "mine", "schedule_mine"}  # files of whoever reads
 
 
@@ -105,6 +109,19 @@ def test_every_module_that_a_page_names_is_there(page: Path) -> None:
         if module in known:
             source = known[module].read_text(encoding="utf-8")
             assert re.search(rf"\b{attribute}\b", source), f"{page.name} speaks of {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_that_a_page_types_is_there_with_its_options(page: Path) -> None:
+    for name, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, f"{page.name} types `arachnec {name}`"
+        if isinstance(command, click.Group):
+            command = command.commands[rest.split()[0]]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        typed = rest if "\\" in rest else rest.partition("  ")[0]  # behind two blanks stands what it does
+        unknown = set(OPTION.findall(typed)) - known
+        assert not unknown, f"{page.name} types `arachnec {name} {' '.join(unknown)}`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
