@@ -1,7 +1,7 @@
 """One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
-and one sum over the ranks, at ``reduce``, makes them whole (docs/architecture.md, "Partial gradients").
+and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
 """
 
 from __future__ import annotations
