@@ -81,7 +81,7 @@ def predicted() -> list[dict[str, object]]:
 def compared(placed: Module) -> dict[str, object]:
     """One plan, lowered with one sum at the end, with buckets, and turned round for them: steps in a row, simulated."""
     row: dict[str, object] = {}
-    for name, text in (("one_sum", ""), ("buckets", "bucket{turn=false},"), ("turned", "bucket,")):
+    for name, text in (("one_sum", ""), ("buckets", "bucket{reverse=false},"), ("turned", "bucket,")):
         module = Pipeline.parse(f"{text}lower,check").run(placed)
         simulation = simulate(module)
         row |= {f"{name}_ms": simulation.iteration_ms, f"{name}_exposed_ms": exposed(simulation)}

@@ -68,13 +68,13 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alpha-beta of the links: us and GB/s. ``sums``: GB/s of gradients that are summed over the ranks of a node."""
+    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node."""
 
     latency: float
     intra: float
     inter_latency: float | None = None
     inter: float | None = None
-    sums: float | None = None
+    all_reduce: float | None = None
 
 
 class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,9 +124,9 @@ def read_profile(path: str | Path) -> Profile:
     """Raises UserError where the file is missing, too large, or not a profile."""
     file = Path(path)
     if not file.is_file():
-        from arachnec.cluster.device_specs import DATA_SHEETS
+        from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DATA_SHEETS))))
+        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DEVICE_SPECS))))
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
@@ -166,7 +166,7 @@ def fit_profile(
     found = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
     links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found]) or links
     if links is not None:
-        links = msgspec.structs.replace(links, sums=fit_sums(links, synchronisation))
+        links = msgspec.structs.replace(links, all_reduce=fit_sums(links, synchronisation))
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in found
     ]

@@ -210,17 +210,17 @@ def two_cascades_on(ranks: tuple[int, ...]) -> Module:
     return lower(module_of(cluster(), clips, cascades))
 
 
-def test_collectives_in_another_order_on_one_rank_deadlock_and_the_circle_is_named() -> None:
+def test_collectives_in_another_order_on_one_rank_deadlock_and_the_cycle_is_named() -> None:
     module = two_cascades_on((1, 2))
     lists = lists_of(module)
     lists[2] = [*lists[2][2:4], *lists[2][:2], *lists[2][4:]]
     found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
     assert found.ranks == "[1, 2]"
-    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.circle
-    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.circle
+    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.cycle
+    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.cycle
 
 
-def test_a_circle_over_three_ranks_is_found() -> None:
+def test_a_cycle_over_three_ranks_is_found() -> None:
     clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(3)]
     groups = ((0, 1), (1, 2), (0, 2))
     when = ((0.0, 30.0), (30.0, 60.0), (60.0, 90.0))

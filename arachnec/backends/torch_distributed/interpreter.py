@@ -15,8 +15,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from arachnec.analysis.receive_prefetch import posting_order
-from arachnec.analysis.uses import Values, sums_inside
+from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.clock import Clock
@@ -103,7 +103,7 @@ class Iteration:
                 )
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
-        return cls(module, program, clips, specs, step, posting_order(Values(module), program, limit, given), given)
+        return cls(module, program, clips, specs, step, prefetch_receives(Values(module), program, limit, given), given)
 
 
 @dataclass
@@ -248,7 +248,7 @@ class _Walk:
     @cached_property
     def _sums_inside(self) -> dict[str, list[Instruction]]:
         """The sums that start inside the backward of a cascade."""
-        steps, found = self.iteration.program.instructions, sums_inside(self.iteration.program)
+        steps, found = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
         return {steps[index].target: [steps[number] for number in numbers] for index, numbers in found.items()}
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.analysis.receive_prefetch import planned_memory, posting_order
+from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import training_run
 from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
@@ -138,5 +138,5 @@ def test_receives_are_posted_later_where_values_from_the_last_step_take_the_room
     values = Values(module)
     assert planned_memory(values, program) == (3.0, 3.0, 5.0, 6.0)
     assert planned_memory(values, program, {"b"}) == (6.0, 6.0, 5.0, 6.0)
-    assert [len(posts) for posts in posting_order(values, program, 6.0)] == [1, 0, 0, 0]
-    assert [len(posts) for posts in posting_order(values, program, 6.0, {"b"})] == [0, 0, 1, 0]
+    assert [len(posts) for posts in prefetch_receives(values, program, 6.0)] == [1, 0, 0, 0]
+    assert [len(posts) for posts in prefetch_receives(values, program, 6.0, {"b"})] == [0, 0, 1, 0]
