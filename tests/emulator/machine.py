@@ -269,7 +269,10 @@ class Machine:
             return f"rank {rank}: its host waits for the whole device before {action.text}", self._busy(rank)
         if isinstance(action, Connect):
             absent = next(m for m in action.members if m not in self._called[action.connection])
-            return f"rank {rank}: its host connects for {action.text}, which rank {absent} has not called", ("host", absent)
+            return f"rank {rank}: its host connects for {action.text}, which rank {absent} has not called", (
+                "host",
+                absent,
+            )
         assert isinstance(action, Await)
         missing = "posted" if "sent" in self._half[action.message] else "sent"
         other = self._other_side(action.message, missing)
