@@ -20,11 +20,11 @@ LAYERS = 2  # of a model's blocks that are told apart
 
 @dataclass(frozen=True)
 class Backend:
-    """How handoffs travel. A lazy connection blocks the host at its first use, a blocking send every time."""
+    """How handoffs travel. A lazy connection blocks the host at its first use, a blocking handoff every time."""
 
     handoffs: str = "host"  # or "device"
     lazy: bool = False
-    blocking_sends: bool = False  # over the host's network, as gloo's send does
+    blocking: bool = False  # the host waits in every send and receive, as gloo's plain ones make it
 
 
 def actions_of(values: Values, posted: Mapping[int, Posted], backend: Backend) -> dict[int, list[Action]]:
@@ -130,7 +130,7 @@ class _Host:
             yield from self._connect(text, ("gloo", frozenset((self.rank, target))), (self.rank, target))
             yield Fence(text, "copies", COMPUTE)
             yield Send(text, message, "copies")
-            if self.backend.blocking_sends:
+            if self.backend.blocking:
                 yield Await(text, message)
         else:
             yield from self._transfer(text, message, self.rank, target)
@@ -142,6 +142,8 @@ class _Host:
         if self.backend.handoffs == "host":
             yield from self._connect(text, ("gloo", frozenset((source, self.rank))), (source, self.rank))
             yield Post(text, message)
+            if self.backend.blocking:
+                yield Await(text, message)
         else:
             yield from self._transfer(text, message, source, self.rank)
         self.coming.add(step.target)
