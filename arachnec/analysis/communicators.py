@@ -7,6 +7,7 @@ all-reduces have their own, because they run beside those. A device-to-device ha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
@@ -14,12 +15,24 @@ from arachnec.ir.nodes import Cluster, Instruction, Program, integer
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
+COLLECTIVE = ("encode", "forward", "denoise", "reduce")  # a backward uses its forward's
 COMMUNICATOR_MIB = 64  # of device memory each: tens to a hundred by NCCL's buffers, never measured here
 
 
 def communicators(program: Program, model: ExecutionModel) -> frozenset[Communicator]:
     """Every communicator that this rank is a member of."""
-    return frozenset(name for step in program.instructions for name in _of(step, program.rank, model))
+    names: set[Communicator] = set()
+    for step in program.instructions:
+        if len(step.peers) > 1 and step.op in COLLECTIVE:
+            names.update(_of_group(step, program.rank))
+        elif model.handoffs == "device" and step.op in ("send", "receive"):
+            names.add(handoff_channel(step, program.rank))
+    return frozenset(names)
+
+
+def handoff_channel(step: Instruction, rank: int) -> Communicator:
+    """That of a send or receive from device to device: from whom, to whom."""
+    return ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
 
 
 def communicator_gib(cluster: Cluster | None, program: Program, model: ExecutionModel) -> float:
@@ -43,16 +56,16 @@ def grid(step: Instruction) -> tuple[int, int]:
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 
 
-def _of(step: Instruction, rank: int, model: ExecutionModel) -> Iterator[Communicator]:
-    if step.op in ("send", "receive"):
-        if model.handoffs == "device":
-            yield ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
-    elif len(step.peers) < 2:
-        return
-    elif step.op == "reduce":
+def _of_group(step: Instruction, rank: int) -> Iterator[Communicator]:
+    if step.op == "reduce":
         yield "all-reduce", frozenset(step.peers)
     elif step.op == "encode":
         yield "cascade", frozenset(step.peers)
-    elif step.op in ("forward", "denoise"):
-        groups = subgroups(step.peers, *grid(step))
-        yield from (("cascade", frozenset(group)) for group in groups if len(group) > 1 and rank in group)
+    else:
+        yield from (("cascade", group) for group in _groups(step.peers, *grid(step)) if rank in group)
+
+
+@lru_cache(maxsize=4096)
+def _groups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[frozenset[int], ...]:
+    """The groups of several ranks, each once: every rank of a cascade asks for the same."""
+    return tuple(dict.fromkeys(frozenset(group) for group in subgroups(ranks, ulysses, ring) if len(group) > 1))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.analysis.communicators import communicators
+from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel
 from arachnec.analysis.receive_prefetch import Posted
 from arachnec.analysis.uses import Values, written
@@ -60,25 +60,25 @@ def check_device_limits(values: Values, model: ExecutionModel, posted: Mapping[i
 
 def _pending(values: Values, model: ExecutionModel, program: Program, posted: Posted) -> Iterator[TooManyPending]:
     """Where too many communicators have a kernel that may wait for another rank."""
-    pending: dict[str, set[object]] = {}  # the communicators, by the value or stage that is under way on them
+    pending: dict[str, set[Communicator]] = {}  # the communicators, by the value or stage that is under way on them
     for step, receives in zip(program.instructions, posted, strict=True):
-        for started in (*receives, step):
-            for name in _starts(started, program.rank, model):
-                pending.setdefault(started.target, set()).add(name)
-        busy = set().union(*pending.values()) if pending else set()
+        started = [(one.target, name) for one in (*receives, step) for name in _starts(one, program.rank, model)]
+        for target, name in started:
+            pending.setdefault(target, set()).add(name)
+        busy = set().union(*pending.values()) if started else set()
         if len(busy) >= HARDWARE_QUEUES:
             yield TooManyPending(step.span, program.rank, len(busy), written(step), HARDWARE_QUEUES)
             return
-        for target in _waits(values, step):
+        for target in _waits(values, step) if pending else ():
             pending.pop(target, None)
 
 
-def _starts(step: Instruction, rank: int, model: ExecutionModel) -> Iterator[object]:
+def _starts(step: Instruction, rank: int, model: ExecutionModel) -> Iterator[Communicator]:
     """The communicator on which an instruction leaves a kernel behind that it does not wait for."""
     if step.op == "reduce" and len(step.peers) > 1:
         yield "all-reduce", frozenset(step.peers)
     elif model.handoffs == "device" and step.op in ("send", "receive"):
-        yield ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
+        yield handoff_channel(step, rank)
 
 
 def _waits(values: Values, step: Instruction) -> tuple[str, ...]:
