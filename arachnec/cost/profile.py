@@ -124,9 +124,9 @@ def read_profile(path: str | Path) -> Profile:
     """Raises UserError where the file is missing, too large, or not a profile."""
     file = Path(path)
     if not file.is_file():
-        from arachnec.cluster.device_specs import DATA_SHEETS
+        from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DATA_SHEETS))))
+        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DEVICE_SPECS))))
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))

@@ -1,4 +1,4 @@
-"""The executable: a folder that ``arachnec compile`` writes and ``arachnec run`` takes.
+"""The executable: the folder that ``arachnec compile`` writes and ``arachnec run`` reads.
 
 =================== ========================================================================================
 program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
@@ -11,7 +11,7 @@ profile.json        the measured costs the plan was made with, where there are s
 timeline.html       the plan to be looked at: see docs/show_and_explain.md
 =================== ========================================================================================
 
-Nothing in it is a pickle. What is read is held to a schema and to a size.
+Nothing in it is a pickle. Every file is checked against a schema and a size limit when it is read.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def write_executable(
 
 def demand_folder(folder: Path) -> None:
     """Raises OSError for a folder that is not there and cannot be made, or not be written to; leaves nothing behind."""
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=place):
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder)) from None
@@ -190,13 +190,13 @@ def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
     """The pipeline's text with every profile file it names under a name in the folder, and those files' texts."""
     texts: dict[str, str] = {}
 
-    def renamed(found: re.Match[str]) -> str:
-        path = Path(json.loads(found[1])) if found[1].startswith('"') else Path(found[1])
+    def renamed(option: re.Match[str]) -> str:
+        path = Path(json.loads(option[1])) if option[1].startswith('"') else Path(option[1])
         if not path.is_file():
-            return found[0]  # the name of a data sheet
+            return option[0]  # the name of device specs
         text = path.read_text(encoding="utf-8")
-        known = next((name for name, other in texts.items() if other == text), None)
-        name = known or ("profile.json" if not texts else f"profile_{len(texts)}.json")
+        earlier = next((name for name, other in texts.items() if other == text), None)
+        name = earlier or ("profile.json" if not texts else f"profile_{len(texts)}.json")
         texts[name] = text
         return f"profile={name}"
 
@@ -234,13 +234,13 @@ def iteration_of(traced: Module, number: int) -> Module:
 
 def versions() -> dict[str, str]:
     """What the ranks must agree on besides the files."""
-    found = {"arachnec": __version__, "python": platform.python_version()}
+    versions = {"arachnec": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_header(folder: Path) -> Header:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, quantity
+from arachnec.ir.values import Formula, Term, Value
 
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
@@ -26,13 +27,6 @@ def clip_time(cascade: Cascade) -> float | None:
     """Measured ms per clip on one rank, from an encode cascade's ``per_clip``, which replaces the stage's formula."""
     value = cascade.attrs.get("per_clip")
     return None if value is None else quantity(value)
-
-
-def considered(legal: tuple[int, ...]) -> tuple[int, ...]:
-    """Of ascending degrees all up to 64, multiples of 8 up to 256, multiples of 32 beyond, and the last."""
-    return tuple(
-        degree for degree in legal if degree <= 64 or degree == legal[-1] or degree % (8 if degree <= 256 else 32) == 0
-    )
 
 
 def crowding(cluster: Cluster) -> float:
@@ -68,3 +62,32 @@ def token_bytes(stage: Stage, tokens: int) -> float | None:
     """Bytes of ``tokens`` tokens between two blocks, in the parameters' precision; None where ``hidden`` is unknown."""
     hidden = stage.attrs.get("hidden")
     return element_bytes(stage) * hidden * tokens if isinstance(hidden, int) else None
+
+
+def count_in(stage: Stage, name: str) -> int:
+    """A whole number that the stage says of itself, such as ``heads``; 0 where it says none."""
+    value = stage.attrs.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def formula_in(stage: Stage, name: str) -> Formula | None:
+    """A formula that the stage says of itself, such as ``saved``; None where it says none."""
+    value = stage.attrs.get(name)
+    return value if isinstance(value, Formula) else None
+
+
+def evaluated(stage: Stage, name: str, cascade: Cascade) -> float:
+    """The stage's formula ``name`` for a cascade on one rank, in the formula's unit; 0 where it has none."""
+    formula = formula_in(stage, name)
+    return formula(B=cascade.batch, S=cascade.tokens, T=cascade.text) if formula else 0.0
+
+
+def term_value(term: Term, cascade: Cascade) -> float:
+    """One term of a formula for a cascade."""
+    sizes = {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}
+    return term.coefficient * math.prod(float(sizes[symbol]) ** power for symbol, power in term.powers)
+
+
+def gib(value: Value | None) -> float:
+    """An attribute in GiB; 0 where it is absent."""
+    return quantity(value) if value is not None else 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     Profile,
     StageNotProfiled,
@@ -64,11 +64,11 @@ class Annotate(Pass):
     def run(self, module: Module) -> Module:
         if module.cluster is None:
             raise UserError(NoCluster(None))
-        sheet = find_data_sheet(self.profile) if self.profile and not Path(self.profile).is_file() else None
+        sheet = find_device_specs(self.profile) if self.profile and not Path(self.profile).is_file() else None
         if sheet is not None:
             flops, overhead = sheet.sustained, sheet.block_overhead
         else:
-            known = find_data_sheet(str(module.cluster.attrs.get("device")))
+            known = find_device_specs(str(module.cluster.attrs.get("device")))
             flops = quantity(module.cluster.attrs["flops"])
             overhead = known.block_overhead if known else BLOCK_OVERHEAD
         profile = read_profile(self.profile) if self.profile and sheet is None else None

@@ -1,4 +1,4 @@
-"""What can be wrong with a model that is traced, and how a node of its graph points back at the user's source line."""
+"""Errors of tracing, and the source line of the user's model that a node of its graph comes from."""
 
 from __future__ import annotations
 

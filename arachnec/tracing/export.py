@@ -1,4 +1,4 @@
-"""One block through ``torch.export``: flat tensors in and out, every moving dimension a symbol, nothing in place."""
+"""Export of one block. In: a block and its call. Out: a functional graph of flat tensors with symbolic dimensions."""
 
 from __future__ import annotations
 
@@ -132,11 +132,11 @@ def _interleaved(graph: fx.Graph) -> None:
         _, odd, *start_odd = last.args
         assert isinstance(base, fx.Node) and isinstance(even, fx.Node) and isinstance(odd, fx.Node)
         dim = int(start_even[0]) if start_even else 0  # type: ignore[arg-type]
-        whole = base.meta["val"].shape[dim]
-        if base.target not in EMPTIES or not isinstance(whole, int) or whole % 2:
+        size = base.meta["val"].shape[dim]
+        if base.target not in EMPTIES or not isinstance(size, int) or size % 2:
             continue
         ends = ((dim, 0, 2), (dim, 1, 2))
-        if [_every(start_even, whole), _every(start_odd, whole)] != [*ends]:
+        if [_strided(start_even, size), _strided(start_odd, size)] != [*ends]:
             continue
         dim %= base.meta["val"].ndim
         with graph.inserting_before(last):
@@ -151,10 +151,10 @@ def _dead(node: fx.Node) -> int:
     return sum(not user.users for user in node.users)
 
 
-def _every(where: Sequence[Any], whole: int) -> tuple[int, int, int] | None:
-    """Dimension, start and step of a slice's arguments that reach to the end."""
-    dim, start, end, step = list(where) + [0, 0, None, 1][len(where) :]
-    return (dim, start or 0, step) if end is None or end >= whole else None
+def _strided(arguments: Sequence[Any], size: int) -> tuple[int, int, int] | None:
+    """Dimension, start and step of a slice that reaches to the end; None for another."""
+    dim, start, end, step = list(arguments) + [0, 0, None, 1][len(arguments) :]
+    return (dim, start or 0, step) if end is None or end >= size else None
 
 
 def _inserted(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Calls of the model for clips that need not exist: small ones to record with, large ones to count tokens of."""
+"""Calls of the model for clips that need not exist: small ones to record, large ones to count tokens."""
 
 from __future__ import annotations
 
@@ -127,16 +127,16 @@ class _Probe:
         self.model, self.source, self.encoders, self.like = model, source, encoders, like
         self.device = "meta" if is_meta(model) else str(next(iter(model.parameters()), torch.empty(0)).device)
         self.repeats = Repeats(model, find_blocks(model))
-        self.made: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
+        self.calls: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
 
     def arguments(self, shape: tuple[int, ...], text: int) -> dict[str, Any]:
-        if (shape, text) not in self.made:
+        if (shape, text) not in self.calls:
             clip = replace(
                 self.like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
                 caption="a" * max(1, text - 1), encoded={},
             )  # fmt: skip
-            self.made[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
-        return self.made[shape, text]
+            self.calls[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
+        return self.calls[shape, text]
 
     def takes(self, shape: tuple[int, ...], text: int) -> Exception | None:
         """None if the model runs on such a clip, else what it raised."""
@@ -153,15 +153,15 @@ def _shapes(probe: _Probe, clips: Sequence[VideoClip]) -> tuple[tuple[int, ...],
     text = min((clip.text_tokens for clip in clips), default=CAPTIONS[0])
     error = None
     for shapes in _families(clips):
-        found = []
+        accepted = []
         for shape in shapes:
             error = probe.takes(shape, text)
             if error is None:
-                found.append(shape)
-            elif not found:
+                accepted.append(shape)
+            elif not accepted:
                 break
-        if len(found) > 1:
-            return found[0], found[1:]
+        if len(accepted) > 1:
+            return accepted[0], accepted[1:]
     if isinstance(error, UserError):  # it says itself what is wrong, and where
         raise error
     raise UserError(_cannot(probe.source, clips, error)) from error
@@ -178,11 +178,11 @@ def _families(clips: Sequence[VideoClip]) -> Iterator[Sequence[tuple[int, ...]]]
 
 def _texts(probe: _Probe, base: tuple[int, ...], clips: Sequence[VideoClip]) -> tuple[int, ...]:
     """Two caption lengths that the model takes, or the one that it takes."""
-    given = sorted({clip.text_tokens for clip in clips})
-    for pair in (CAPTIONS, tuple(given[:2])):
+    lengths = sorted({clip.text_tokens for clip in clips})
+    for pair in (CAPTIONS, tuple(lengths[:2])):
         if len(pair) == 2 and all(probe.takes(base, text) is None for text in pair):
             return pair
-    return (given[0],) if given else CAPTIONS[:1]
+    return (lengths[0],) if lengths else CAPTIONS[:1]
 
 
 def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
