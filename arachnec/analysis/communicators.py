@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
-from arachnec.ir.nodes import Cluster, Instruction, Program, integer
+from arachnec.analysis.uses import Values
+from arachnec.ir.nodes import Instruction, Program, integer
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
@@ -35,11 +36,18 @@ def handoff_channel(step: Instruction, rank: int) -> Communicator:
     return ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
 
 
-def communicator_gib(cluster: Cluster | None, program: Program, model: ExecutionModel) -> float:
-    """GiB of device memory that this rank's communicators take; 0 on CPUs. The group of all ranks counts as one."""
+def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
+    """GiB of device memory that this rank's communicators take; 0 on CPUs.
+
+    The group of all ranks counts as one, and where something is trained its all-reduces as another at least: a planner
+    asks before they are in the program.
+    """
+    cluster = values.module.cluster
     if cluster is None or cluster.world == 1 or cluster.attrs.get("device") == "cpu":
         return 0.0
-    return (1 + len(communicators(program, model))) * COMMUNICATOR_MIB / 1024
+    names = communicators(program, model)
+    synchronised = any(name[0] == "all-reduce" for name in names)
+    return (1 + len(names) + (bool(values.trained) and not synchronised)) * COMMUNICATOR_MIB / 1024
 
 
 def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> Iterator[tuple[int, ...]]:

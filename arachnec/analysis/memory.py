@@ -36,7 +36,7 @@ def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HA
 def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Iterator[Usage]:
     """What a rank holds during every instruction of its list, in order."""
     state = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
-    communicators = communicator_gib(values.module.cluster, program, model)
+    communicators = communicator_gib(values, program, model)
     yield Usage(program.rank, -1, state, communicators=communicators)
     last = values.last_saved_reads(program)
     saved: dict[str, float] = {}

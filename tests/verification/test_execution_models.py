@@ -20,13 +20,13 @@ from arachnec.analysis.memory import high_water
 from arachnec.analysis.receive_prefetch import in_place, posted_receives, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
+from arachnec.ir.nodes import Clip, Cluster, Instruction, Level, Module, Phase, Program
 from arachnec.ir.values import Attributes
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
 from arachnec.verification.deadlock import Deadlock, PrefetchDeadlock
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams
-from tests.passes.plans import cluster, module_of, placed_modules, timed
+from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
 IN_PLACE = ExecutionModel("device", "in-place")
 FORMER = ExecutionModel("device", "prefetched")
@@ -132,9 +132,17 @@ def test_communicators_are_the_groups_of_cascades_and_of_all_reduces_and_one_per
     sums = {("all-reduce", frozenset((0, 1, 2, 3)))}
     assert communicators(program, HOST_HANDOFFS) == groups | sums
     assert communicators(program, DEVICE_HANDOFFS) == groups | sums | {("handoff", 0, 1), ("handoff", 1, 0)}
-    assert communicator_gib(cluster(1, 4), program, HOST_HANDOFFS) == 5 * COMMUNICATOR_MIB / 1024
-    cpus = cluster(1, 4)
-    assert communicator_gib(replace(cpus, attrs=cpus.attrs.updated(device="cpu")), program, HOST_HANDOFFS) == 0
+    devices = cluster(1, 4)
+    cpus = replace(devices, attrs=devices.attrs.updated(device="cpu"))
+
+    def count(pod: Cluster, program: Program) -> float:
+        values = Values(Module("m", Level.LOWERED, pod, stages=(DIT,)))
+        return communicator_gib(values, program, HOST_HANDOFFS) * 1024 / COMMUNICATOR_MIB
+
+    assert count(devices, program) == 5  # with that of all ranks
+    assert count(devices, Program(0, steps[:-1])) == 5  # the all-reduce will come
+    assert count(cpus, program) == 0
+    assert count(cluster(1, 1), Program(0, ())) == 0
 
 
 def test_communicators_are_charged_to_the_memory_of_a_rank() -> None:
