@@ -12,7 +12,7 @@ from tests.passes.plans import cluster
 
 FRAMES = (17, 33, 49, 65, 81)
 LATENT = ((0.35, 0), (0.60, 400), (0.90, 1560), (1.00, 3600))  # share of clips up to here, tokens of a latent frame
-PIPELINES = ("schedule-z3{steps=20},place", "schedule-static{degree=2},place")
+PIPELINES = ("schedule-z3{steps=5},place", "schedule-static{degree=2},place")
 
 
 def formula(unit: str, *terms: tuple[float, int]) -> Formula:
