@@ -211,7 +211,7 @@ def compile_ways(scratch: Path, ranks: int, mbit: float | None) -> tuple[list[tu
     jobs, predictions = [], {}
     for number, (way, (end, ahead)) in enumerate(WAYS.items()):
         pipeline = Pipeline.parse(start + end)
-        module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
+        module, planning_ms = arachnec.driver.plan_iteration(compiled.model, pipeline, 0)
         plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
         jobs.append((way, str(plan.write(scratch / f"way{number}")), ahead))
         simulation = simulate(module)

@@ -24,7 +24,7 @@ from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import node_of
 from arachnec.cost.communication import Communication
 from arachnec.cost.compute import Compute
-from arachnec.cost.degrees import legal_degrees, tried_degrees
+from arachnec.cost.degrees import legal_degrees
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, CHEAPEST_RECOMPUTING, Attention, Strategy
 from arachnec.ir.nodes import Cascade, Stage
@@ -63,12 +63,8 @@ class CostTable:
         return Communication(self.stages, self.devices.cluster)
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
-        """Degrees at which the cascade can run on the cluster, ascending; memory is not asked."""
-        return legal_degrees(cascade, self.stages[cascade.stage], self.devices.cluster.world)
-
-    def tried_degrees(self, cascade: Cascade) -> tuple[int, ...]:
-        """The legal degrees that schedulers try, ascending; memory is not asked."""
-        return tried_degrees(cascade, self.legal_degrees(cascade))
+        """Degrees at which the cascade may run on the cluster, ascending; memory is not asked."""
+        return legal_degrees(cascade, self.stages[cascade.stage], self.devices.cluster)
 
     def entry(
         self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None, strategy: Strategy = CHEAPEST
@@ -97,13 +93,13 @@ class CostTable:
         return self.entry(cascade, degree, ranks, CHEAPEST_RECOMPUTING if recompute else CHEAPEST)
 
     def options(self, cascade: Cascade) -> Mapping[int, Entry]:
-        """Rows by degree, ascending: of those that schedulers try the ones that fit and beat every smaller degree."""
+        """Rows by degree, ascending: of the legal degrees those that fit and beat every smaller one."""
         key = (*shape_of(cascade), self.memory.received(cascade))
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = {}
             least = math.inf
-            for degree in self.tried_degrees(cascade):
+            for degree in self.legal_degrees(cascade):
                 entry = self.fitting(cascade, degree)
                 if entry is not None and entry.time < least:
                     options[degree] = entry

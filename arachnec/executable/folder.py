@@ -2,8 +2,9 @@
 
 =================== ========================================================================================
 program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
-traced.cascade      cluster, stages and every clip of the manifest with its iteration: what later steps are planned from
-graphs.cascade      the block graphs; where they have fused regions, every run executes those
+traced.cascade      cluster, stages, graphs and every clip of the manifest with its iteration: what later steps are
+                    planned from, with the passes of scope `model` first
+graphs.cascade      the graphs of blocks after those passes; where they have fused regions, every run executes those
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
@@ -128,13 +129,15 @@ def write_executable(
     pipeline: str,
     model_file: ModelFile,
     clips: Sequence[VideoClip],
+    graphs: Sequence[Graph] | None = None,
     training: Training | None = None,
     load: Sequence[Path] = (),
     extra: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
-    ``clips`` in the order of their ids in the IR. ``extra`` are more files by name, such as the report. Raises
+    ``clips`` in the order of their ids in the IR; ``graphs`` as the passes of scope ``model`` left them, where they
+    are not those of ``traced``. ``extra`` are more files by name, such as the report. Raises
     ``UserError`` for training options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
@@ -143,8 +146,8 @@ def write_executable(
     pipeline, profiles = own_profiles(pipeline)
     texts = {
         PROGRAM: print_module(program),
-        TRACED: print_module(replace(traced, graphs=())),
-        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=traced.graphs)),
+        TRACED: print_module(traced),
+        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=tuple(traced.graphs if graphs is None else graphs))),
         MODEL: model_file.path.read_text(encoding="utf-8"),
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
@@ -226,10 +229,10 @@ def read_executable(folder: Path) -> Executable:
     )
 
 
-def iteration_of(traced: Module, number: int) -> Module:
-    """The traced module of one global batch."""
-    clips = tuple(clip for clip in traced.clips if clip.attrs.get("iteration", 0) == number)
-    return replace(traced, name=f"iteration_{number}", clips=clips, graphs=())
+def iteration_of(model: Module, number: int) -> Module:
+    """One global batch of a traced module, without its graphs."""
+    clips = tuple(clip for clip in model.clips if clip.attrs.get("iteration", 0) == number)
+    return replace(model, name=f"iteration_{number}", clips=clips, graphs=())
 
 
 def versions() -> dict[str, str]:

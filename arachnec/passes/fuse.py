@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.ir.nodes import Fused, Graph, Level, Module
 from arachnec.ir.values import Attributes, Formula, Term
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 
 if TYPE_CHECKING:
     import sympy
@@ -32,6 +32,7 @@ class Fuse(Pass):
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def run(self, module: Module) -> Module:
         from arachnec.fusion.shape_constraints import likely_sizes

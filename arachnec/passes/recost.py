@@ -15,7 +15,6 @@ from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.every_degree import bound_over_every_degree
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.placement import in_order
 from arachnec.solver.bound import lower_bound
@@ -43,7 +42,7 @@ class Recost(Pass):
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
         problem = problem_of(costed, cost)
         # the problem rounds each time up by less than a tick
-        least = max(0, bound_over_every_degree(costed, cost, problem, lower_bound(problem)) - len(problem.jobs))
+        least = max(0, lower_bound(problem) - len(problem.jobs))
         bound = min(makespan, least / TICKS)
         return replace(
             costed,

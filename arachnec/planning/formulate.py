@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,7 +14,6 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.stage_sizes import shape_of, times_of
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.planning.every_degree import bound_over_every_degree, ticks_of
 from arachnec.planning.handoff_memory import in_turn
 from arachnec.planning.validate import validate_schedule
 from arachnec.solver.bound import lower_bound
@@ -126,7 +126,7 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     options = cost.table.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
     choices: list[Choice] = []
     for degree, entry in options.items():
-        ticks = ticks_of(entry.time)
+        ticks = max(1, math.ceil(entry.time * TICKS - 1e-6))
         if not choices or ticks < choices[-1].ticks:
             choices.append(Choice(degree, ticks, entry.recompute))
     if not choices and cost.table.options(cascade):
@@ -179,23 +179,7 @@ def scheduled(module: Module, cost: CostModel, problem: Problem, solution: Solut
         decided(cascade, cost, choice.degree, choice.recompute, start / TICKS, (start + choice.ticks) / TICKS)
         for cascade, choice, start in zip(module.cascades, picked, schedule.starts, strict=True)
     )
-    solution = over_every_degree(module, cost, problem, solution)
     return _at_level_scheduled(module, cascades, solution, schedule.makespan(problem) / TICKS)
-
-
-def over_every_degree(module: Module, cost: CostModel, problem: Problem, solution: Solution) -> Solution:
-    """The solution with bounds that hold for every legal degree, not only for those of the problem."""
-    bound = bound_over_every_degree(module, cost, problem, solution.area_bound)
-    if bound == solution.area_bound and not has_untried(module, cost):
-        return solution
-    proved = solution.schedule.makespan(problem) <= bound
-    return replace(solution, area_bound=bound, bound=bound, proved=proved)
-
-
-def has_untried(module: Module, cost: CostModel) -> bool:
-    """Whether a cascade has legal degrees that schedulers do not try."""
-    table = cost.table
-    return any(len(table.tried_degrees(cascade)) < len(table.legal_degrees(cascade)) for cascade in module.cascades)
 
 
 def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, tuple[float, float]]) -> Module:
@@ -216,7 +200,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     )
     makespan = max((end for _, end in times.values()), default=0.0)
     # the problem rounds each time up by less than a tick, which these times need not do
-    bound = max(0, bound_over_every_degree(module, cost, problem, lower_bound(problem)) - len(problem.jobs))
+    bound = max(0, lower_bound(problem) - len(problem.jobs))
     proved = makespan * TICKS <= bound
     solution = Solution(Schedule((), ()), bound, bound, proved)
     planned = _at_level_scheduled(module, cascades, solution, makespan)

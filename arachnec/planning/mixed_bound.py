@@ -18,7 +18,6 @@ from arachnec.cluster.topology import host_of, intra_of, machines, node_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.ir.stage_sizes import shape_of
-from arachnec.planning.every_degree import bound_over_every_degree, least_ticks, with_fastest_degree
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS, Problem
 
@@ -26,14 +25,13 @@ SCALE = 1000  # weights are whole numbers, the largest about this
 
 
 def bound_of(module: Module, cost: CostModel, problem: Problem) -> int:
-    """Ticks below which no schedule ends, whatever its legal degrees, and whether nodes differ or not."""
-    bound = bound_over_every_degree(module, cost, problem, lower_bound(problem))
+    """Ticks below which no schedule ends, whether nodes differ or not."""
+    bound = lower_bound(problem)
     return max(bound, mixed_bound(module, cost, problem, bound)) if cost.devices.kinds else bound
 
 
 def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> int:
     """Ticks below which no schedule ends on nodes that differ; ``low`` is a bound already."""
-    problem = with_fastest_degree(module, cost, problem)
     shapes: dict[tuple[object, ...], list[int]] = {}
     for index, cascade in enumerate(module.cascades):
         around = problem.heads[index] + problem.tails[index]
@@ -47,13 +45,7 @@ def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> 
     for (cascade, count), indices in zip(members, shapes.values(), strict=True):
         job, around = problem.jobs[indices[0]], problem.heads[indices[0]] + problem.tails[indices[0]]
         used = used_up(cascade, cost, kinds, weights, [choice.degree for choice in job.choices])
-        row = [(choice.ticks + around, count * least) for choice, least in zip(job.choices, used, strict=True)]
-        for degree in untried_degrees(cascade, cost):
-            ticks = least_ticks(cascade, degree, cost)
-            if ticks is not None:
-                uses = min(_uses(cascade, cost, degree, kinds, weights), default=0.0)
-                row.append((ticks + around, count * math.floor(uses * TICKS)))
-        rows.append(row)
+        rows.append([(choice.ticks + around, count * least) for choice, least in zip(job.choices, used, strict=True)])
     worth = sum(weight * len(kind.ranks) for weight, kind in zip(weights, kinds, strict=True))
 
     def possible(horizon: int) -> bool:
@@ -110,7 +102,7 @@ def weights_of(members: Sequence[tuple[Cascade, int]], cost: CostModel, kinds: S
 
 def _least_work(cascade: Cascade, cost: CostModel, kind: Kind) -> float:
     """Device ms on a kind; infinite where that cannot hold the cascade."""
-    degrees = (degree for degree in cost.table.tried_degrees(cascade) if degree <= len(kind.ranks))
+    degrees = (degree for degree in cost.legal_degrees(cascade) if degree <= len(kind.ranks))
     times = ((degree, least_time(cascade, cost, degree, kind, alone=True)) for degree in degrees)
     return min((degree * time for degree, time in times if time is not None), default=math.inf)
 
@@ -120,7 +112,7 @@ def used_up(
 ) -> list[int]:
     """Ticks times weights that a cascade uses up at least, at each degree or one up to the next that is listed."""
     least = []
-    tried = cost.table.tried_degrees(cascade)
+    tried = cost.legal_degrees(cascade)
     for degree, following in zip(degrees, [*degrees[1:], math.inf], strict=True):
         uses = (use for d in tried if degree <= d < following for use in _uses(cascade, cost, d, kinds, weights))
         least.append(math.floor(min(uses, default=0.0) * TICKS))
@@ -156,9 +148,3 @@ def least_time(cascade: Cascade, cost: CostModel, degree: int, kind: Kind, *, al
     if alone and degree <= min(len(kind.ranks), cost.cluster.gpus) and kind.packs:
         return cost.time(cascade, degree, ranks=kind.ranks[:degree], recompute=recompute)
     return cost.least_compute(cascade, degree, kind.slowdown, recompute=recompute)
-
-
-def untried_degrees(cascade: Cascade, cost: CostModel) -> list[int]:
-    """The legal degrees that schedulers do not try; memory is not asked."""
-    tried = set(cost.table.tried_degrees(cascade))
-    return [degree for degree in cost.legal_degrees(cascade) if degree not in tried]

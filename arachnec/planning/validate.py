@@ -35,8 +35,10 @@ def validate_schedule(module: Module) -> list[str]:
 
 def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostModel) -> list[str]:
     name, degree = f"%{cascade.name}", cascade.degree
-    if degree not in cost.legal_degrees(cascade):
-        return [f"{name}: degree {degree} is not legal"]
+    legal = cost.legal_degrees(cascade)
+    if degree not in legal:
+        nearest = [*[d for d in legal if d < degree][-1:], *[d for d in legal if d > degree][:1]]
+        return [f"{name}: degree {degree} is not legal, nearest are {' and '.join(map(str, nearest)) or 'none'}"]
     found = []
     if cascade.start < 0:
         found.append(f"{name} starts at {cascade.start} ms")

@@ -140,6 +140,7 @@ class CannotRecord(Diagnostic):
 @dataclass(frozen=True)
 class CannotTake(Diagnostic):
     title: ClassVar[str] = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
+    label: ClassVar[str] = "here"
     help: ClassVar[str] = "change the clip's size to one that the model's patches and strides divide, or leave it out"
     clip: str
     shape: str

@@ -7,6 +7,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from arachnec.tracing.record import training_mode, unflatten_call
 
 aten = torch.ops.aten
 PREFIX = "block."
-PASSES = "arachnec/passes"
+OURS = Path(__file__).parent
 FIXED_SIZE = (
     "let the block follow its sizes from the shapes of its tensors, without int(), math functions or numbers that the "
     "model passes in beside the tensors: what those make, the model can compute and pass in as a tensor"
@@ -238,27 +239,28 @@ def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
 
 def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:
     """The stack at which export makes a number of a size, by exporting once more; None where torch does not tell."""
-    stacks: list[str] = []
+    stacks: list[list[str]] = []
     original = ShapeEnv._set_replacement
 
     def listening(env: ShapeEnv, symbol: Any, target: Any, message: str) -> None:
         if target.is_Integer:
-            stacks.append("".join(f'File "{f.filename}", line {f.lineno}\n' for f in traceback.extract_stack()))
+            stacks.append(_users(traceback.extract_stack()[:-1]))  # less this function
         original(env, symbol, target, message)
 
     with patch.object(ShapeEnv, "_set_replacement", listening), contextlib.suppress(Exception):
         torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
-    lines = [line for line in (stacks[0].splitlines(keepends=True) if stacks else []) if f"{PASSES}/trace_" not in line]
-    return "".join(lines) or None
+    return "".join(stacks[0]) or None if stacks else None
 
 
 def _frames(error: BaseException) -> list[str]:
     chain: list[BaseException] = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
-    return [
-        f'File "{f.filename}", line {f.lineno}\n'
-        for e in reversed(chain)
-        for f in traceback.extract_tb(e.__traceback__)
-        if "/torch/" not in f.filename and "/arachnec/passes/" not in f.filename
-    ]
+    return [line for e in reversed(chain) for line in _users(traceback.extract_tb(e.__traceback__))]
+
+
+def _users(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """The lines of a stack that lie inside the block: below the last one of the tracer itself, and not torch's."""
+    last = max((number for number, f in enumerate(frames) if Path(f.filename).parent == OURS), default=-1)
+    inside = [f for f in frames[last + 1 :] if "/torch/" not in f.filename]
+    return [f'File "{f.filename}", line {f.lineno}\n' for f in inside]

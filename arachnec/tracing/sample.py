@@ -20,6 +20,7 @@ from arachnec.ir.span import Span
 from arachnec.models.file import ModelFile, line_span
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
+from arachnec.tracing.needs_values import needs_values
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, training_mode
 
 # Small pixel shapes that most models take: 8k + 1 frames, sides that are multiples of 32. All differ in everything.
@@ -43,7 +44,8 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Forward's keyword arguments for one clip; on the meta device nothing of the clip's size is allocated.
 
-    ``encoders`` are on the meta device: only the shapes of what they give are used. Raises ``UserError``.
+    ``encoders`` are on the meta device: only the shapes of what they give are used. A sample that looks at its numbers
+    gets numbers. Raises what ``sample`` raises.
     """
     shapes = {name: encoded_shape(encoder, clip) for name, encoder in encoders.items()}
     generator = torch.Generator("cpu").manual_seed(0)
@@ -55,10 +57,13 @@ def arguments_of(
                 encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
                 kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
             return _on(kwargs, device)
-        except Exception:  # a sample that looks at its numbers needs numbers
+        except Exception as error:
+            if not needs_values(error):
+                raise
             generator.manual_seed(0)
-    encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
-    kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
+    with torch.device("cpu"):  # numbers, also where the model is run on the meta device
+        encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
+        kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
     return _on(kwargs, device)
 
 
@@ -189,10 +194,10 @@ def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | 
     shape = " x ".join(map(str, (clips[0].frames, clips[0].height, clips[0].width) if clips else SMALL[0]))
     message = " ".join(str(error).split("\n")[0].split())
     reason = f"{type(error).__name__}: {message}".rstrip(": ") if error else "it has only one size of clip"
-    return CannotRecord(_raised_at(source, error), shape, reason)
+    return CannotRecord(raised_at(source, error), shape, reason)
 
 
-def _raised_at(source: ModelSource, error: Exception | None) -> Span | None:
+def raised_at(source: ModelSource, error: Exception | None) -> Span | None:
     """The innermost line of the model file that the error went through; else its ``sample``."""
     if not isinstance(source, ModelFile):
         return None

@@ -219,7 +219,7 @@ def _degrees(module: Module, cost: CostModel) -> list[str]:
 
 def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     legal = cost.legal_degrees(cascade)
-    tried = cost.table.tried_degrees(cascade)
+    tried = cost.legal_degrees(cascade)
     below = [degree for degree in tried if degree < cascade.degree]
     above = [degree for degree in tried if degree > cascade.degree]
     said = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."

@@ -15,7 +15,7 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.nvidia_tools import parse_matrix
 from arachnec.ir.nodes import Cluster, quantity
 
-MACHINES = Path(__file__).parents[1] / "passes" / "machines"
+MACHINES = Path(__file__).parent / "machines"
 
 
 def detected(tmp_path: Path, *files: str) -> tuple[Cluster, str]:

@@ -25,7 +25,7 @@ from arachnec.passes.check import find_problems
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
 from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongBucketLayers, WrongStart
 from arachnec.views.timeline import planned
-from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
+from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=100_000_000))
@@ -169,7 +169,7 @@ def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
 
 
 def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
-    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    clips = equal_clips()
     cascades = [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
     first, rest = sums(lowered.programs[0])
@@ -207,7 +207,7 @@ def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets
 
 
 def test_buckets_that_do_not_add_up_to_the_layers_are_refused() -> None:
-    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    clips = equal_clips()
     module = module_of(cluster(), clips, [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
     for buckets in ((3, 3), (11, -1), (11,), (5, 0, 5), (5, 5, -1, 1), ()):
         with pytest.raises(UserError) as caught:

@@ -22,7 +22,7 @@ from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
 from arachnec.verification import structure as structure
-from tests.passes.plans import cluster, module_of, placed_modules, timed
+from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
 Lists = dict[int, list[Instruction]]
 Places = list[tuple[int, int, Instruction]]
@@ -203,7 +203,7 @@ def test_a_clip_left_out_or_counted_twice_is_found(module: Module, data: st.Data
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    clips = equal_clips(2)
     cascades = [
         timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), ranks),
         timed("b", Phase.TRAIN, 1, 1000, (), (30.0, 60.0), ranks),
@@ -222,7 +222,7 @@ def test_collectives_in_another_order_on_one_rank_deadlock_and_the_cycle_is_name
 
 
 def test_a_cycle_over_three_ranks_is_found() -> None:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(3)]
+    clips = equal_clips(3)
     groups = ((0, 1), (1, 2), (0, 2))
     when = ((0.0, 30.0), (30.0, 60.0), (60.0, 90.0))
     cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), when[n], groups[n]) for n in range(3)]
@@ -234,7 +234,7 @@ def test_a_cycle_over_three_ranks_is_found() -> None:
 
 
 def test_ranks_that_send_to_each_other_first_deadlock() -> None:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    clips = equal_clips(2)
     cascades = [
         timed("e0", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
         timed("e1", Phase.ENCODE, 1, 1000, (), (0.0, 1.0), (1,)),

@@ -20,7 +20,7 @@ from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from tests.distributed.executor_cases import Work, clip, executable, lowered, plain_loop, traced
+from tests.distributed.executor_cases import Work, captured_once, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
 
 CLIPS = [clip(name, frames) for name, frames in zip("abcd", (1, 2, 3, 2), strict=True)]
@@ -64,7 +64,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
             notes.write("|")
         return step(self)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSums, "done", property(lambda _: not waits))
         patch.setattr(Optimizer, "step", noted)
         training_run.train(read_executable(folder), options, torch.device("cpu"))
