@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,25 @@ def cascade_loss(
 
     What is drawn for a clip follows from (seed, step, clip) alone.
     """
+    kwargs, target = batch_of(model_file, clips, encoded, training, step, device)
+    return batch_loss(model, model_file, kwargs, target)
+
+
+def batch_of(
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    encoded: Mapping[str, Tensor],
+    training: Training,
+    step: int,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[str, Any], Tensor]:
+    """The forward's keyword arguments and the target of a micro-batch of equal clips."""
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-    kwargs, target = make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
+    return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
+
+
+def batch_loss(model: nn.Module, model_file: ModelFile, kwargs: Mapping[str, Any], target: Tensor) -> Tensor:
+    """The mean loss of one prepared micro-batch, a scalar with its graph."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
     loss = model_file.loss(prediction_of(output), target)

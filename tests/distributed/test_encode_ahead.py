@@ -13,7 +13,7 @@ from arachnec.analysis.receive_prefetch import planned_memory, posting_order
 from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import training_run
 from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
-from arachnec.backends.torch_distributed.gradients import GradientSums
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
@@ -65,7 +65,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
         return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientSums, "done", property(lambda _: not waits))
+        patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))
         patch.setattr(Optimizer, "step", noted)
         training_run.train(read_executable(folder), options, torch.device("cpu"))
 

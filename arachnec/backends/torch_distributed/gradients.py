@@ -40,7 +40,7 @@ class LateGradient(Diagnostic):
 
 
 @dataclass
-class GradientSums:
+class GradientSynchronisation:
     """The sums of one iteration on one rank.
 
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds

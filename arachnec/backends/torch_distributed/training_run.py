@@ -18,12 +18,16 @@ from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, 
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.clock import Clock, Interval
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import directed_channels, wanted_groups, wanted_sums
+from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
@@ -89,9 +93,9 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
-        self._equipment = Equipment(
+        self._context = RankContext(
             rank=rank,
-            device=device,
+            runtime=DeviceRuntime.of(device),
             model_file=model_file,
             model=model,
             parameters=parameters,
@@ -99,12 +103,13 @@ class Trainer:
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
             groups=ProcessGroups(),
-            sum_groups=ProcessGroups(),
-            channels={},
+            gradient_groups=ProcessGroups(),
+            connections=HandoffConnections(),
+            threads=RankThreads(),
             training=training,
         )
         self._clips = dict(enumerate(executable.clips))
-        self._specs = Specs(model_file, self._equipment.encoders, device)
+        self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
         self.done = self._resume(options)
@@ -114,7 +119,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        return self._equipment.device
+        return self._context.device
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -124,16 +129,16 @@ class Trainer:
         iterations = self._executable.header.iterations
         iteration = number % iterations
         self.module = self._plan(number)
-        self._equip(self.module)
-        equipment = self._equipment
-        received = self._specs.received(self.module, program_of(self.module, equipment.rank), self._clips)
+        self._prepare(self.module)
+        context = self._context
+        received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = Iteration.of(self.module, equipment.rank, self._clips, received, number, given)
+        own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
         self._ahead = None if last else self._look_ahead(number + 1)
         exposed, self._waited = self._waited, 0.0
-        clock = Clock(equipment.rank, equipment.device)
+        clock = Clock(context.rank, context.runtime)
         started = time.perf_counter()
-        run = run_iteration(equipment, own, clock, _saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         return self._report(own, iteration, run, elapsed, exposed)
@@ -157,32 +162,30 @@ class Trainer:
         if module is None:
             return None
         limit = module.cluster.memory if module.cluster else 0.0
-        return Ahead.of(module, program_of(module, self._equipment.rank), limit)
+        return Ahead.of(module, program_of(module, self._context.rank), limit)
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
-        position = checkpoint.Position(steps, self._equipment.training.seed, self._executable.digests[MODEL])
+        position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
         checkpoint.save(folder, self._state(), position)
 
     def close(self) -> None:
-        """End the planner. The process groups end with the default one."""
+        """End the planner and the threads. The process groups end with the default one."""
         self._plans.close()
+        self._context.threads.close()
 
-    def _equip(self, module: Module) -> None:
-        """Make what this program needs and earlier ones did not: process groups, channels, traced blocks."""
-        equipment = self._equipment
-        equipment.groups.ensure(wanted_groups(module))
-        equipment.sum_groups.ensure(wanted_sums(module), device=equipment.device)
-        self._equipment = replace(
-            equipment,
-            channels={**equipment.channels, **directed_channels(module, equipment.channels, equipment.device)},
-            sequence=self._sequences.for_program(module),
-        )
+    def _prepare(self, module: Module) -> None:
+        """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
+        context = self._context
+        context.groups.ensure(wanted_groups(module))
+        context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
+        context.connections.ensure(handoff_pairs(module.programs))
+        self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._equipment.device
+        device = self._context.device
         busy = report.busy_ms(self.intervals)
-        mine = [run.loss, elapsed, busy, report.peak_memory_gib(device), run.norm or 0.0]
+        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), run.norm or 0.0]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -204,16 +207,16 @@ class Trainer:
 
     def _state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, as tensors."""
-        buffers = {f"buffer/{name}": value for name, value in self._equipment.model.named_buffers()}
-        return self._equipment.optimizer.tensors() | buffers
+        buffers = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
+        return self._context.optimizer.tensors() | buffers
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
         if not options.resume or options.checkpoint is None:
             return 0
         position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
-        self._equipment.optimizer.round_parameters()
-        seed = self._equipment.training.seed
+        self._context.optimizer.round_parameters()
+        seed = self._context.training.seed
         if position.seed != seed:
             difference = f"it draws with seed {position.seed}, this run with {seed}"
             raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
@@ -254,7 +257,7 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
 
 
 def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return DeviceRuntime.of(device).name()
 
 
 def planned_for_cpu(executable: Executable) -> bool:
