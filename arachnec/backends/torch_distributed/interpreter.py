@@ -24,6 +24,7 @@ from arachnec.backends.torch_distributed.batch_preparation import BatchPreparati
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
+from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
@@ -122,7 +123,7 @@ class Run:
     """What one rank's step came to."""
 
     loss: float = 0.0  # this rank's share of the objective
-    norm: float | None = None  # of the gradient before clipping
+    norm: Tensor | None = None  # of the gradient before clipping
     values: dict[str, OnHost] = field(default_factory=dict)  # that are here, or on their way
     losses: dict[str, Tensor] = field(default_factory=dict)
 
@@ -149,7 +150,10 @@ def run_iteration(
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
     gradients = GradientSynchronisation(
-        context.parameters, layers_in(iteration.module, context.model), context.gradient_groups
+        context.parameters,
+        layers_in(iteration.module, context.model),
+        context.gradient_groups,
+        piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
     )
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):

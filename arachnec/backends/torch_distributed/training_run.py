@@ -185,7 +185,8 @@ class Trainer:
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
         device = self._context.device
         busy = report.busy_ms(self.intervals)
-        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), run.norm or 0.0]
+        norm = 0.0 if run.norm is None else float(run.norm)
+        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), norm]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
