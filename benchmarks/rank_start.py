@@ -2,7 +2,8 @@
 
 python benchmarks/rank_start.py [--ranks 8 16 32 64] [--output benchmarks/results/rank_start.json]
 
-Each rank is a process that has imported torch. Timed is what comes after, on the rank that is last: the process group,
+Each rank is a process that has imported torch and is connected to the store (which looks up host names, and where
+there is no name server waits for one). Timed is what comes after, on the rank that is last: the process group,
 a second group of all ranks (as handoffs have), connecting to two neighbours, and one all-reduce. ``growth`` is the
 exponent of the time between the two largest numbers of ranks: 2 would be the square.
 """
@@ -34,9 +35,10 @@ def rank_starts(rank: int, ranks: int, lazy: bool, port: int, pipe: Connection) 
     from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    pipe.send(None)
     pipe.recv()  # every rank has come so far
     started = time.perf_counter()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     connections = HandoffConnections()
     connections.ensure((other, (other + 1) % ranks) for other in range(ranks))
@@ -60,6 +62,8 @@ def measure(context: Any, ranks: int, lazy: bool) -> tuple[float, int]:
         pipes.append(ours)
         processes.append(process)
     try:
+        for pipe in pipes:
+            pipe.recv()
         for pipe in pipes:
             pipe.send(None)
         rows = []

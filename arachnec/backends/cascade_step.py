@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,12 +44,17 @@ def build_encoders(model_file: ModelFile, training: Training, device: torch.devi
     return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
 
 
-@torch.no_grad()
 def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
-    """``encoder`` applied to each clip by itself, joined along dim 0: what was batched does not change the values."""
+    """``encoder`` applied to clips that are loaded here."""
     load = encoder.load
     assert callable(load)
-    return torch.cat([encoder(load(clip, device)) for clip in clips])
+    return encode_loaded(encoder, (load(clip, device) for clip in clips))
+
+
+@torch.no_grad()
+def encode_loaded(encoder: nn.Module, loaded: Iterable[Tensor]) -> Tensor:
+    """``encoder`` applied to each clip by itself, joined along dim 0: what was batched does not change the values."""
+    return torch.cat([encoder(clip) for clip in loaded])
 
 
 def cascade_loss(

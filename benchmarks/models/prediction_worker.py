@@ -18,6 +18,7 @@ from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, run_iteration
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
@@ -41,9 +42,10 @@ class Plans:
         for path in sorted(folder.glob("*.cascade")):
             self.modules.append(parse_module(path.read_text(), str(path)))
         rank = dist.get_rank()
+        runtime, threads = DeviceRuntime.of(device), RankThreads()
         self.context = RankContext(
             rank=rank,
-            runtime=DeviceRuntime.of(device),
+            runtime=runtime,
             model_file=profiler.model_file,
             model=profiler.model,
             parameters=profiler.parameters,
@@ -53,7 +55,8 @@ class Plans:
             groups=ProcessGroups(),
             gradient_groups=ProcessGroups(),
             connections=HandoffConnections(),
-            threads=RankThreads(),
+            threads=threads,
+            loads=LoadAhead(threads.loads, profiler.encoders, runtime),
             training=TRAINING,
         )
         specs = Specs(profiler.model_file, profiler.encoders, device)

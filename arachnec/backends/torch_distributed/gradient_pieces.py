@@ -42,7 +42,7 @@ class Piece:
         tail = [gradients[0].new_zeros(padding)] if padding else []
         flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *tail])
         # The parts of the sum take the place of the gradients, which are not needed any more.
-        for value, part in zip(values, flat[:size].split([value.numel() for value in values]), strict=True):
+        for value, part in zip(values, torch.split(flat[:size], [value.numel() for value in values]), strict=True):
             value.grad = part.view_as(value)
         if exact:
             return cls(flat, group, _work(dist.all_reduce(flat, group=group, async_op=True)), None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from arachnec.analysis.receive_prefetch import posting_order
 from arachnec.analysis.uses import Values, sums_inside
-from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode
+from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
 from arachnec.backends.torch_distributed.clock import Clock
@@ -28,6 +28,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.data.clip import VideoClip
@@ -77,6 +78,7 @@ class RankContext:
     gradient_groups: ProcessGroups  # of gradient all-reduces alone: they run beside the collectives of cascades
     connections: HandoffConnections
     threads: RankThreads
+    loads: LoadAhead
     training: Training
 
     @property
@@ -203,22 +205,22 @@ class _Walk:
         if cascade.name in self.iteration.given:
             self.run.values[cascade.name] = self.iteration.given[cascade.name]
             return
-        clips, ranks = self._clips(cascade), instruction.peers
-        if not 1 < len(ranks) <= len(clips):
-            self.run.values[cascade.name] = self._encoded(cascade.stage, clips)
-            return
-        rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
-        own = encode(
-            self.context.encoders[cascade.stage], clips[rows.offset : rows.offset + rows.local], self.context.device
-        )
-        self.run.values[cascade.name] = self.context.runtime.to_host(gather_tokens(own, 0, rows))
+        ranks, clips = instruction.peers, cascade.clips
+        own = own_clips(clips, ranks, self.context.rank)
+        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        if len(own) < len(clips):
+            rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
+            encoded = gather_tokens(encoded, 0, rows)
+        self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded(self, stage: str, clips: Sequence[VideoClip]) -> HostCopy:
-        return self.context.runtime.to_host(encode(self.context.encoders[stage], clips, self.context.device))
+    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
+        loads, known = self.context.loads, self.iteration.clips
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         with clock.measure("encode", cascade.name):
-            return self._encoded(cascade.stage, self._clips(cascade))
+            encoded = self._encoded(cascade.stage, cascade.clips, self.iteration.step + 1)
+            return self.context.runtime.to_host(encoded)
 
     @cached_property
     def _backwards_done(self) -> Event:

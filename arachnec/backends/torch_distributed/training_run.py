@@ -23,6 +23,7 @@ from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
@@ -32,7 +33,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Module, Program
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.views.executable_page import PAGE, executable_page
@@ -93,19 +94,22 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
+        runtime, threads = DeviceRuntime.of(device), RankThreads()
+        encoders = build_encoders(model_file, training, device)
         self._context = RankContext(
             rank=rank,
-            runtime=DeviceRuntime.of(device),
+            runtime=runtime,
             model_file=model_file,
             model=model,
             parameters=parameters,
-            encoders=build_encoders(model_file, training, device),
+            encoders=encoders,
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
             groups=ProcessGroups(),
             gradient_groups=ProcessGroups(),
             connections=HandoffConnections(),
-            threads=RankThreads(),
+            threads=threads,
+            loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
         )
         self._clips = dict(enumerate(executable.clips))
@@ -134,7 +138,10 @@ class Trainer:
         received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
         own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
+        self._load(number, own.program, self.module)
         self._ahead = None if last else self._look_ahead(number + 1)
+        if self._ahead is not None:
+            self._load(number + 1, program_of(self._ahead.module, context.rank), self._ahead.module)
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         started = time.perf_counter()
@@ -163,6 +170,11 @@ class Trainer:
             return None
         limit = module.cluster.memory if module.cluster else 0.0
         return Ahead.of(module, program_of(module, self._context.rank), limit)
+
+    def _load(self, step: int, program: Program, module: Module) -> None:
+        """Have loaded in the background what this rank encodes in ``step``."""
+        cascades = {cascade.name: cascade for cascade in module.cascades}
+        self._context.loads.want(step, encoded_here(program, cascades, self._clips))
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
