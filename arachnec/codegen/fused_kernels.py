@@ -99,7 +99,7 @@ def _padded(table: Tensor, tokens: int, turned: str, still: float) -> Tensor:
 
 def _kernel(module: str, name: str) -> Callable[..., Any]:
     """Imported when first called: Triton is not needed to plan."""
-    found: Callable[..., Any] = getattr(importlib.import_module(f"arachnec.kernels.{module}"), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(f"arachnec.kernels.rowwise.{module}"), name)
     return found
 
 
