@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arachnec.ir.nodes import Stage
-from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Value
 
 
@@ -28,7 +28,7 @@ def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
 
 def contents(stage: Stage, buckets: Sequence[int]) -> tuple[Contents, ...]:
     """The buckets that the attribute ``buckets`` of a reduce says, in the order of their starts."""
-    each = element_bytes(stage)
+    each = gradient_element_bytes(stage)
     sizes = [count * each for _, count in layers_of(stage)]
     found: list[Contents] = []
     high = len(sizes)

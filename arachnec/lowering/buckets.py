@@ -19,7 +19,7 @@ from functools import cache
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Contents, contents, layers_of, passed
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
-from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share, global_order
 
@@ -63,7 +63,7 @@ def _cut(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib: i
 
 def cut(stage: Stage, size: float) -> tuple[int, ...]:
     """Runs of layers from the last one of at least ``size`` bytes each; what is left over goes with the rest."""
-    each = element_bytes(stage)
+    each = gradient_element_bytes(stage)
     buckets: list[int] = []
     held, count = 0.0, 0
     for _, parameters in reversed(layers_of(stage)):
@@ -86,7 +86,7 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     By dynamic programming over the lowest layer of the newest bucket: the earlier the buckets of the layers above it
     are through, the earlier is what follows.
     """
-    sizes = [count * element_bytes(stage) for _, count in layers_of(stage)]
+    sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
     number, total = len(sizes), gradient_bytes(stage)
     above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
     rate = (time(total) - time(total / 2)) / (total / 2)

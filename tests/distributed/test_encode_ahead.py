@@ -60,7 +60,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
     step = Optimizer.step
     place = folder / f"notes-{dist.get_rank()}"
 
-    def noted(self: Optimizer) -> float:
+    def noted(self: Optimizer) -> torch.Tensor:
         with place.open("a") as notes:
             notes.write("|")
         return step(self)

@@ -50,17 +50,17 @@ class Received:
     work: dist.Work
     buffer: Tensor
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    arrived: bool = False
+    _arrived: bool = False
 
     def wait(self) -> Tensor:
         with self._lock:
-            if not self.arrived:
+            if not self._arrived:
                 try:
                     self.work.wait()
                 except RuntimeError as error:
                     reason = str(error)
                     raise UserError(HandoffFailed(None, self.cascade, self.source, dist.get_rank(), reason)) from error
-                self.arrived = True
+                self._arrived = True
         return self.buffer
 
 

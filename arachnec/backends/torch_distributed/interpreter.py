@@ -181,6 +181,7 @@ class _Walk:
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
     shares: list[Tensor] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -196,7 +197,8 @@ class _Walk:
         if instruction.op == "forward":
             for name in self.cascades[instruction.target].inputs:
                 value = self.run.values[name]
-                if isinstance(value, Received) and not value.arrived:
+                if isinstance(value, Received) and name not in self.arrived:
+                    self.arrived.add(name)
                     with clock.measure("wait", name):
                         value.wait()
 

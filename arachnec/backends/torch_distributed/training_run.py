@@ -14,12 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
+from arachnec.backends.cascade_step import (
+    DTYPES,
+    build_encoders,
+    build_model,
+    drop_gradients,
+    gradients_of,
+    trained_parameters,
+)
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
+from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
@@ -62,6 +70,8 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
+    if (note := trainer.note()) is not None:
+        events.emit(report.Note(note))
     steps: list[report.StepReport] = []
     try:
         end = trainer.done + count
@@ -124,6 +134,10 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         return self._context.device
+
+    def note(self) -> str | None:
+        """What a person should know before the first step."""
+        return says_low(self.module, self._context.parameters)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -189,6 +203,8 @@ class Trainer:
     def _prepare(self, module: Module) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
         context = self._context
+        drop_gradients(context.parameters)
+        keep_gradients(context.parameters, module)
         context.groups.ensure(wanted_groups(module))
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
