@@ -5,7 +5,8 @@ python benchmarks/exposed_planning.py [--cluster 32x8:h100-80g] [--output benchm
 One process is rank 0 of a run that is planned for the cluster: the planner makes each plan in a process of its own,
 a thread reads and proves it, as in a run. A step is as long as its plan says, and at least ``--step`` seconds: this
 thread does what a host does that is ahead of its device, one small operation after the other. ``slower`` is how many
-fewer of them it does a second while a plan is being proved.
+fewer of them it does a second while plans are made and proved. The first plan waited for has the planner's own start in
+it, which in a run has the time that weights take to build and send.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", default="32x8:h100-80g")
     parser.add_argument("--clips", type=int, default=512, help="of an iteration")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--step", type=float, default=10.0, help="seconds that a step takes at least")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -58,8 +59,9 @@ def main() -> None:
         plans.close()
         dist.destroy_process_group()
     result = {
-        "exposed_ms": [round(value, 2) for value in exposed],
-        "worst_exposed_ms": round(max(exposed), 2),
+        "first_exposed_ms": round(exposed[0], 2),
+        "exposed_ms": [round(value, 2) for value in exposed[1:]],
+        "worst_exposed_ms": round(max(exposed[1:]), 2),
         "proving_ms": round(proving, 1),
         "slower": round(1 - min(rates) / max(rates), 4),
         "step_s": options.step,
