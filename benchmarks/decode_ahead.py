@@ -1,6 +1,6 @@
 """How much of the time that videos take to decode is hidden behind training.
 
-python benchmarks/decode_ahead.py [--steps 12] [--output benchmarks/results/decode_ahead.json]
+python benchmarks/decode_ahead.py [--steps 6] [--output benchmarks/results/decode_ahead.json]
 
 The demo's model on clips of the demo's real videos: one rank of one thread, one thread that loads, two cores. Three
 trainers take turns in blocks of steps: one that loads ahead, one whose frames were decoded before (so that loading
@@ -41,8 +41,8 @@ cached = cache(decode)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=12, help="that count, of each trainer")
-    parser.add_argument("--clips", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6, help="that count, of each trainer")
+    parser.add_argument("--clips", type=int, default=8)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,6 +76,7 @@ def measure(executable: Executable, steps: int) -> dict[str, object]:
             encoders.read_frames = reading[name]
             for step in range(number, number + BLOCK):
                 took = trainer.step(step).step_ms
+                print(f"step {step} {name}: {took:.0f} ms", file=sys.stderr, flush=True)
                 if step > number and number:
                     times[name].append(took)
         number += BLOCK

@@ -3,7 +3,7 @@
 python benchmarks/exposed_planning.py [--cluster 32x8:h100-80g] [--output benchmarks/results/exposed_planning.json]
 
 One process is rank 0 of a run that is planned for the cluster: the planner makes each plan in a process of its own,
-a thread reads and proves it, as in a run. A step is as long as its plan says, and at least ``--step`` seconds: this
+a thread reads and proves it, as in a run. A step takes ``--step`` seconds, in which this
 thread does what a host does that is ahead of its device, one small operation after the other. ``slower`` is how many
 fewer of them it does a second while plans are made and proved. The first plan waited for has the planner's own start in
 it, which in a run has the time that weights take to build and send.
@@ -36,8 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", default="32x8:h100-80g")
     parser.add_argument("--clips", type=int, default=512, help="of an iteration")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--step", type=float, default=10.0, help="seconds that a step takes at least")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--step", type=float, default=15.0, help="seconds that a step takes")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -63,19 +63,19 @@ class ScheduleZ3(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         # measured cascades take as long anywhere
-        anywhere = not cost.kinds and all(map(times_of, module.cascades))
+        anywhere = not cost.devices.kinds and all(map(times_of, module.cascades))
         if anywhere:
             return scheduled(module, cost, problem, solve(problem, Clock(started, self.budget, self.steps), self.seed))
-        if not cost.kinds and not placing_is_quick(problem):
+        if not cost.devices.kinds and not placing_is_quick(problem):
             return scheduled(module, cost, problem, self._on_nodes(module, cost, problem, started))
         share = BEFORE_PLACING if placing_is_quick(problem) else 1.0
         found = solve(problem, Clock(started, self.budget * share, self.steps), self.seed)
-        if cost.kinds and problem.jobs:
+        if cost.devices.kinds and problem.jobs:
             until = Clock(started, self.budget * (share + MIXED_SHARE), self.steps)
             schedule = best_on_mixed(module, cost, problem, found.schedule, lambda: until.left() <= 0)
             found = replace(found, schedule=schedule, proved=False)
         # of devices that differ the problem, and so its bound, counts all as the fastest
-        real = mixed_bound(module, cost, problem, found.area_bound) if cost.kinds else found.area_bound
+        real = mixed_bound(module, cost, problem, found.area_bound) if cost.devices.kinds else found.area_bound
         # whatever the search took, placing gets something
         least = time.perf_counter() - started + self.budget * LEAST_PLACING / 1e3
         clock = Clock(started, max(self.budget, least * 1e3), self.steps)

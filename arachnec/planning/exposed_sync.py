@@ -15,7 +15,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
-from arachnec.lowering.buckets import Ends, can_turn, last_backwards, turned
+from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ending:
         self.ranks = tuple(range(cost.cluster.world))
         trained = [stage for stage in module.stages if stage.trained and layers_of(stage)]
         self.sums = tuple(sums_of(stage, self.ranks, cost) for stage in trained) if len(self.ranks) > 1 else ()
-        self.turning = can_turn(module)
+        self.turning = can_reverse(module)
 
     @property
     def least(self) -> float:
@@ -54,7 +54,7 @@ class Ending:
         if not self.sums:
             return makespan
         plan = replace(self.module, cascades=tuple(cascades))
-        return max(makespan, min(map(self._through, [plan, *([turned(plan)] if self.turning else [])])))
+        return max(makespan, min(map(self._through, [plan, *([time_reversed(plan)] if self.turning else [])])))
 
     def _through(self, plan: Module) -> float:
         return max(through(each, last_backwards(plan, each.stage, self.ranks)) for each in self.sums)
