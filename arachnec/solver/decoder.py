@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 from arachnec.solver.problem import Job, Problem, Schedule
 
-SNAPSHOTS = 16  # of one decoding
-FEWEST = 4  # jobs between two
+# Of one decoding: more cost more to copy than they save; at least four jobs lie between two.
+SNAPSHOTS = 16
 
 Snapshot: TypeAlias = tuple[list[int], int, int, int]  # when each GPU is free, ascending; idle, above, last
 
@@ -53,16 +53,16 @@ class Decoder:
         self.ticks = [choice.ticks for choice in chosen]
         self.degrees = [choice.degree for choice in chosen]
         self.area = sum(choice.area for choice in chosen)
-        self.every = max(FEWEST, len(self.order) // SNAPSHOTS)
+        self.every = max(4, len(self.order) // SNAPSHOTS)
         self.aim(sum(self.ticks))
 
     def aim(self, horizon: int) -> None:
         """Another horizon; all is decoded anew."""
         self.horizon = horizon
         self.now = Decoded(0, 0, [0] * len(self.order), [([0] * self.gpus, 0, 0, 0)])
-        found = self.decode(0, math.inf)
-        assert found is not None
-        self.now = found
+        decoded = self.decode(0, math.inf)
+        assert decoded is not None
+        self.now = decoded
 
     def set_pick(self, job: int, pick: int) -> None:
         choice = self.problem.jobs[job].choices[pick]
@@ -168,14 +168,19 @@ def justified(problem: Problem, schedule: Schedule) -> Schedule:
 
     Justification: Valls, Ballestin and Quintanilla, EJOR 2005.
     """
-    turned = reversed_problem(problem)
+    backwards = reversed_problem(problem)
     while True:
-        late = _decoded(turned, reversed_schedule(problem, schedule))
-        early = _decoded(problem, reversed_schedule(turned, late))
+        late = _decoded(backwards, reversed_schedule(problem, schedule))
+        early = _decoded(problem, reversed_schedule(backwards, late))
         if early.makespan(problem) >= schedule.makespan(problem):
             return schedule
         schedule = early
 
 
+def list_schedule(problem: Problem, picks: Sequence[int], order: Sequence[int]) -> Schedule:
+    """Each job in order, from when it and so many GPUs are free."""
+    return Decoder(problem, picks, order).schedule()
+
+
 def _decoded(problem: Problem, schedule: Schedule) -> Schedule:
-    return Decoder(problem, schedule.picks, start_order(schedule)).schedule()
+    return list_schedule(problem, schedule.picks, start_order(schedule))

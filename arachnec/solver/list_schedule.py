@@ -2,44 +2,30 @@
 
 Degrees: for a threshold T take the smallest area among the choices that end by T (Turek, Wolf and Yu, SPAA 1992), for
 several T between the bound and half as much again. Order: by the chain behind a job, by width, or by length. Each pair
-gives one schedule; the best is kept.
+gives one schedule.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from arachnec.solver.bound import horizons
+from arachnec.solver.decoder import list_schedule
 from arachnec.solver.problem import Problem, Schedule
-
-THRESHOLDS = (*(1 + step / 100 for step in range(21)), 1.25, 1.3, 1.4, 1.5, 2.0)
-FEW_THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1)
-MANY_JOBS = 100  # beyond, the first good schedule is taken
-GOOD = 1.01  # times the bound
 
 Priority = Callable[[int], tuple[float, ...]]
 
 
-def best_heuristic(problem: Problem, bound: int) -> Schedule:
-    """The best of all thresholds and orders; ``bound`` in ticks."""
-    thresholds = THRESHOLDS if len(problem.jobs) <= MANY_JOBS else FEW_THRESHOLDS
-    found: Schedule | None = None
-    for picks in _distinct(degrees_for(problem, bound * factor) for factor in thresholds):
-        for order in orders(problem, picks):
-            schedule = list_schedule(problem, picks, order)
-            if found is None or schedule.makespan(problem) < found.makespan(problem):
-                found = schedule
-            if len(problem.jobs) > MANY_JOBS and found.makespan(problem) <= GOOD * bound:
-                return found
-    assert found is not None
-    return found
-
-
-def quick_list_schedule(problem: Problem, bound: int) -> Schedule:
-    """One threshold, one order."""
-    picks = degrees_for(problem, bound)
-    return list_schedule(problem, picks, orders(problem, picks)[0])
+def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
+    """Degrees for rising thresholds, each in every order; ``bound`` in ticks."""
+    seen: set[tuple[int, ...]] = set()
+    for threshold in horizons(bound):
+        picks = degrees_for(problem, threshold)
+        if picks not in seen:
+            seen.add(picks)
+            for order in orders(problem, picks):
+                yield list_schedule(problem, picks, order)
 
 
 def degrees_for(problem: Problem, threshold: float) -> tuple[int, ...]:
@@ -49,14 +35,6 @@ def degrees_for(problem: Problem, threshold: float) -> tuple[int, ...]:
         allowed = [k for k, choice in enumerate(job.choices) if head + choice.ticks + tail <= threshold]
         picks.append(min(allowed, key=lambda k: (job.choices[k].area, k)) if allowed else len(job.choices) - 1)
     return tuple(picks)
-
-
-def _distinct(candidates: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    seen: set[tuple[int, ...]] = set()
-    for picks in candidates:
-        if picks not in seen:
-            seen.add(picks)
-            yield picks
 
 
 def orders(problem: Problem, picks: Sequence[int]) -> list[tuple[int, ...]]:
@@ -97,57 +75,3 @@ def topological(problem: Problem, key: Priority) -> tuple[int, ...]:
             if missing[later] == 0:
                 heapq.heappush(ready, (key(later), later))
     return tuple(order)
-
-
-def list_schedule(problem: Problem, picks: Sequence[int], order: Sequence[int]) -> Schedule:
-    """Each job in order at the earliest moment that leaves all earlier ones where they are, gaps included."""
-    starts = [0] * len(problem.jobs)
-    ends = [0] * len(problem.jobs)
-    profile = FreeProfile(problem.gpus)
-    for index in order:
-        job = problem.jobs[index]
-        choice = job.choices[picks[index]]
-        ready = max((ends[j] for j in job.before), default=0)
-        starts[index] = profile.earliest(ready, choice.ticks, choice.degree)
-        ends[index] = starts[index] + choice.ticks
-        profile.hold(starts[index], ends[index], choice.degree)
-    return Schedule(tuple(picks), tuple(starts))
-
-
-class FreeProfile:
-    """How many GPUs are free at each moment: a step function, changed in place while one schedule is made."""
-
-    def __init__(self, gpus: int) -> None:
-        self.times = [0]
-        self.free = [gpus]
-
-    def earliest(self, ready: int, ticks: int, degree: int) -> int:
-        """The first moment from ``ready`` on at which ``degree`` GPUs are free for ``ticks``."""
-        times, free = self.times, self.free
-        position = max(0, bisect_left(times, ready + 1) - 1)
-        start = ready
-        while True:
-            while free[position] < degree:
-                position += 1
-                start = times[position]
-            last = position + 1
-            while last < len(times) and times[last] < start + ticks:
-                if free[last] < degree:
-                    break
-                last += 1
-            else:
-                return start
-            position = last
-
-    def hold(self, start: int, end: int, degree: int) -> None:
-        first = self._cut(start)
-        last = self._cut(end)
-        for position in range(first, last):
-            self.free[position] -= degree
-
-    def _cut(self, moment: int) -> int:
-        position = bisect_left(self.times, moment)
-        if position == len(self.times) or self.times[position] != moment:
-            self.times.insert(position, moment)
-            self.free.insert(position, self.free[position - 1])
-        return position

@@ -1,0 +1,276 @@
+"""The improvers of ``portfolio``: what each does is in a file of its own, here is when it can and what it leaves behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from arachnec.solver.annealing import HOT, anneal
+from arachnec.solver.block_packing import Options, Packing, Placed, realize
+from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
+from arachnec.solver.decoder import justified, reversed_problem, reversed_schedule
+from arachnec.solver.gap_search import GapSearch, variables
+from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
+from arachnec.solver.portfolio import Improvement, Improver, Incumbent
+from arachnec.solver.problem import Problem, Schedule
+from arachnec.solver.tail import shorter_tail, tail_of
+
+# Tries per job of the longest runs of annealing, after two shorter ones, each a fifth and a tenth as hot.
+TRIES = 1000
+
+
+@dataclass
+class Candidates:
+    """Schedules that somebody makes one after another, each in about ``ms``."""
+
+    name: str
+    schedules: Iterator[Schedule]
+    ms: float
+    hope: float = 0.05
+    proves: bool = False
+    exhausted: bool = False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        return None if self.exhausted else self.ms
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        made: list[Schedule] = []
+        while clock.any_left():
+            schedule = next(self.schedules, None)
+            clock.count_ms(self.ms)
+            if schedule is None:
+                self.exhausted = True
+                break
+            made.append(schedule)
+        return Improvement(tuple(sorted(dict.fromkeys(made), key=lambda one: one.makespan(incumbent.problem))))
+
+
+@dataclass
+class Justification:
+    """Every new shortest schedule justified, once."""
+
+    name: str = "justification"
+    hope: float = 0.02
+    proves: bool = False
+    last: Schedule | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        return None if incumbent.shortest is self.last else decoding_ms(incumbent.problem, 4)
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        self.last = justified(incumbent.problem, incumbent.shortest)
+        clock.count_ms(decoding_ms(incumbent.problem, 4))
+        return Improvement((self.last,))
+
+
+@dataclass
+class Annealing:
+    """One cooling after the other, each from the shortest schedule, every second on the time-reversed problem.
+
+    The first is short and cold, then they are longer and hotter; a slice that ends sooner cools sooner.
+    """
+
+    problem: Problem
+    name: str = "annealing"
+    hope: float = 0.05
+    proves: bool = False
+    turn: int = 0
+    backwards: Problem = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.backwards = reversed_problem(self.problem)
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """Two tries per job, each of which decodes half of the jobs."""
+        return decoding_ms(self.problem, len(self.problem.jobs)) if self.problem.jobs else None
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        best = incumbent.shortest
+        while clock.any_left() and best.makespan(self.problem) > incumbent.bound:
+            best = self._cooled(best, incumbent.bound, clock, rng)
+            self.turn += 1
+        return Improvement((best,))
+
+    def _cooled(self, start: Schedule, bound: int, clock: Clock, rng: random.Random) -> Schedule:
+        early = max(0, 2 - self.turn)  # the first two runs
+        most = max(1, TRIES * len(self.problem.jobs) // 5**early)
+        begin, whole, counted = clock.spent(), max(clock.left(), 1e-6), 0
+
+        def used(tries: int) -> float:
+            nonlocal counted
+            clock.count_ms((tries - counted) * decoding_ms(self.problem, 0.5))
+            counted = tries
+            return max(tries / most, (clock.spent() - begin) / whole)
+
+        part, hot = rng.uniform(0.5, 1.0), HOT / 10**early
+        if self.turn % 2 == 0:
+            return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
+        mirrored = reversed_schedule(self.problem, start)
+        shorter = anneal(self.backwards, mirrored, rng, used, bound=bound, part=part, hot=hot)
+        return reversed_schedule(self.backwards, shorter)
+
+
+@dataclass
+class ExactPacking:
+    """The shortest packing of a few jobs; ``certain`` once none is shorter than the incumbent."""
+
+    problem: Problem
+    options: Options
+    name: str = "exact packing"
+    hope: float = 0.5
+    proves: bool = False
+    certain: bool = False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """Every set of jobs is looked at for every width."""
+        from arachnec.solver.exact_packing import MOST_JOBS
+
+        jobs = len(self.problem.jobs)
+        if self.certain or jobs > MOST_JOBS or any(job.before for job in self.problem.jobs):
+            return None
+        return 2**jobs * self.problem.gpus.bit_length() / OPERATIONS_PER_MS
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.exact_packing import shortest_packing
+
+        def stop() -> bool:
+            clock.count_ms(1)
+            return not clock.any_left()
+
+        packing, self.certain = shortest_packing(self.problem.gpus, self.options, incumbent.makespan, stop)
+        return Improvement(() if packing is None else (realize(self.problem, packing),))
+
+
+@dataclass
+class LargeNeighbourhoods:
+    """Blocks of a packing, packed anew by best fit, and by Z3 where that stalls; done where ``exact`` is certain."""
+
+    problem: Problem
+    options: Options
+    packing: Packing
+    exact: ExactPacking
+    name: str = "large neighbourhoods"
+    hope: float = 0.1
+    proves: bool = False
+    search: LargeNeighbourhood | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        if self.exact.certain or (self.search is not None and self.search.reached <= incumbent.bound):
+            return None
+        return STALL / 10  # a try takes a tenth of a millisecond
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        problem = self.problem
+        if self.search is None:
+            own = random.Random(rng.random())
+            self.search = LargeNeighbourhood(problem, self.options, self.packing, incumbent.bound, rng=own, ask=self._ask)
+        chained = any(job.before for job in problem.jobs)
+        best = None
+        while self.search.run(clock):
+            if chained:
+                schedule = realize(problem, self.search.packing())
+                clock.count(10 * len(problem.jobs))
+                if best is None or schedule.makespan(problem) < best.makespan(problem):
+                    best = schedule
+        last = realize(problem, self.search.packing())
+        return Improvement((last,) if best is None or last.makespan(problem) <= best.makespan(problem) else (best,))
+
+    def _ask(
+        self, jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int, clock: Clock
+    ) -> list[Placed] | None:
+        from arachnec.solver.z3_packing import find_packing
+        from arachnec.solver.z3_question import Question
+
+        question, effort = Question(), clock.effort()
+        packed = find_packing(
+            jobs, self.options, self.problem.heads, base, horizon, widest, seed=0, effort=effort, question=question
+        )[1]
+        clock.count_z3(question.steps)
+        return packed
+
+
+@dataclass
+class Tails:
+    """The jobs that start last, given to Z3; more of them when they cannot be shorter."""
+
+    problem: Problem
+    name: str = "z3 tail"
+    hope: float = 0.02
+    proves: bool = False
+    size: int = 8
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        if self.size > len(self.problem.jobs):
+            return None
+        tail = tail_of(self.problem, incumbent.shortest, self.size)
+        return question_ms(len(tail.problem.jobs) * sum(len(job.choices) for job in tail.problem.jobs))
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        shorter, answered = shorter_tail(
+            self.problem, incumbent.shortest, incumbent.bound, self.size, clock, rng.randrange(2**31)
+        )
+        if shorter is not incumbent.shortest:
+            return Improvement((shorter,))
+        if answered:
+            self.size += self.size // 2
+        return Improvement()
+
+
+@dataclass
+class Prover:
+    """Z3 on the whole problem, from both sides of the gap."""
+
+    problem: Problem
+    name: str = "z3 gap search"
+    hope: float = 0.3
+    proves: bool = True
+    search: GapSearch | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        return question_ms(variables(self.problem)) if incumbent.makespan > incumbent.bound else None
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        if self.search is None:
+            self.search = GapSearch(self.problem, incumbent.shortest, incumbent.bound)
+        self.search.run(incumbent.shortest, incumbent.bound, clock, rng.randrange(2**31))
+        return Improvement((self.search.schedule,), self.search.low)
+
+
+@dataclass
+class Transformed:
+    """An improver of another problem; ``back`` makes its schedules ones of the problem itself.
+
+    ``incumbent`` is that of the other problem, counted alone.
+    """
+
+    improver: Improver
+    incumbent: Incumbent
+    back: Callable[[Schedule], Schedule]
+
+    @property
+    def name(self) -> str:
+        return self.improver.name
+
+    @property
+    def hope(self) -> float:
+        return self.improver.hope
+
+    @property
+    def proves(self) -> bool:
+        return False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        self.incumbent.bound = max(self.incumbent.bound, incumbent.bound)
+        return None if self.incumbent.closed else self.improver.slice(self.incumbent)
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        improvement = self.improver.improve(self.incumbent, clock, rng)
+        for schedule in improvement.schedules:
+            self.incumbent.offer(schedule, clock)
+        return Improvement(tuple(map(self.back, improvement.schedules)))
+
+
+def decoding_ms(problem: Problem, times: float) -> float:
+    """What decoding all jobs so many times takes."""
+    return times * len(problem.jobs) / OPERATIONS_PER_MS

@@ -1,0 +1,179 @@
+"""Improvers that share one incumbent and one budget: whoever gains most for its effort goes on.
+
+*Incumbent.* A schedule is first judged by what is cheap, its counted makespan, and only where that is promising by what
+is dear: an ``Objective`` may place it, another simulate it. Each is at least what the one before says.
+
+*Effort* is ms, of the wall or as counted (``budget.Clock``). An improver names the smallest slice it can use; where that
+does not fit what is left, it is not called. That takes the place of limits on sizes.
+
+*Selection.* Gain is the part of the gap, between what is reached and what nothing can be shorter than, that a call has
+closed; a prover closes it from below. The improver with the most gain for its effort so far is called, older calls
+counting half as much as the next, and a ``hope`` for what its next slice may bring: so whoever was not called yet
+comes by its smallest slice, and those who gain nothing share the effort by their hopes. It gets the time for which it
+would stay ahead of the next best though it gained nothing more; without any gain its next slice is twice as long.
+
+*The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from arachnec.solver.budget import Clock
+from arachnec.solver.problem import TICKS, Problem, Schedule
+
+# Of the effort so far, that a prover may claim whatever the others gain.
+PROVER_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``measure`` gives ms of a schedule, infinite where it cannot run; ``ms`` is about what that takes."""
+
+    name: str
+    measure: Callable[[Schedule], float]
+    ms: float
+
+
+class Incumbent:
+    """The best schedule so far. ``bound`` is in ticks, below which none ends; ``after`` the least ms that follow it.
+
+    ``shortest`` is the one of least makespan in ticks, ``schedule`` the one of least ``length`` in ms by the dearest
+    objective; without objectives the same.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        bound: int,
+        objectives: Sequence[Objective] = (),
+        after: float = 0.0,
+    ) -> None:
+        self.problem, self.bound, self.objectives, self.after = problem, bound, tuple(objectives), after
+        self.shortest, self.makespan = schedule, schedule.makespan(problem)
+        self.schedule = schedule
+        self.length = float("inf") if objectives else self.makespan / TICKS + after
+        self.confirming = sum(objective.ms for objective in objectives)  # ms that the longest confirmation took
+
+    @property
+    def least(self) -> float:
+        """ms that no schedule stays below."""
+        return self.bound / TICKS + self.after
+
+    @property
+    def closed(self) -> bool:
+        return self.makespan <= self.bound if not self.objectives else self.length <= self.least * (1 + 1e-6)
+
+    @property
+    def gap(self) -> float:
+        length = self.makespan / TICKS + self.after if self.length == float("inf") else self.length
+        return max(0.0, length - self.least)
+
+    def offer(self, schedule: Schedule, clock: Clock) -> bool:
+        """Whether it is the new best; where no time is left to confirm that, it is not."""
+        makespan = schedule.makespan(self.problem)
+        if makespan < self.makespan:
+            self.shortest, self.makespan = schedule, makespan
+        length = makespan / TICKS + self.after
+        if length > self.length or schedule == self.schedule and self.length < float("inf"):
+            return False
+        if self.objectives and (clock.left() < self.confirming or not clock.any_left()):
+            return False
+        before = clock.spent()
+        for objective in self.objectives:
+            clock.count_ms(objective.ms)
+            length = objective.measure(schedule)
+            if length > self.length:
+                return False
+        self.confirming = max(self.confirming, clock.spent() - before)
+        self.schedule, self.length = schedule, length
+        return True
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """What a call came to: schedules worth a look, the most promising first, and ticks below which none ends."""
+
+    schedules: tuple[Schedule, ...] = ()
+    bound: int = 0
+
+
+class Improver(Protocol):
+    """``hope`` is the part of the gap that its next slice is trusted to close, whatever it did before."""
+
+    name: str
+    hope: float
+    proves: bool
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """The smallest effort it can use, in ms; None where it has nothing left to try."""
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        """What it comes to until the clock ends."""
+
+
+@dataclass
+class Record:
+    """What an improver has gained and spent, older calls counting less; ``total`` is all it has spent. In ms."""
+
+    improver: Improver
+    gained: float = 0.0
+    spent: float = 0.0
+    total: float = 0.0
+    longer: float = 1.0
+    smallest: float = 0.0
+
+    @property
+    def slice(self) -> float:
+        return self.smallest * self.longer
+
+    @property
+    def promise(self) -> float:
+        """Gain for effort, if the next slice fulfils its hope."""
+        return (self.gained + self.improver.hope) / (self.spent + self.slice)
+
+    def called(self, gain: float, effort: float) -> None:
+        self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
+        self.total += effort
+        self.longer = 1.0 if gain > 0 else 2 * self.longer
+
+
+def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: random.Random) -> list[Record]:
+    """Until the gap is closed, the budget is spent, or nobody has anything left to try; what became of the effort."""
+    records = [Record(improver) for improver in improvers]
+    while clock.any_left() and not incumbent.closed:
+        chosen = choose(records, incumbent, clock)
+        if chosen is None:
+            break
+        record, ms = chosen
+        gap, before = incumbent.gap, clock.spent()
+        improvement = record.improver.improve(incumbent, clock.slice(ms), rng)
+        for schedule in improvement.schedules:
+            incumbent.offer(schedule, clock)
+        incumbent.bound = max(incumbent.bound, improvement.bound)
+        clock.count(10)  # so that whoever counts nothing comes to an end, too
+        record.called(1 - incumbent.gap / gap if gap else 0.0, clock.spent() - before)
+    return records
+
+
+def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tuple[Record, float] | None:
+    """Who is called next, and for how many ms; None where no slice fits what is left."""
+    left = clock.left() - (incumbent.confirming if incumbent.objectives else 0.0)
+    able = []
+    for record in records:
+        smallest = record.improver.slice(incumbent)
+        if smallest is not None and smallest <= left:
+            record.smallest = max(smallest, 1e-3)
+            able.append(record)
+    if not able:
+        return None
+    for record in able:
+        if record.improver.proves and record.total + record.slice <= PROVER_SHARE * (clock.spent() + record.slice):
+            return record, min(record.slice, left)
+    first, *others = sorted(able, key=lambda record: -record.promise)
+    ahead = (first.gained + first.improver.hope) / others[0].promise - first.spent if others else left
+    return first, min(max(first.slice, ahead), left)
