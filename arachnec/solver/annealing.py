@@ -106,7 +106,11 @@ class Cooling:
     def _shift(self, job: int, undo: Undo) -> None:
         rng, old = self.rng, self.decoder.position[job]
         first, last = self.decoder.span(job)
-        new = min(max(old + rng.choice((-3, -2, -1, 1, 2, 3)), first), last) if rng.random() < 0.5 else rng.randint(first, last)
+        new = (
+            min(max(old + rng.choice((-3, -2, -1, 1, 2, 3)), first), last)
+            if rng.random() < 0.5
+            else rng.randint(first, last)
+        )
         if new != old:
             undo.append((True, job, old))
             self.decoder.move(job, new)

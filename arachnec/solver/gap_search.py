@@ -44,9 +44,7 @@ def asker(problem: Problem) -> Ask:
     conflicts: list[Conflict] = []
 
     def by_sets(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
-        return schedule_by_sets(
-            problem, horizon, seed=seed, effort=effort, question=question, conflicts=conflicts
-        )
+        return schedule_by_sets(problem, horizon, seed=seed, effort=effort, question=question, conflicts=conflicts)
 
     return by_sets
 

@@ -1,4 +1,4 @@
-"""The improvers of ``portfolio``: what each does is in a file of its own, here is when it can and what it leaves behind."""
+"""The improvers of ``portfolio``: how each works is in a file of its own, here is when it can and what it leaves."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Annealing:
 
     problem: Problem
     name: str = "annealing"
-    hope: float = 0.05
+    hope: float = 0.02
     proves: bool = False
     turn: int = 0
     backwards: Problem = field(init=False)
@@ -164,7 +164,9 @@ class LargeNeighbourhoods:
         problem = self.problem
         if self.search is None:
             own = random.Random(rng.random())
-            self.search = LargeNeighbourhood(problem, self.options, self.packing, incumbent.bound, rng=own, ask=self._ask)
+            self.search = LargeNeighbourhood(
+                problem, self.options, self.packing, incumbent.bound, rng=own, ask=self._ask
+            )
         chained = any(job.before for job in problem.jobs)
         best = None
         while self.search.run(clock):

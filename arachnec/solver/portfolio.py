@@ -3,8 +3,8 @@
 *Incumbent.* A schedule is first judged by what is cheap, its counted makespan, and only where that is promising by what
 is dear: an ``Objective`` may place it, another simulate it. Each is at least what the one before says.
 
-*Effort* is ms, of the wall or as counted (``budget.Clock``). An improver names the smallest slice it can use; where that
-does not fit what is left, it is not called. That takes the place of limits on sizes.
+*Effort* is ms, of the wall or as counted (``budget.Clock``). An improver names the smallest slice it can use; where
+that does not fit what is left, it is not called. That takes the place of limits on sizes.
 
 *Selection.* Gain is the part of the gap, between what is reached and what nothing can be shorter than, that a call has
 closed; a prover closes it from below. The improver with the most gain for its effort so far is called, older calls
@@ -79,7 +79,7 @@ class Incumbent:
         if makespan < self.makespan:
             self.shortest, self.makespan = schedule, makespan
         length = makespan / TICKS + self.after
-        if length > self.length or schedule == self.schedule and self.length < float("inf"):
+        if length > self.length or (schedule == self.schedule and self.length < float("inf")):
             return False
         if self.objectives and (clock.left() < self.confirming or not clock.any_left()):
             return False

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from arachnec.solver.problem import Job, Problem, Schedule
 
 
-
 @dataclass(frozen=True)
 class Nested:
     """A problem with fewer choices; ``kept`` are their indices in the whole one's."""

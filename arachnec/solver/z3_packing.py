@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import z3
 
-from arachnec.solver.block_packing import Option, Options, Placed
+from arachnec.solver.block_packing import Options, Placed
 from arachnec.solver.problem import Effort, affordable, unit_for
 from arachnec.solver.z3_question import Answer, Question, true
 

@@ -69,8 +69,8 @@ class Question:
 
 
 def _counted(solver: z3.Solver) -> int:
-    statistics = solver.statistics()
-    return int(statistics.get_key_value("rlimit count")) if "rlimit count" in statistics.keys() else 0
+    counts = solver.statistics()
+    return next((int(counts[index][1]) for index in range(len(counts)) if counts[index][0] == "rlimit count"), 0)
 
 
 def true(model: z3.ModelRef, boolean: z3.BoolRef) -> bool:

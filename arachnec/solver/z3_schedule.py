@@ -125,10 +125,7 @@ class _Model:
         return True
 
     def schedule(self, model: z3.ModelRef) -> Schedule:
-        picks = tuple(
-            next(k for k, pick in enumerate(row) if true(model, pick))
-            for row in self.pick
-        )
+        picks = tuple(next(k for k, pick in enumerate(row) if true(model, pick)) for row in self.pick)
         starts = tuple(model.eval(start, model_completion=True).as_long() for start in self.start)
         return Schedule(picks, starts)
 

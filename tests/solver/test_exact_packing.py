@@ -9,7 +9,8 @@ from arachnec.solver.block_packing import options_of, realize
 from arachnec.solver.exact_packing import shortest_packing
 from arachnec.solver.gap_search import shortest_with_its_degrees
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
-from arachnec.solver.z3_schedule import Answer, find_schedule
+from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_schedule import find_schedule
 
 
 @st.composite

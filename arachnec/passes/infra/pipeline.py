@@ -57,7 +57,8 @@ class Pipeline:
         if problems := verify(module):
             raise UserError(*problems)
         for index, step in enumerate(self.passes):
-            module = _run_one(self, index, step, module, instruments)
+            informed = step.informed(self.passes[index + 1 :])
+            module = _run_one(self, index, informed, module, instruments)
         return module
 
     def demand(self, begins: Level, ends: Level) -> None:
