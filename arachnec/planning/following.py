@@ -1,4 +1,4 @@
-"""What becomes of a schedule in its own pipeline: settings of the passes that follow, as far as plans depend on them."""
+"""What becomes of a schedule in its own pipeline: the settings of later passes that a plan depends on."""
 
 from __future__ import annotations
 

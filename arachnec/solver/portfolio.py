@@ -7,10 +7,11 @@ is dear: an ``Objective`` may place it, another simulate it. Each is at least wh
 that does not fit what is left, it is not called. That takes the place of limits on sizes.
 
 *Selection.* Gain is the part of the gap, between what is reached and what nothing can be shorter than, that a call has
-closed; a prover closes it from below. The improver with the most gain for its effort so far is called, older calls
-counting half as much as the next, and a ``hope`` for what its next slice may bring: so whoever was not called yet
-comes by its smallest slice, and those who gain nothing share the effort by their hopes. It gets the time for which it
-would stay ahead of the next best though it gained nothing more; without any gain its next slice is twice as long.
+closed; a prover closes it from below. Of a wide gap, most of which is the bound's, a ``CLOSE`` part is taken. The
+improver with the most gain for its effort so far is called, older calls counting half as much as the next, and a
+``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
+gain nothing share the effort by their hopes. It gets the time for which it would stay ahead of the next best though it
+gained nothing more; without any gain its next slice is twice as long.
 
 *The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
 """
@@ -25,6 +26,8 @@ from typing import Protocol
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Problem, Schedule
 
+# Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
+CLOSE = 0.01
 # Of the effort so far, that a prover may claim whatever the others gain.
 PROVER_SHARE = 0.2
 
@@ -69,9 +72,13 @@ class Incumbent:
         return self.makespan <= self.bound if not self.objectives else self.length <= self.least * (1 + 1e-6)
 
     @property
+    def reach(self) -> float:
+        """ms of the best: as counted, until one was confirmed."""
+        return self.makespan / TICKS + self.after if self.length == float("inf") else self.length
+
+    @property
     def gap(self) -> float:
-        length = self.makespan / TICKS + self.after if self.length == float("inf") else self.length
-        return max(0.0, length - self.least)
+        return max(0.0, self.reach - self.least)
 
     def offer(self, schedule: Schedule, clock: Clock) -> bool:
         """Whether it is the new best; where no time is left to confirm that, it is not."""
@@ -150,13 +157,13 @@ def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: 
         if chosen is None:
             break
         record, ms = chosen
-        gap, before = incumbent.gap, clock.spent()
+        gap, reach, before = incumbent.gap, incumbent.reach, clock.spent()
         improvement = record.improver.improve(incumbent, clock.slice(ms), rng)
         for schedule in improvement.schedules:
             incumbent.offer(schedule, clock)
         incumbent.bound = max(incumbent.bound, improvement.bound)
         clock.count(10)  # so that whoever counts nothing comes to an end, too
-        record.called(1 - incumbent.gap / gap if gap else 0.0, clock.spent() - before)
+        record.called(min(1.0, (gap - incumbent.gap) / min(gap, CLOSE * reach)) if gap else 0.0, clock.spent() - before)
     return records
 
 

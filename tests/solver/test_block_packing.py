@@ -122,7 +122,9 @@ def test_jobs_that_all_meet_are_a_conflict_up_to_its_horizon() -> None:
     asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)
     assert asked == (Answer.IMPOSSIBLE, None)
     assert conflicts and all(conflict.horizon == 12 for conflict in conflicts)
-    assert schedule_by_sets(problem, 16, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)[0] is Answer.POSSIBLE
+    assert (
+        schedule_by_sets(problem, 16, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)[0] is Answer.POSSIBLE
+    )
 
 
 def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> None:

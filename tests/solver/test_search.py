@@ -12,8 +12,8 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import list_schedule
 from arachnec.solver.list_schedule import list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
-from arachnec.solver.tail import shorter_tail
 from arachnec.solver.search import solve
+from arachnec.solver.tail import shorter_tail
 from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import find_schedule
 
