@@ -34,7 +34,7 @@ from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import list_schedule, start_order
 from arachnec.solver.improvers import Candidates, Transformed
-from arachnec.solver.portfolio import Improvement, Improver, Incumbent, Objective, run
+from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
 from arachnec.solver.search import GRACE, First, solution
 from arachnec.solver.widths import Nested, nested
@@ -117,7 +117,7 @@ def _improvers(
     packed = ("exact packing", "large neighbourhoods")
     yield PlacedSearch(measure)
     if baselines:
-        yield Candidates("baselines", baseline_layouts(module, problem), ms, hope=0.3)
+        yield Candidates("baselines", baseline_layouts(module, problem), ms, hope=HIGH_HOPE)
     yield Candidates("groups", group_layouts(problem), ms)
     if baselines and clock.steps is None:
         seconds = clock.left() / 1e3 / 20
@@ -145,7 +145,7 @@ class PlacedSearch:
 
     measure: Measure
     name: str = "placed search"
-    hope: float = 0.1
+    hope: float = HOPE
     proves: bool = False
     last: Schedule | None = None
     order: tuple[int, ...] = ()

@@ -22,9 +22,6 @@ from typing import TypeAlias
 
 from arachnec.solver.problem import Job, Problem, Schedule
 
-# Of one decoding: more cost more to copy than they save; at least four jobs lie between two.
-SNAPSHOTS = 16
-
 Snapshot: TypeAlias = tuple[list[int], int, int, int]  # when each GPU is free, ascending; idle, above, last
 
 
@@ -53,7 +50,7 @@ class Decoder:
         self.ticks = [choice.ticks for choice in chosen]
         self.degrees = [choice.degree for choice in chosen]
         self.area = sum(choice.area for choice in chosen)
-        self.every = max(4, len(self.order) // SNAPSHOTS)
+        self.every = math.isqrt(len(self.order)) + 1  # jobs between two snapshots: as many as there are snapshots
         self.aim(sum(self.ticks))
 
     def aim(self, horizon: int) -> None:

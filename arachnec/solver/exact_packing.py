@@ -30,8 +30,6 @@ MOST_JOBS = 20
 FIRST_SPARE = 0.001
 # Of sets, compared at once: 5 to 10 ms.
 PAIRS_AT_ONCE = 500_000
-# Sets that are compared with others at once, on average, at least: fewer cost more in calls than they save.
-GROUP = 48
 NEVER = 1 << 60  # ticks
 
 
@@ -226,7 +224,7 @@ def _keys(one: _Block, other: _Block, jobs: Sequence[int], needed: Collection[in
     sets = np.flatnonzero(one.finish < NEVER)
     most = min(len(sets), int((other.finish < NEVER).sum()))
     balance = [abs(2 * int((sets >> job & 1).sum()) - len(sets)) for job in jobs]
-    count = min(8, max(0, (most // GROUP).bit_length() - 1))
+    count = min(len(jobs), most.bit_length() // 2)  # as many groups as sets in each
     return sorted(jobs, key=lambda job: (job not in needed, balance[job]))[:count]
 
 

@@ -12,7 +12,7 @@ from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
 from arachnec.solver.decoder import justified, reversed_problem, reversed_schedule
 from arachnec.solver.gap_search import GapSearch, variables
 from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
-from arachnec.solver.portfolio import Improvement, Improver, Incumbent
+from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
 from arachnec.solver.tail import shorter_tail, tail_of
 
@@ -27,7 +27,7 @@ class Candidates:
     name: str
     schedules: Iterator[Schedule]
     ms: float
-    hope: float = 0.05
+    hope: float = HOPE
     proves: bool = False
     exhausted: bool = False
 
@@ -51,7 +51,7 @@ class Justification:
     """Every new shortest schedule justified, once."""
 
     name: str = "justification"
-    hope: float = 0.02
+    hope: float = HOPE
     proves: bool = False
     last: Schedule | None = None
 
@@ -73,7 +73,7 @@ class Annealing:
 
     problem: Problem
     name: str = "annealing"
-    hope: float = 0.02
+    hope: float = HOPE
     proves: bool = False
     turn: int = 0
     backwards: Problem = field(init=False)
@@ -118,7 +118,7 @@ class ExactPacking:
     problem: Problem
     options: Options
     name: str = "exact packing"
-    hope: float = 0.5
+    hope: float = HIGH_HOPE
     proves: bool = False
     certain: bool = False
 
@@ -151,7 +151,7 @@ class LargeNeighbourhoods:
     packing: Packing
     exact: ExactPacking
     name: str = "large neighbourhoods"
-    hope: float = 0.1
+    hope: float = HIGH_HOPE
     proves: bool = False
     search: LargeNeighbourhood | None = None
 
@@ -198,7 +198,7 @@ class Tails:
 
     problem: Problem
     name: str = "z3 tail"
-    hope: float = 0.02
+    hope: float = HOPE
     proves: bool = False
     size: int = 8
 
@@ -225,7 +225,7 @@ class Prover:
 
     problem: Problem
     name: str = "z3 gap search"
-    hope: float = 0.3
+    hope: float = HIGH_HOPE
     proves: bool = True
     search: GapSearch | None = None
 

@@ -19,8 +19,6 @@ from arachnec.solver.problem import Problem
 STALL = 150
 # Of a job's length, by which its place in the order may change, at most.
 PERTURBED = 0.6
-# Of the jobs, that are tried wider than they need be, at most.
-WIDENED = 0.15
 # GPUs in a window of more than two blocks: larger ones cost more than they gain.
 WINDOW = 32
 
@@ -96,7 +94,8 @@ class LargeNeighbourhood:
         clock.count(5 * len(window) + 5 * len(lifted))
         excess = sum(ticks - self.horizon for ticks in before if ticks > self.horizon)
         area = sum(placed.option.width * placed.option.ticks for placed in lifted)
-        noise, widen = PERTURBED * rng.random() ** 2, WIDENED * rng.random() ** 2
+        noise = PERTURBED * rng.random() ** 2
+        widen = noise / 4
         wished = []
         for placed in lifted:
             options = self.options[placed.job]

@@ -27,8 +27,6 @@ from arachnec.solver.z3_question import Answer, Question, true
 
 # Conflicts that follow from one, as jobs are equal: more slow the next question down by more than they exclude.
 MOST_EQUAL = 50
-# Of Z3, for the start times of one choice of sets: nearly all are told in a tenth of it.
-START_EFFORT = Effort(steps=3_000_000)
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def _starts(
     for it counts for ``asked``, too.
     """
     question = Question()
-    solver = question.begin(START_EFFORT, 0)
+    solver = question.begin(asked.left(), 0)
     solver.set("core.minimize", True)
     start = [z3.Int(f"start_{job}", solver.ctx) for job in range(len(rows))]
     for job, row in enumerate(rows):

@@ -39,6 +39,12 @@ class Question:
     def late(self) -> bool:
         return self.stopped or (self._until is not None and time.perf_counter() > self._until)
 
+    def left(self) -> Effort:
+        """What is left of the effort."""
+        steps = None if self._effort.steps is None else max(1, self._effort.steps - self.steps)
+        wall = None if self._until is None else max(1, int((self._until - time.perf_counter()) * 1e3))
+        return Effort(steps, wall)
+
     def check(self, solver: z3.Solver, *assumptions: z3.BoolRef) -> Answer:
         """The answer within what is left of the effort."""
         if self.late():
