@@ -103,7 +103,7 @@ class Annealing:
             counted = tries
             return max(tries / most, (clock.spent() - begin) / whole)
 
-        part, hot = rng.uniform(0.5, 1.0), HOT / 10**early
+        part, hot = rng.uniform(0.5, 1.0), HOT * 0.1**early
         if self.turn % 2 == 0:
             return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
         mirrored = reversed_schedule(self.problem, start)
@@ -123,13 +123,13 @@ class ExactPacking:
     certain: bool = False
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        """Every set of jobs is looked at for every width."""
+        """Every set of jobs is looked at for every width, several of them in an operation."""
         from arachnec.solver.exact_packing import MOST_JOBS
 
         jobs = len(self.problem.jobs)
         if self.certain or jobs > MOST_JOBS or any(job.before for job in self.problem.jobs):
             return None
-        return 2**jobs * self.problem.gpus.bit_length() / OPERATIONS_PER_MS
+        return float(1 << jobs) * self.problem.gpus.bit_length() / OPERATIONS_PER_MS / 4
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         from arachnec.solver.exact_packing import shortest_packing
