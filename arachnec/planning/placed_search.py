@@ -62,27 +62,29 @@ def solve_placed(
     """
     bound = lower_bound(problem)
     measure = Measure(module, cost, problem, following)
-    views = [First.of(problem, bound, clock), *_nested(problem, cost, bound, clock)]
-    first_ms = min(view.first.ms if isinstance(view, _View) else view.ms for view in views)
-    whole, *others = views
-    assert isinstance(whole, First)
+    views = _nested(problem, cost, bound, clock)
+    if views:
+        best = views[-1]
+        whole = First.listed(problem, best.back(best.first.schedule), bound, best.first.ms)
+    else:
+        whole = First.of(problem, bound, clock)
     # of devices that differ the problem, and so its bound, counts all as the fastest
     real = mixed_bound(module, cost, problem, bound) if cost.kinds else bound
-    start = whole.schedule
     objectives = measure.objectives()
-    starts = [start, *(view.back(view.first.schedule) for view in others if isinstance(view, _View))]
-    quick = sum(objective.ms for objective in objectives) <= GRACE
-    incumbent = Incumbent(problem, starts[0] if quick else starts[-1], real, objectives, measure.sync.least)
+    starts = [whole.schedule, *(view.back(view.first.schedule) for view in views)]
+    # of what is not placed, that which placing does not stretch
+    counted = sum(objective.ms for objective in objectives) > GRACE
+    incumbent = Incumbent(problem, starts[-1] if counted else starts[0], real, objectives, measure.sync.least)
     for schedule in reversed(starts):
         incumbent.offer(schedule, clock)
     improvers = [
         improver
-        for improver in _improvers(whole, others, module, cost, measure, clock, seed, baselines)
+        for improver in _improvers(whole, views, module, cost, measure, clock, seed, baselines)
         if improver.name not in without
     ]
     run(improvers, incumbent, clock, random.Random(seed))
-    answer = solution(incumbent, bound, first_ms)
-    return Solution(answer.schedule, bound, bound, False, first_ms) if cost.kinds else answer
+    answer = solution(incumbent, bound, whole.ms)
+    return Solution(answer.schedule, bound, bound, False, whole.ms) if cost.kinds else answer
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,13 @@ class _View:
         return self.nested.whole(schedule)
 
 
-def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> Iterator[_View]:
-    """Degrees whose blocks nest, the shortest last; none within one node, which any GPUs of are equally near."""
-    if cost.cluster.nodes > 1 and problem.jobs:
-        views = [_View(way, First.of(way.problem, bound, clock)) for way in nested(problem, cost.cluster.gpus, bound)]
-        yield from sorted(views, key=lambda view: -view.first.schedule.makespan(view.nested.problem))
+def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list[_View]:
+    """Degrees whose blocks nest, the shortest last; none within one node, any GPUs of which are equally near."""
+    views: list[_View] = []
+    for way in nested(problem, cost.cluster.gpus, bound) if cost.cluster.nodes > 1 else ():
+        if not views or clock.any_left():
+            views.append(_View(way, First.of(way.problem, bound, clock)))
+    return sorted(views, key=lambda view: -view.first.schedule.makespan(view.nested.problem))
 
 
 def _improvers(

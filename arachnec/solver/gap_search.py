@@ -79,11 +79,10 @@ def bisect(low: int, high: int, ask: Callable[[int], tuple[Answer, int]]) -> int
     return high
 
 
-def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, *, seed: int, effort: Effort) -> Schedule:
+def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, clock: Clock, *, seed: int) -> Schedule:
     """The schedule, or a shorter one in which every job has the same choice; none ends before ``low`` ticks.
 
-    Without it schedules that differ by the rounding of a few ticks would come one after another. ``effort`` is that of
-    one question.
+    Without it schedules that differ by the rounding of a few ticks would come one after another.
     """
     jobs = (replace(job, choices=(job.choices[pick],)) for job, pick in zip(problem.jobs, schedule.picks, strict=True))
     fixed = Problem(tuple(jobs), problem.gpus)
@@ -91,7 +90,11 @@ def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, *,
 
     def ask(horizon: int) -> tuple[Answer, int]:
         nonlocal best
-        answer, shorter = schedule_by_sets(fixed, horizon, seed=seed, effort=effort)
+        if not clock.any_left():
+            return Answer.UNKNOWN, 0
+        question = Question()
+        answer, shorter = schedule_by_sets(fixed, horizon, seed=seed, effort=clock.effort(), question=question)
+        clock.count_z3(question.steps)
         if shorter is not None and not violations(fixed, shorter):
             best = replace(schedule, starts=shorter.starts)
             return answer, shorter.makespan(fixed)
@@ -150,9 +153,7 @@ class GapSearch:
             try:
                 answer, schedule = self.ask(asked.horizon, seed + number, effort, question)
                 if schedule is not None and not any(job.before for job in self.problem.jobs):
-                    schedule = shortest_with_its_degrees(
-                        self.problem, schedule, self.low, seed=seed, effort=clock.effort()
-                    )
+                    schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
                     del self.asked[question]

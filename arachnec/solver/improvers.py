@@ -179,12 +179,12 @@ class LargeNeighbourhoods:
         return Improvement((last,) if best is None or last.makespan(problem) <= best.makespan(problem) else (best,))
 
     def _ask(
-        self, jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int, clock: Clock
+        self, jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int, limit: float, clock: Clock
     ) -> list[Placed] | None:
         from arachnec.solver.z3_packing import find_packing
         from arachnec.solver.z3_question import Question
 
-        question, effort = Question(), clock.effort()
+        question, effort = Question(), clock.effort(limit)
         packed = find_packing(
             jobs, self.options, self.problem.heads, base, horizon, widest, seed=0, effort=effort, question=question
         )[1]

@@ -22,7 +22,7 @@ PERTURBED = 0.6
 # GPUs in a window of more than two blocks: larger ones cost more than they gain.
 WINDOW = 32
 
-Ask = Callable[[Sequence[int], Sequence[int], int, int, Clock], "Sequence[Placed] | None"]
+Ask = Callable[[Sequence[int], Sequence[int], int, int, float, Clock], "Sequence[Placed] | None"]
 
 
 class LargeNeighbourhood:
@@ -159,8 +159,9 @@ class LargeNeighbourhood:
                 continue
             lifted, base = self._lift(window, width, [self.load[gpu] for gpu in window])
             places = sum(2 * width // option.width for placed in lifted for option in self.options[placed.job])
-            if question_ms(places) <= clock.left():
-                packed = self.ask([placed.job for placed in lifted], base, self.horizon, width, clock)
+            ms = 2 * question_ms(places)
+            if ms <= clock.left():
+                packed = self.ask([placed.job for placed in lifted], base, self.horizon, width, ms, clock)
                 if packed is not None:
                     load = list(base)
                     for placed in packed:

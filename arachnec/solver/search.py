@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from arachnec.solver.block_packing import Options, Packing, options_of, packings, realize
 from arachnec.solver.bound import lower_bound
@@ -62,20 +63,23 @@ class First:
     @staticmethod
     def of(problem: Problem, bound: int, clock: Clock) -> First:
         options = options_of(problem) if problem.jobs else None
-        lists = Candidates("list schedules", _heuristics(problem, bound), decoding_ms(problem, 2))
         if options is None:
-            best = next(lists.schedules)
-            ms, packing = clock.wall(), None
-        else:
-            ms = 0.0
-            for packing in packings(problem, options, bound):
-                best, ms = realize(problem, packing), ms or clock.wall()
+            return First.listed(problem, next(list_schedules(problem, bound)), bound, clock.wall())
+        ms = 0.0
+        for packing in packings(problem, options, bound):
+            best, ms = realize(problem, packing), ms or clock.wall()
+        return replace(First.listed(problem, best, bound, ms), options=options, packing=packing)
+
+    @staticmethod
+    def listed(problem: Problem, best: Schedule, bound: int, ms: float) -> First:
+        """A schedule that was there after so many ms, or a better list schedule, where those take no time."""
+        lists = Candidates("list schedules", _heuristics(problem, bound), decoding_ms(problem, 2))
         within = int(GRACE / (lists.ms + 1e-6))
-        for schedule, _ in zip(lists.schedules, range(within), strict=False):
-            best = min(best, schedule, key=lambda one: one.makespan(problem))
+        tried = [best, *islice(lists.schedules, within)]
+        best = min(tried, key=lambda schedule: schedule.makespan(problem))
         if within:
-            best = min(best, justified(problem, best), key=lambda one: one.makespan(problem))
-        return First(problem, best, lists, options, packing, ms)
+            best = min(best, justified(problem, best), key=lambda schedule: schedule.makespan(problem))
+        return First(problem, best, lists, None, None, ms)
 
     def improvers(self, clock: Clock) -> Iterator[Improver]:
         problem = self.problem
