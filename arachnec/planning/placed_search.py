@@ -32,8 +32,9 @@ from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
-from arachnec.solver.decoder import list_schedule, start_order
+from arachnec.solver.decoder import start_order
 from arachnec.solver.improvers import Candidates, Transformed
+from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
 from arachnec.solver.search import GRACE, First, solution

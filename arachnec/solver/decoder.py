@@ -174,10 +174,5 @@ def justified(problem: Problem, schedule: Schedule) -> Schedule:
         schedule = early
 
 
-def list_schedule(problem: Problem, picks: Sequence[int], order: Sequence[int]) -> Schedule:
-    """Each job in order, from when it and so many GPUs are free."""
-    return Decoder(problem, picks, order).schedule()
-
-
 def _decoded(problem: Problem, schedule: Schedule) -> Schedule:
-    return list_schedule(problem, schedule.picks, start_order(schedule))
+    return Decoder(problem, schedule.picks, start_order(schedule)).schedule()

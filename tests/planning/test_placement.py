@@ -25,7 +25,7 @@ from arachnec.planning.placement import pick_ranks, placements
 from arachnec.planning.validate import validate_schedule
 from arachnec.report import imbalance, plan_report
 from arachnec.solver.budget import Clock
-from arachnec.solver.decoder import list_schedule
+from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import Incumbent
 from arachnec.solver.problem import TICKS, Schedule
 from arachnec.solver.static_layouts import one_degree

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.chain_bound import chain_bound
-from arachnec.solver.decoder import list_schedule
+from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.problem import Choice, Job, Problem
 
 

@@ -7,8 +7,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.solver.decoder import Decoder, justified, list_schedule, reversed_problem, reversed_schedule, start_order
-from arachnec.solver.list_schedule import nearest_order
+from arachnec.solver.decoder import Decoder, justified, reversed_problem, reversed_schedule, start_order
+from arachnec.solver.list_schedule import list_schedule, nearest_order
 from arachnec.solver.problem import Choice, Job, Problem, Schedule, violations
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.solver.bound import longest_chain, lower_bound
 from arachnec.solver.budget import Clock
-from arachnec.solver.decoder import list_schedule
-from arachnec.solver.list_schedule import list_schedules, orders
+from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
 from arachnec.solver.tail import shorter_tail
