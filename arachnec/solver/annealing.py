@@ -23,8 +23,8 @@ from arachnec.solver.problem import Problem, Schedule
 
 # Of the mean area of a job, the temperature at which the longest runs begin: hotter ones forget where they started.
 HOT = 0.2
-# Of that, the temperature at which every run ends.
-COLD = 0.01
+# Likewise, at which every run ends: the first one, a quench, begins there.
+COLD = 0.002
 # Of the tries change a job that ends last, or what it waits for.
 LATEST = 0.1
 
@@ -55,7 +55,7 @@ class Cooling:
                 spent = used(tries)
                 if spent >= 1:
                     break
-                temperature = mean_area * self.hot * COLD**spent
+                temperature = mean_area * self.hot * (min(COLD, self.hot) / self.hot) ** spent
             tries += 1
             undo = self._change()
             if not undo:

@@ -145,7 +145,12 @@ class Record:
     @property
     def promise(self) -> float:
         """Gain for effort, if the next slice fulfils its hope."""
-        return (self.gained + self.improver.hope) / (self.spent + self.slice)
+        return self.expected / (self.spent + self.slice)
+
+    @property
+    def expected(self) -> float:
+        """What it gained, and what it is trusted to: after every call that gained nothing, half as much."""
+        return self.gained + self.improver.hope / self.longer
 
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
@@ -186,5 +191,5 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
         if record.improver.proves and record.total + record.slice <= PROVER_SHARE * (clock.spent() + record.slice):
             return record, min(record.slice, left)
     first, *others = sorted(able, key=lambda record: -record.promise)
-    ahead = (first.gained + first.improver.hope) / others[0].promise - first.spent if others else left
+    ahead = first.expected / others[0].promise - first.spent if others else left
     return first, min(max(first.slice, ahead), left)
