@@ -16,7 +16,7 @@ from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, In
 from arachnec.solver.problem import Problem, Schedule
 from arachnec.solver.tail import shorter_tail, tail_of
 
-# Tries per job of the longest runs of annealing, after two shorter ones, each a fifth and a tenth as hot.
+# Tries per job of the longest runs of annealing. Those before have a fifth of the tries, and are a tenth as hot.
 TRIES = 1000
 
 
@@ -68,7 +68,7 @@ class Justification:
 class Annealing:
     """One cooling after the other, each from the shortest schedule, every second on the time-reversed problem.
 
-    The first is short and cold, then they are longer and hotter; a slice that ends sooner cools sooner.
+    A run that gains nothing is followed by longer and hotter ones, if they fit; a slice that ends sooner cools sooner.
     """
 
     problem: Problem
@@ -76,6 +76,7 @@ class Annealing:
     hope: float = HOPE
     proves: bool = False
     turn: int = 0
+    warmth: int = 0  # of the longest runs so far: 0 is a quench, 2 as hot as it gets
     backwards: Problem = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,13 +89,21 @@ class Annealing:
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         best = incumbent.shortest
         while clock.any_left() and best.makespan(self.problem) > incumbent.bound:
-            best = self._cooled(best, incumbent.bound, clock, rng)
+            warmth = max((w for w in range(self.warmth + 1) if self._run_ms(w) <= clock.left()), default=0)
+            before, best = best, self._cooled(best, incumbent.bound, warmth, clock, rng)
+            if best.makespan(self.problem) >= before.makespan(self.problem) and warmth == self.warmth:
+                self.warmth = min(2, warmth + 1)
             self.turn += 1
         return Improvement((best,))
 
-    def _cooled(self, start: Schedule, bound: int, clock: Clock, rng: random.Random) -> Schedule:
-        early = max(0, 2 - self.turn)  # the first two runs
-        most = max(1, TRIES * len(self.problem.jobs) // 5**early)
+    def _tries(self, warmth: int) -> int:
+        return TRIES * len(self.problem.jobs) // 5 ** (2 - warmth)
+
+    def _run_ms(self, warmth: int) -> float:
+        return self._tries(warmth) * decoding_ms(self.problem, 0.5)
+
+    def _cooled(self, start: Schedule, bound: int, warmth: int, clock: Clock, rng: random.Random) -> Schedule:
+        most = max(1, self._tries(warmth))
         begin, whole, counted = clock.spent(), max(clock.left(), 1e-6), 0
 
         def used(tries: int) -> float:
@@ -103,7 +112,7 @@ class Annealing:
             counted = tries
             return max(tries / most, (clock.spent() - begin) / whole)
 
-        part, hot = rng.uniform(0.5, 1.0), HOT * 0.1**early
+        part, hot = rng.uniform(0.5, 1.0), HOT * 0.1 ** (2 - warmth)
         if self.turn % 2 == 0:
             return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
         mirrored = reversed_schedule(self.problem, start)

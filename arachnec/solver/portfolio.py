@@ -10,8 +10,8 @@ that does not fit what is left, it is not called. That takes the place of limits
 closed; a prover closes it from below. Of a wide gap, most of which is the bound's, a ``CLOSE`` part is taken. The
 improver with the most gain for its effort so far is called, older calls counting half as much as the next, and a
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
-gain nothing share the effort by their hopes. It gets the time for which it would stay ahead of the next best though it
-gained nothing more; without any gain its next slice is twice as long.
+gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
+nothing more. Without any gain its next slice is twice as long, and its hope half as large.
 
 *The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
 """
@@ -191,5 +191,5 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
         if record.improver.proves and record.total + record.slice <= PROVER_SHARE * (clock.spent() + record.slice):
             return record, min(record.slice, left)
     first, *others = sorted(able, key=lambda record: -record.promise)
-    ahead = first.expected / others[0].promise - first.spent if others else left
+    ahead = first.gained / others[0].promise - first.spent if others else left
     return first, min(max(first.slice, ahead), left)
