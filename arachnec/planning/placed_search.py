@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
@@ -33,9 +34,9 @@ from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import start_order
-from arachnec.solver.improvers import Candidates, Transformed
+from arachnec.solver.improvers import Candidates, Transformed, decoding_ms
 from arachnec.solver.list_schedule import list_schedule
-from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent, Objective, run
+from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
 from arachnec.solver.search import GRACE, First, solution
 from arachnec.solver.widths import Nested, nested
@@ -71,17 +72,19 @@ def solve_placed(
         whole = First.of(problem, bound, clock)
     # of devices that differ the problem, and so its bound, counts all as the fastest
     real = mixed_bound(module, cost, problem, bound) if cost.kinds else bound
-    objectives = measure.objectives()
+    objectives = measure.objectives(clock.left())
     starts = [whole.schedule, *(view.back(view.first.schedule) for view in views)]
     # of what is not placed, that which placing does not stretch
-    counted = sum(objective.ms for objective in objectives) > GRACE
-    incumbent = Incumbent(problem, starts[-1] if counted else starts[0], real, objectives, measure.sync.least)
-    for schedule in reversed(starts):
+    blocks = bool(views) and not objectives and sum(objective.ms for objective in measure.objectives()) > GRACE
+    incumbent = Incumbent(problem, starts[-1] if blocks else starts[0], real, objectives, measure.sync.least)
+    # first, so that no baseline over the same micro-batches is shorter, whatever becomes of the search
+    named = baseline_layouts(module, problem) if baselines and incumbent.objectives else ()
+    for schedule in chain(() if blocks else reversed(starts), named):
         incumbent.offer(schedule, clock)
     improvers = [
         improver
         for improver in _improvers(whole, views, module, cost, measure, clock, seed, baselines)
-        if improver.name not in without
+        if improver.name not in without and (isinstance(improver, Transformed) or not blocks)
     ]
     run(improvers, incumbent, clock, random.Random(seed))
     answer = solution(incumbent, bound, whole.ms)
@@ -118,15 +121,14 @@ def _improvers(
     seed: int,
     baselines: bool,
 ) -> Iterator[Improver]:
-    problem, ms = whole.problem, sum(objective.ms for objective in measure.objectives())
+    problem = whole.problem
+    ms = decoding_ms(problem, 2)
     packed = ("exact packing", "large neighbourhoods")
     yield PlacedSearch(measure)
-    if baselines:
-        yield Candidates("baselines", baseline_layouts(module, problem), ms, hope=HIGH_HOPE)
     yield Candidates("groups", group_layouts(problem), ms)
     if baselines and clock.steps is None:
         seconds = clock.left() / 1e3 / 20
-        yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 2e3 * seconds)
+        yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
     # blocks that nest are packed in their own view
     yield from (improver for improver in whole.improvers(clock) if not (views and improver.name in packed))
     for view in views:
@@ -157,7 +159,7 @@ class PlacedSearch:
 
     def slice(self, incumbent: Incumbent) -> float | None:
         """One neighbour, confirmed."""
-        return incumbent.confirming if incumbent.problem.jobs else None
+        return incumbent.confirming if incumbent.objectives else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         problem = incumbent.problem
@@ -187,13 +189,15 @@ class Measure:
         self.chosen: dict[tuple[int, int], Cascade] = {}
         self.latest: tuple[Schedule, list[Cascade] | None] | None = None
 
-    def objectives(self) -> list[Objective]:
-        """First placed, then simulated."""
+    def objectives(self, budget: float = math.inf) -> list[Objective]:
+        """First placed, then simulated; those of which four fit into so many ms."""
         size = len(self.problem.jobs) + self.problem.gpus
-        return [
+        objectives = [
             Objective("placed", self.of, 1 + PLACING_MS * size),
             Objective("simulated", self.simulated, 5 + SIMULATING_MS * size),
         ]
+        spent = accumulate(objective.ms for objective in objectives)
+        return [objective for objective, ms in zip(objectives, spent, strict=True) if 4 * ms <= budget]
 
     def of(self, schedule: Schedule) -> float:
         placed = self._placed(schedule)

@@ -32,18 +32,20 @@ class Candidates:
     exhausted: bool = False
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        return None if self.exhausted else self.ms
+        return None if self.exhausted else self.ms + (incumbent.confirming if incumbent.objectives else 0.0)
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        made: list[Schedule] = []
-        while clock.any_left():
+        """As many as can be confirmed by then, too."""
+        tried: list[Schedule] = []
+        confirming = incumbent.confirming if incumbent.objectives else 0.0
+        while not tried or clock.left() > confirming * (len(tried) + 1):
             schedule = next(self.schedules, None)
             clock.count_ms(self.ms)
             if schedule is None:
                 self.exhausted = True
                 break
-            made.append(schedule)
-        return Improvement(tuple(sorted(dict.fromkeys(made), key=lambda one: one.makespan(incumbent.problem))))
+            tried.append(schedule)
+        return Improvement(tuple(sorted(dict.fromkeys(tried), key=lambda one: one.makespan(incumbent.problem))))
 
 
 @dataclass

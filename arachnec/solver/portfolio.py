@@ -28,7 +28,7 @@ from arachnec.solver.problem import TICKS, Problem, Schedule
 
 # Of the gap, that the next slice of any improver is trusted to close.
 HOPE = 0.05
-# And of those that can close all of it, or mostly do: exact packing, large neighbourhoods, the prover, the baselines.
+# And of those that can close all of it, or mostly do: exact packing, large neighbourhoods, the prover.
 HIGH_HOPE = 0.3
 # Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
 CLOSE = 0.01
@@ -114,7 +114,7 @@ class Improvement:
 
 
 class Improver(Protocol):
-    """``hope`` is the part of the gap that its next slice is trusted to close, whatever it did before."""
+    """``hope`` is the part of the gap that its first slice is trusted to close, and any after one that gained."""
 
     name: str
     hope: float
