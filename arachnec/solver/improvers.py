@@ -114,7 +114,7 @@ class Annealing:
             counted = tries
             return max(tries / most, (clock.spent() - begin) / whole)
 
-        part, hot = rng.uniform(0.5, 1.0), HOT * 0.1 ** (2 - warmth)
+        part, hot = rng.uniform(0.5, 1.0) if warmth else 0.5, HOT * 0.1 ** (2 - warmth)
         if self.turn % 2 == 0:
             return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
         mirrored = reversed_schedule(self.problem, start)
@@ -140,7 +140,7 @@ class ExactPacking:
         jobs = len(self.problem.jobs)
         if self.certain or jobs > MOST_JOBS or any(job.before for job in self.problem.jobs):
             return None
-        return float(1 << jobs) * self.problem.gpus.bit_length() / OPERATIONS_PER_MS / 4
+        return float(1 << jobs) * self.problem.gpus.bit_length() / OPERATIONS_PER_MS / 2
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         from arachnec.solver.exact_packing import shortest_packing
@@ -214,7 +214,8 @@ class Tails:
     size: int = 8
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        if self.size > len(self.problem.jobs):
+        """None where nothing waits: then a tail is a packing, which large neighbourhoods do."""
+        if self.size > len(self.problem.jobs) or not any(job.before for job in self.problem.jobs):
             return None
         tail = tail_of(self.problem, incumbent.shortest, self.size)
         return question_ms(len(tail.problem.jobs) * sum(len(job.choices) for job in tail.problem.jobs))
@@ -241,7 +242,10 @@ class Prover:
     search: GapSearch | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        return question_ms(variables(self.problem)) if incumbent.makespan > incumbent.bound else None
+        """Time for a question, of those that are asked by now: cut short, it is lost."""
+        if incumbent.makespan <= incumbent.bound:
+            return None
+        return max(question_ms(variables(self.problem)), self.search.limit if self.search is not None else 0.0)
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         if self.search is None:

@@ -116,9 +116,15 @@ class Improvement:
 class Improver(Protocol):
     """``hope`` is the part of the gap that its first slice is trusted to close, and any after one that gained."""
 
-    name: str
-    hope: float
-    proves: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hope(self) -> float: ...
+
+    @property
+    def proves(self) -> bool:
+        """Whether it raises the bound."""
 
     def slice(self, incumbent: Incumbent) -> float | None:
         """The smallest effort it can use, in ms; None where it has nothing left to try."""
