@@ -242,10 +242,7 @@ class Prover:
     search: GapSearch | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        """Time for a question, of those that are asked by now: cut short, it is lost."""
-        if incumbent.makespan <= incumbent.bound:
-            return None
-        return max(question_ms(variables(self.problem)), self.search.limit if self.search is not None else 0.0)
+        return question_ms(variables(self.problem)) if incumbent.makespan > incumbent.bound else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         if self.search is None:

@@ -11,7 +11,8 @@ closed; a prover closes it from below. Of a wide gap, most of which is the bound
 improver with the most gain for its effort so far is called, older calls counting half as much as the next, and a
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
 gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
-nothing more. Without any gain its next slice is twice as long, and its hope half as large.
+nothing more. Without any gain its next slice is twice as long, and its hope half as large;
+a prover keeps its hope.
 
 *The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
 """
@@ -155,8 +156,11 @@ class Record:
 
     @property
     def expected(self) -> float:
-        """What it gained, and what it is trusted to: after every call that gained nothing, half as much."""
-        return self.gained + self.improver.hope / self.longer
+        """What it gained, and what it is trusted to: after every call that gained nothing, half as much.
+
+        But for a prover: that it had no answer yet says nothing.
+        """
+        return self.gained + self.improver.hope / (1.0 if self.improver.proves else self.longer)
 
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
