@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from arachnec.solver.annealing import HOT, anneal
 from arachnec.solver.block_packing import Options, Packing, Placed, realize
 from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
 from arachnec.solver.decoder import justified, reversed_problem, reversed_schedule
-from arachnec.solver.gap_search import GapSearch, variables
 from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
 from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
-from arachnec.solver.tail import shorter_tail, tail_of
+
+if TYPE_CHECKING:
+    from arachnec.solver.gap_search import GapSearch
 
 # Tries per job of the longest runs of annealing. Those before have a fifth of the tries, and are a tenth as hot.
 TRIES = 1000
@@ -85,8 +87,8 @@ class Annealing:
         self.backwards = reversed_problem(self.problem)
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        """Two tries per job, each of which decodes half of the jobs."""
-        return decoding_ms(self.problem, len(self.problem.jobs)) if self.problem.jobs else None
+        """Ten tries per job, each of which decodes half of the jobs, and no less than large neighbourhoods."""
+        return max(decoding_ms(self.problem, 5 * len(self.problem.jobs)), STALL / 10) if self.problem.jobs else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         best = incumbent.shortest
@@ -217,10 +219,14 @@ class Tails:
         """None where nothing waits: then a tail is a packing, which large neighbourhoods do."""
         if self.size > len(self.problem.jobs) or not any(job.before for job in self.problem.jobs):
             return None
+        from arachnec.solver.tail import tail_of
+
         tail = tail_of(self.problem, incumbent.shortest, self.size)
         return question_ms(len(tail.problem.jobs) * sum(len(job.choices) for job in tail.problem.jobs))
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.tail import shorter_tail
+
         shorter, answered = shorter_tail(
             self.problem, incumbent.shortest, incumbent.bound, self.size, clock, rng.randrange(2**31)
         )
@@ -242,9 +248,13 @@ class Prover:
     search: GapSearch | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
+        from arachnec.solver.gap_search import variables
+
         return question_ms(variables(self.problem)) if incumbent.makespan > incumbent.bound else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.gap_search import GapSearch
+
         if self.search is None:
             self.search = GapSearch(self.problem, incumbent.shortest, incumbent.bound)
         self.search.run(incumbent.shortest, incumbent.bound, clock, rng.randrange(2**31))
