@@ -18,7 +18,7 @@ from pathlib import Path
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.manifest import read_manifest
-from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.driver import front_end, plan_iteration, plan_model, trace_file
 from arachnec.executable.folder import iteration_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
@@ -54,7 +54,9 @@ def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) ->
         }
         for name in pipelines:
             try:
-                module, planning = plan_iteration(here, Pipeline.parse(NAMED[name]), number)
+                pipeline = Pipeline.parse(NAMED[name])
+                model, _ = plan_model(here, pipeline)
+                module, planning = plan_iteration(model, pipeline, number)
             except UserError as error:
                 row[name] = {"refused": str(error)}
                 continue

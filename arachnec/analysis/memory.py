@@ -1,4 +1,4 @@
-"""What a rank holds while each of its instructions runs, by what it is for."""
+"""A rank's memory while each of its instructions runs, by purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arachnec.ir.nodes import Program, quantity
 
 @dataclass(frozen=True)
 class Usage:
-    """GiB on one rank while one of its instructions runs, by what it is for."""
+    """GiB on one rank while one of its instructions runs, by purpose."""
 
     rank: int
     index: int  # of the instruction in the rank's list; -1 before the first
@@ -26,7 +26,7 @@ class Usage:
 
 
 def high_water(values: Values, program: Program) -> Usage:
-    """The most that a rank ever holds, and where."""
+    """The instruction at which a rank holds most, and how much."""
     return max(usages(values, program), key=lambda usage: usage.total)
 
 

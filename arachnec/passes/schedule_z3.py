@@ -64,7 +64,7 @@ class ScheduleZ3(Pass):
             topology=place.topology,
             buckets=bucket is not None or not lowered,
             mib=bucket.mib if bucket is not None else None,
-            reversible=bucket.turn if bucket is not None else not lowered,
+            reversible=bucket.reverse if bucket is not None else not lowered,
         )
         informed = copy.copy(self)
         object.__setattr__(informed, "following", known)
@@ -75,7 +75,7 @@ class ScheduleZ3(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         # measured cascades take as long anywhere
-        if not problem.jobs or (not cost.kinds and all(map(times_of, module.cascades))):
+        if not problem.jobs or (not cost.devices.kinds and all(map(times_of, module.cascades))):
             return scheduled(module, cost, problem, solve(problem, clock, self.seed))
         answer = solve_placed(
             module,

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module, Stage, quantity
 from arachnec.ir.values import Quantity
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
 
@@ -23,6 +23,7 @@ class ShardOptimizer(Pass):
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def run(self, module: Module) -> Module:
         if module.cluster is None or module.cluster.world < 2:

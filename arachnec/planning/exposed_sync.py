@@ -15,7 +15,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
-from arachnec.lowering.buckets import Ends, can_turn, last_backwards, turned
+from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
 from arachnec.planning.following import Following
 
 
@@ -46,7 +46,7 @@ class ExposedSync:
         syncs = tuple(sync_of(stage, self.ranks, cost) for stage in trained) if len(self.ranks) > 1 else ()
         whole = tuple(replace(sync, behind=sync.behind[:1]) for sync in syncs)
         self.syncs = syncs if following.buckets else whole
-        self.reversible = following.reversible and can_turn(module)
+        self.reversible = following.reversible and can_reverse(module)
 
     @property
     def least(self) -> float:
@@ -58,7 +58,7 @@ class ExposedSync:
         if not self.syncs:
             return makespan
         plan = replace(self.module, cascades=tuple(cascades))
-        return max(makespan, min(map(self._through, [plan, *([turned(plan)] if self.reversible else [])])))
+        return max(makespan, min(map(self._through, [plan, *([time_reversed(plan)] if self.reversible else [])])))
 
     def _through(self, plan: Module) -> float:
         return max(through(sync, last_backwards(plan, sync.stage, self.ranks)) for sync in self.syncs)

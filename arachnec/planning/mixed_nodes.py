@@ -29,7 +29,7 @@ def fewer_gpus(problem: Problem, cost: CostModel) -> Iterator[Problem]:
 def counts(cost: CostModel) -> set[int]:
     """The GPUs of the fastest kind, of the two fastest, and so on, and what all together are worth in the fastest."""
     every = machines(cost.cluster)
-    speeds = [every[node_of(cost.cluster, kind[0])].flops for kind in cost.kinds]
-    by_speed = sorted(zip(speeds, map(len, cost.kinds), strict=True), reverse=True)
+    speeds = [every[node_of(cost.cluster, kind[0])].flops for kind in cost.devices.kinds]
+    by_speed = sorted(zip(speeds, map(len, cost.devices.kinds), strict=True), reverse=True)
     worth = sum(speed / by_speed[0][0] * count for speed, count in by_speed)
     return {*list(accumulate(count for _, count in by_speed))[:-1], max(1, round(worth))}

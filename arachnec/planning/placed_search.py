@@ -71,7 +71,7 @@ def solve_placed(
     else:
         whole = First.of(problem, bound, clock)
     # of devices that differ the problem, and so its bound, counts all as the fastest
-    real = mixed_bound(module, cost, problem, bound) if cost.kinds else bound
+    real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
     objectives = measure.objectives(clock.left())
     starts = [whole.schedule, *(view.back(view.first.schedule) for view in views)]
     # of what is not placed, that which placing does not stretch
@@ -88,7 +88,7 @@ def solve_placed(
     ]
     run(improvers, incumbent, clock, random.Random(seed))
     answer = solution(incumbent, bound, whole.ms)
-    return Solution(answer.schedule, bound, bound, False, whole.ms) if cost.kinds else answer
+    return Solution(answer.schedule, bound, bound, False, whole.ms) if cost.devices.kinds else answer
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _improvers(
         for improver in view.first.improvers(clock):
             if improver.name in packed:
                 yield Transformed(improver, incumbent, view.back)
-    for fewer in fewer_gpus(problem, cost) if cost.kinds else ():
+    for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
         least = lower_bound(fewer)
         first = First.of(fewer, least, clock)
         incumbent = Incumbent(fewer, first.schedule, least)

@@ -1,13 +1,12 @@
-"""Rule 2: no deadlock.
+"""Rule 2: no deadlock. In: a lowered module's values. Out: a diagnostic per problem.
 
-Every collective, and every send with the receive it is matched to, is one event. The order of the events in each
-rank's list, taken over all ranks, must have no cycle. That is the strictest thing a back end may do: gloo's send, and
-NCCL's on one stream, complete only when the receive is there. Sends and receives are matched first in, first out per
-ordered pair of ranks, as both do; a mismatch there would not hang but swap the data.
+Every collective is one event. So is every send together with its matched receive. Each rank's list orders its events;
+over all ranks this order must have no cycle. No back end is stricter: gloo's send, and NCCL's on one stream, complete
+only when the receive is there. Sends and receives match first in, first out per ordered pair of ranks, as in gloo and
+NCCL. A mismatch there would not hang; it would swap the data.
 
-A reduce that starts inside a backward (``early``) is an event inside it: what the backward does together with other
-ranks stands before that event and after it. So no back end needs to run the two beside each other for the program to
-go on, and a device that has to end one before it goes on with the other does not hang.
+A reduce with ``early`` starts inside a backward. It is an event inside that backward: the backward's own collectives
+stand before it and after it. The proof therefore holds for a device that finishes one before it continues the other.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from arachnec.analysis.uses import Values, bucket_of, rank_list, sums_inside, written
+from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
 
@@ -77,10 +76,10 @@ class GroupIncomplete(Diagnostic):
 @dataclass(frozen=True)
 class Deadlock(Diagnostic):
     title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other"
-    label: ClassVar[str] = "part of the circle"
-    help: ClassVar[str] = "{circle}; put these in one order on all of the ranks"
+    label: ClassVar[str] = "part of the cycle"
+    help: ClassVar[str] = "{cycle}; put these in one order on all of the ranks"
     ranks: str
-    circle: str
+    cycle: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class StartsApart(Diagnostic):
     title: ClassVar[str] = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
     label: ClassVar[str] = "starts inside the backward"
     help: ClassVar[str] = (
-        "a rank that is held up in the sum holds up the others' backward: give the reduce `early` on all of these "
+        "a rank that waits in the all-reduce holds up the others' backward: give the reduce `early` on all of these "
         "ranks, or on none"
     )
     rank: int
@@ -97,19 +96,19 @@ class StartsApart(Diagnostic):
     others: str
 
 
-# Where something happens in a rank's list: the number of the instruction that it happens in, the how manieth thing in
-# it (sums may start inside a backward), and the number of the instruction that it is.
+# A position in a rank's list: the enclosing instruction's index, the event's number inside it (an all-reduce may start
+# inside a backward), and the event's own instruction index.
 Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Event:
-    """A point at which ranks meet: where each of them stands in its own list."""
+    """A point of synchronisation: its place in the list of every rank that takes part."""
 
-    places: tuple[tuple[int, Place], ...]  # rank, and where in its list
+    places: tuple[tuple[int, Place], ...]  # rank, place in its list
 
     def at(self, rank: int) -> int:
-        """The number of the instruction."""
+        """The index of the rank's instruction."""
         return next(place[2] for member, place in self.places if member == rank)
 
 
@@ -156,17 +155,17 @@ def _handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
 
 
 def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
-    """The n-th time that a rank does one thing with one group is one event with the n-th time of the others."""
+    """A rank's n-th run of one collective in one group is one event with the n-th runs of the other ranks."""
     members: dict[tuple[object, ...], list[tuple[int, Place, Instruction]]] = defaultdict(list)
     for program in values.module.programs:
         times: Counter[tuple[object, ...]] = Counter()
-        for place, instruction, inside in _meetings(program):
+        for place, instruction, inside in _ordered(program):
             if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
             bucket = bucket_of(inside or instruction)
-            what = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
-            members[(*what, times[what])].append((program.rank, place, instruction))
-            times[what] += 1
+            collective = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
+            members[(*collective, times[collective])].append((program.rank, place, instruction))
+            times[collective] += 1
     for joined in members.values():
         rank, _, instruction = joined[0]
         peers = instruction.peers
@@ -176,13 +175,16 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         yield Event(tuple((rank, place) for rank, place, _ in joined))
 
 
-def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
-    """What a rank does, in order; a backward in parts, each but the last with the reduce that starts at its end."""
-    sums = sums_inside(program)
-    moved = {index for inside in sums.values() for index in inside}
+def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
+    """A rank's instructions in order. A backward is split where reduces start inside it.
+
+    The third element is the reduce that starts at the end of this part of a backward, else None.
+    """
+    overlapped = overlapped_reduces(program)
+    moved = {index for inside in overlapped.values() for index in inside}
     for index, instruction in enumerate(program.instructions):
         part = 0
-        for number in sums.get(index, ()):
+        for number in overlapped.get(index, ()):
             reduce = program.instructions[number]
             yield (index, part, index), instruction, reduce
             yield (index, part + 1, number), reduce, None
@@ -192,16 +194,16 @@ def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instructio
 
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:
-    """Sums that some ranks of a backward start inside it and others do not."""
+    """Reduces that some ranks of a backward start inside it and others do not."""
     started: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
     for program in values.module.programs:
-        for index, numbers in sums_inside(program).items():
+        for index, numbers in overlapped_reduces(program).items():
             backward = program.instructions[index]
             for reduce in (program.instructions[number] for number in numbers):
-                each = (reduce.target, reduce.peers, bucket_of(reduce))
-                started[backward.target, backward.peers].setdefault(each, {})[program.rank] = reduce
-    for (target, peers), sums in started.items():
-        for ranks in sums.values():
+                bucket = (reduce.target, reduce.peers, bucket_of(reduce))
+                started[backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
+    for (target, peers), by_bucket in started.items():
+        for ranks in by_bucket.values():
             others = tuple(sorted(set(peers) - set(ranks)))
             if others:
                 rank, reduce = next(iter(ranks.items()))
@@ -222,8 +224,8 @@ def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
     paths = (
         nx.shortest_path(graph, after, start) for after in graph.successors(start) if nx.has_path(graph, after, start)
     )
-    circle = [start, *min(paths, key=len)]
-    steps = [(a, b, graph.edges[a, b]["rank"]) for a, b in pairwise(circle)]
+    cycle = [start, *min(paths, key=len)]
+    steps = [(a, b, graph.edges[a, b]["rank"]) for a, b in pairwise(cycle)]
     yield _deadlock(values, events, _merged(steps))
 
 
@@ -253,7 +255,7 @@ def _unreachable(count: int, edges: list[tuple[int, int, int]]) -> set[int]:
 
 
 def _merged(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Steps of one rank that follow each other, also over the seam of the circle, as one step."""
+    """Consecutive steps of one rank as one step, also where the cycle closes."""
     merged: list[tuple[int, int, int]] = []
     for a, b, rank in steps:
         if merged and merged[-1][2] == rank:
@@ -272,9 +274,9 @@ def _deadlock(values: Values, events: list[Event], steps: list[tuple[int, int, i
     def instruction(rank: int, number: int) -> Instruction:
         return programs[rank].instructions[events[number].at(rank)]
 
-    circle = "; ".join(
+    cycle = "; ".join(
         f"rank {rank} has `{written(instruction(rank, a))}` before `{written(instruction(rank, b))}`"
         for a, b, rank in steps
     )
     first = instruction(steps[0][2], steps[0][0])
-    return Deadlock(first.span, rank_list(tuple(sorted({rank for _, _, rank in steps}))), circle)
+    return Deadlock(first.span, rank_list(tuple(sorted({rank for _, _, rank in steps}))), cycle)

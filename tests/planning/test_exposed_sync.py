@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.gradient_buckets import contents
+from arachnec.ir.gradient_buckets import buckets_of
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.lowering.buckets import finish
@@ -46,13 +46,13 @@ def sums_with(latency: float) -> StageSync:
 
 @given(ENDS, cuts())
 def test_no_buckets_are_through_earlier(ends: list[tuple[float, float]], buckets: tuple[int, ...]) -> None:
-    real = finish(contents(STAGE, buckets), len(LAYERS), ends, lambda size: LATENCY + RATE * size)
+    real = finish(buckets_of(STAGE, buckets), len(LAYERS), ends, lambda size: LATENCY + RATE * size)
     assert through(sums_with(LATENCY), ends) <= real * (1 + 1e-9)
 
 
 @given(ENDS)
 def test_a_bucket_for_every_layer_is_through_then_where_messages_cost_nothing(ends: list[tuple[float, float]]) -> None:
-    real = finish(contents(STAGE, (1,) * len(LAYERS)), len(LAYERS), ends, lambda size: RATE * size)
+    real = finish(buckets_of(STAGE, (1,) * len(LAYERS)), len(LAYERS), ends, lambda size: RATE * size)
     assert through(sums_with(0.0), ends) == pytest.approx(real)
 
 
@@ -111,4 +111,4 @@ def _through(plan: Module) -> list[float]:
     from arachnec.lowering.programs import lower
     from arachnec.views.timeline import planned
 
-    return [planned(lower(Bucket(turn=False).run(plan))).end]
+    return [planned(lower(Bucket(reverse=False).run(plan))).end]

@@ -2,7 +2,7 @@
 
 A sum is started and not waited for. Its buckets start in one order on every rank, in process groups of their own, so
 that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
-(docs/check.md, "Sums beside compute").
+(docs/check.md, "Gradient buckets beside the backward").
 """
 
 from __future__ import annotations

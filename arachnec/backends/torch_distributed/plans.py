@@ -6,6 +6,7 @@ import torch
 
 from arachnec.backends.torch_distributed.agreement import share_text
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
+from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
@@ -84,9 +85,14 @@ class Plans:
 
 
 def checked_program(text: str, source: str) -> Module:
-    """A lowered module that was parsed, verified and proved. Raises ``UserError`` with every problem found."""
+    """A lowered module that was parsed, verified and proved, and that this back end can run.
+
+    Raises ``UserError`` with every problem found.
+    """
     module = parse_module(text, source)
     problems = verify(module)
     if problems:
         raise UserError(*problems)
-    return Check().run(module)
+    module = Check().run(module)
+    demand_supported(module, module.programs)
+    return module
