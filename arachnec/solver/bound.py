@@ -42,9 +42,9 @@ def longest_chain(problem: Problem) -> int:
 
 
 def horizons(bound: int) -> Iterator[float]:
-    """Ticks from the bound up to twice as many, closest together where most schedules end: 16 in all."""
+    """Ticks from the bound up to twice as many, closest together where most schedules end: 18 in all."""
     yield bound
-    for exponent in range(-14, 1):
+    for exponent in range(-16, 1):
         yield bound * (1 + 1.5**exponent)
 
 

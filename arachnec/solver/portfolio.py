@@ -34,7 +34,7 @@ HIGH_HOPE = 0.3
 # Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
 CLOSE = 0.01
 # Of the effort so far, that a prover may claim whatever the others gain.
-PROVER_SHARE = 0.2
+PROVER_SHARE = 0.3
 
 
 @dataclass(frozen=True)
