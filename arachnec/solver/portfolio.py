@@ -197,9 +197,14 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
             able.append(record)
     if not able:
         return None
+    spent, due = clock.spent(), left
     for record in able:
-        if record.improver.proves and record.total + record.slice <= PROVER_SHARE * (clock.spent() + record.slice):
-            return record, min(record.slice, left)
+        if record.improver.proves:
+            # when so much was spent that its next slice is within its share
+            wait = (record.total + record.slice) / PROVER_SHARE - record.slice - spent
+            if wait <= 0:
+                return record, min(record.slice, left)
+            due = min(due, wait)
     first, *others = sorted(able, key=lambda record: -record.promise)
     ahead = first.gained / others[0].promise - first.spent if others else left
-    return first, min(max(first.slice, ahead), left)
+    return first, min(max(first.slice, min(ahead, due)), left)
