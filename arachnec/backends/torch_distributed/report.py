@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +61,7 @@ class RunReport(msgspec.Struct, frozen=True):
     mean_tokens_per_s: float
     exposed_planning_ms: float
     peak_memory_gib: float
+    attention: dict[str, str]  # the kernel family of each grid of the last step
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -74,7 +75,7 @@ class Measured(msgspec.Struct, frozen=True):
     intervals: list[Interval]
 
 
-def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunReport:
+def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str]) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
     return RunReport(
@@ -87,6 +88,7 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunRepor
         mean_tokens_per_s=_mean([s.tokens_per_s for s in warm]),
         exposed_planning_ms=sum(s.exposed_planning_ms for s in steps),
         peak_memory_gib=max(s.peak_memory_gib for s in steps),
+        attention=dict(attention),
     )
 
 

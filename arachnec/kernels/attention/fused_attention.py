@@ -46,7 +46,7 @@ def capability_of(device: torch.device) -> Capability:
     if device.type != "cuda":
         return Capability(device.type)
     active = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
-    cudnn = torch.version.hip is None and torch.backends.cudnn.is_available()
+    cudnn = torch.version.hip is None and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     return Capability("cuda", torch.cuda.get_device_capability(device), cudnn, active == "FA3")
 
 
@@ -132,18 +132,19 @@ def fused_backward(
         )
         return dq, dk, dv
     assert bias is None
-    lse = lse.contiguous()
+    given = (grad, query, key, value, out, lse.contiguous())
     if backend == CUDNN:
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
-        inputs = (grad, query, key, value, out, lse[..., None], seed, seed, None, None, None)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*inputs, *lengths, 0.0, triangle, scale=scale)
+        given = (*given[:-1], given[-1][..., None])
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, seed, seed, None, None, None, *lengths, 0.0, triangle, scale=scale
+        )
         return dq, dk, dv
     assert backend in (FLASH2, FLASH3)
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    inputs = (grad, query, key, value, out, lse, None, None)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        *inputs, *lengths, 0.0, triangle, state, unused, scale=scale
+        *given, None, None, *lengths, 0.0, triangle, state, unused, scale=scale
     )
     return dq, dk, dv
 
