@@ -75,7 +75,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
 
 
 def compute_lists(
-    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None
+    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None = None
 ) -> dict[int, list[Instruction]]:
     """Every rank's instructions up to the gradient synchronisation."""
     placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}

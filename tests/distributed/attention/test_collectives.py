@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from arachnec.kernels.attention import collectives
 from arachnec.kernels.attention.collectives import all_gather, exchange, is_gloo, reduce_scatter
 from tests.distributed.attention_cases import process_groups
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankPool, run_ranks
+from tests.distributed.ncclish import NAME, Settings, install, uninstall
 
 Sizes = tuple[int, ...]
 
@@ -190,3 +192,31 @@ def test_a_gather_holds_its_result_and_its_gradient_holds_its_piece(sizes: Sizes
         assert full > 60 * BYTES
         assert full <= forward <= full + 2 * BYTES
         assert piece <= backward <= piece + 4 * BYTES
+
+
+def over_ncclish(store: str, ranks: tuple[int, ...], sizes: Sizes) -> None:
+    world, me = dist.get_world_size(), dist.get_rank()
+    counts = install(dist.FileStore(store, world), me, world, Settings())
+    try:
+        group, index = dist.new_group(backend=NAME), ranks.index(me)
+        full = whole(sizes, 0, (0, 4), torch.float32)
+        mine = full.split_with_sizes(list(sizes), 0)[index]
+        assert not is_gloo(group, mine.device)
+        assert torch.equal(all_gather(mine, 0, sizes, ranks, group), full)
+        part = reduce_scatter(full, 0, sizes, index, ranks, group)
+        torch.testing.assert_close(part, mine * len(ranks))
+        dist.barrier(group=group)
+        assert not counts.freed_in_flight
+    finally:
+        uninstall()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [((0, 1, 2), (2, 2, 2)), ((0, 1, 2), (3, 0, 2)), ((1, 2, 0), (3, 1, 2)), ((1, 2, 0), (2, 2, 2))]
+)
+def test_with_nccl_s_order_and_matching_too(tmp_path: Path, ranks: tuple[int, ...], sizes: Sizes) -> None:
+    pool = RankPool(3)
+    try:
+        pool.run(over_ncclish, str(tmp_path / "store"), ranks, sizes, timeout=30)
+    finally:
+        pool.close()
