@@ -44,7 +44,7 @@ class Compiled:
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
     tracing_ms: float
-    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs beside attention
+    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
 
     @property
     def report(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.lowering.programs import lower
-from arachnec.passes.annotate import from_data_sheet
+from arachnec.passes.annotate import from_device_specs
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 
@@ -84,7 +84,7 @@ def costed(clips: int, gpus: int, *, encode: bool) -> Module:
         Level.COSTED,
         parse_cluster(f"{gpus // 8}x8:{DEVICE.name}"),
         mix,
-        tuple(from_data_sheet(stage, DEVICE.sustained, DEVICE.block_overhead) for stage in stages),
+        tuple(from_device_specs(stage, DEVICE.sustained, DEVICE.block_overhead) for stage in stages),
         cascades=tuple(cascades),
     )
 

@@ -40,7 +40,7 @@ def command(
     """Plan the first iteration of the clips with every named pipeline and print what each would take.
 
     Times, imbalance, MFU and memory are the simulator's. MFU is model FLOPs without recomputation over what the
-    devices could do at their data sheet's peak; a dash where either is not known. `x bound` is makespan over the lower
+    devices could do at their specified peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
     from arachnec.commands.tables import terminal

@@ -38,8 +38,8 @@ class Fuse(Pass):
         from arachnec.fusion.shape_constraints import likely_sizes
 
         likely = likely_sizes(module)
-        sheet = None if module.cluster is None else find_device_specs(str(module.cluster.attrs.get("device", "")))
-        bandwidth = None if sheet is None else sheet.bandwidth * 1e9
+        specs = None if module.cluster is None else find_device_specs(str(module.cluster.attrs.get("device", "")))
+        bandwidth = None if specs is None else specs.bandwidth * 1e9
         return replace(module, graphs=tuple(fuse_graph(graph, likely, bandwidth) for graph in module.graphs))
 
 

@@ -33,7 +33,7 @@ VAE = Stage(
     "vae",
     False,
     Attributes.of(
-        state=Quantity(1.0, "GiB"), output=linear(1e-6, "GiB"), forward=linear(1e-3, "ms"), costs="data sheet"
+        state=Quantity(1.0, "GiB"), output=linear(1e-6, "GiB"), forward=linear(1e-3, "ms"), costs="device specs"
     ),
 )
 DIT = Stage(
@@ -44,7 +44,7 @@ DIT = Stage(
         state=Quantity(12.0, "GiB"),
         forward=linear(1e-2, "ms"),
         backward=linear(2e-2, "ms"),
-        costs="data sheet",
+        costs="device specs",
     ),
 )
 

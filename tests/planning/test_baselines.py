@@ -20,7 +20,7 @@ from arachnec.passes.schedule_knapformer import ScheduleKnapformer
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
-from arachnec.planning.baselines.flexsp import buckets_of, parts, solve_groups
+from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
 from arachnec.planning.baselines.knapformer import cuts
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.placed_search import Measure
@@ -59,12 +59,12 @@ def module(cluster: str, tokens: list[int], encoders: int = 0) -> Module:
             traffic=formula("GiB", (3e-5, BS)),
             saved=formula("GiB", (1e-2, BS)),
             state=Quantity(2.0, "GiB"),
-            costs="data sheet",
+            costs="device specs",
         ),
     )
     output, forward = formula("GiB", (1e-7, BS)), formula("ms", (1e-3, BS), (1.0, ()))
     vaes = [
-        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="data sheet"))
+        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="device specs"))
         for i in range(encoders)
     ]
     clips = tuple(Clip(i, 1, 16, 16, 16, count) for i, count in enumerate(tokens))
@@ -187,7 +187,7 @@ def test_buckets_and_micro_batches_hold_every_sequence_once_and_never_underestim
     lengths: list[int], most: int, count: int
 ) -> None:
     ticks = {number: {1: 4 * length, 2: 2 * length + 1} for number, length in enumerate(lengths)}
-    cut = parts(ticks, count)
+    cut = cut_by_length(ticks, count)
     assert sorted(sink for part in cut for sink in part) == sorted(ticks)
     buckets = buckets_of(ticks, most)
     assert len(buckets) <= most

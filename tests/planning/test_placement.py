@@ -50,12 +50,12 @@ def module(cluster: str, tokens: list[int], encoders: int = 1, saved: float = 1e
             saved=formula("GiB", (saved, BS)),
             saved_recompute=formula("GiB", (saved / 10, BS)),
             state=Quantity(2.0, "GiB"),
-            costs="data sheet",
+            costs="device specs",
         ),
     )
     output, forward = formula("GiB", (1e-7, BS)), formula("ms", (1e-3, BS), (1.0, ()))
     vaes = [
-        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="data sheet"))
+        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="device specs"))
         for i in range(encoders)
     ]
     clips = tuple(Clip(i, 1, 16, 16, 16, count) for i, count in enumerate(tokens))
