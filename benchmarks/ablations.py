@@ -229,7 +229,7 @@ def overlap(planner: Planner) -> Iterator[Row]:
         module = costed("wan2_1_14b", clips, "4x8:h100-80g")
         off = planner.iteration(module, bucket=False)
         without = "one sum after the last cascade"
-        yield Row("gradient sums behind the backward", workload, without, planner.iteration(module), off)
+        yield Row("gradient all-reduces behind the backward", workload, without, planner.iteration(module), off)
 
 
 DECISIONS: dict[str, Callable[[Planner], Iterator[Row]]] = {

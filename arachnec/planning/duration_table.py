@@ -201,7 +201,7 @@ class _Reader:
         if len(units) != 1:
             raise self._bad(f"{where}", "without times" if not units else "given twice", f"one `{unit or 'ms'}`", near)
         if unit == "ms" and units != ["ms"]:
-            raise self._bad(f"`unit` next to the `s` of {where}", unit, "s, or `ms` in its place", near)
+            raise self._bad(f"`unit` beside the `s` of {where}", unit, "s, or `ms` in its place", near)
         scale = UNITS[unit or units[0]]
         times = stage[units[0]]
         if not isinstance(times, dict) or not times:

@@ -1,4 +1,4 @@
-"""Every rival's schedule is valid and does what its original does; the rules that make each one what it is."""
+"""Every baseline's schedule is valid and does what its original does; the rules that make each one what it is."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ from arachnec.solver.group_rounds import Group, in_rounds, least_loaded, power_s
 from arachnec.solver.problem import Choice, Job, Problem, violations
 
 BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
-RIVALS: list[Pass] = [
+BASELINES: list[Pass] = [
     ScheduleSameBucket(),
     ScheduleSameBucket(degree=2),
     ScheduleDynamicCp(),
@@ -77,13 +77,13 @@ def module(cluster: str, tokens: list[int], encoders: int = 0) -> Module:
     st.sampled_from(["2:h100", "3:h100-80g", "2x4:h100-80g", "3x2:l20"]),
     st.lists(st.integers(50, 4000), min_size=1, max_size=7),
     st.integers(0, 2),
-    st.sampled_from(RIVALS),
+    st.sampled_from(BASELINES),
 )
-def test_every_rival_gives_a_valid_plan_of_every_cascade(
-    cluster: str, tokens: list[int], encoders: int, rival: Pass
+def test_every_baseline_gives_a_valid_plan_of_every_cascade(
+    cluster: str, tokens: list[int], encoders: int, baseline: Pass
 ) -> None:
     costed = module(cluster, tokens, encoders)
-    scheduled = rival.run(costed)
+    scheduled = baseline.run(costed)
     assert verify(scheduled) == ()
     assert validate_schedule(scheduled) == []
     assert [c.name for c in scheduled.cascades] == [c.name for c in costed.cascades]
@@ -92,11 +92,11 @@ def test_every_rival_gives_a_valid_plan_of_every_cascade(
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(50, 4000), min_size=1, max_size=6), st.sampled_from(RIVALS))
-def test_the_default_is_never_slower_than_a_rival(tokens: list[int], rival: Pass) -> None:
+@given(st.lists(st.integers(50, 4000), min_size=1, max_size=6), st.sampled_from(BASELINES))
+def test_the_default_is_never_slower_than_a_baseline(tokens: list[int], baseline: Pass) -> None:
     costed = module("2x4:h100-80g", tokens)
     ours = Place().run(ScheduleZ3(budget=Duration(400.0)).run(costed))
-    theirs = Place().run(rival.run(costed))
+    theirs = Place().run(baseline.run(costed))
     assert quantity(ours.attrs["makespan"]) <= quantity(theirs.attrs["makespan"]) * 1.001
 
 
@@ -227,7 +227,7 @@ def test_the_genetic_search_is_seeded_and_gets_no_worse_with_generations() -> No
 
 
 @pytest.mark.parametrize(
-    ("rival", "said"),
+    ("baseline", "said"),
     [
         (ScheduleSameBucket(degree=9), "on a cluster of 8 GPUs"),
         (ScheduleKnapformer(bags=(8, 1)), "bags of 8, 1 GPUs on a cluster of 8"),
@@ -235,9 +235,9 @@ def test_the_genetic_search_is_seeded_and_gets_no_worse_with_generations() -> No
         (ScheduleDynamicCp(tokens=0), "lets a rank take no token"),
     ],
 )
-def test_an_option_that_cannot_be_is_one_message(rival: Pass, said: str) -> None:
+def test_an_option_that_cannot_be_is_one_message(baseline: Pass, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        rival.run(module("8:h100-80g", [20_000, 100]))
+        baseline.run(module("8:h100-80g", [20_000, 100]))
 
 
 def test_a_chain_in_no_group_is_an_error() -> None:
