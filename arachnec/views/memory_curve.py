@@ -24,7 +24,7 @@ def _curve(values: Values, program: Program, lanes: dict[int, tuple[Interval, ..
     for interval in lanes.get(program.rank, ()):
         spans[interval.op, interval.target].append((interval.start, interval.end))
     steps = list(usages(values, program))
-    points: list[tuple[float, float]] = [(0.0, steps[0].state)]
+    points: list[tuple[float, float]] = [(0.0, steps[0].total)]
     clock = 0.0
     for index, instruction in enumerate(program.instructions):
         usage = steps[index + 1]
