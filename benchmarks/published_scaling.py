@@ -87,8 +87,8 @@ def decode_seconds(device: str, height: int, width: int) -> float:
 
 def model_of(stage: Stage, cluster: Cluster, sustained: float) -> CostModel:
     """The cost model at so many TFLOP/s; the overhead per block is the device specs'."""
-    sheet = DEVICE_SPECS[str(cluster.attrs["device"])]
-    costed = from_device_specs(stage, sustained, sheet.block_overhead)
+    specs = DEVICE_SPECS[str(cluster.attrs["device"])]
+    costed = from_device_specs(stage, sustained, specs.block_overhead)
     return CostModel(Module("published", Level.COSTED, cluster, stages=(costed,)))
 
 

@@ -53,7 +53,7 @@ def polynomial(unit: str, quadratic: float, linear: float) -> Formula:
 
 def costed(clips: int, gpus: int, *, encode: bool) -> Module:
     """A module at level costed: a train cascade for every clip, and before it, where asked for, an encode cascade."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     dit = Stage(
         "dit",
         True,
@@ -71,7 +71,7 @@ def costed(clips: int, gpus: int, *, encode: bool) -> Module:
     )
     vae = Stage("vae", False, Attributes.of(flops=polynomial("TFLOP", 0, 4e-3), output=polynomial("GiB", 0, 6e-8)))
     stages = (vae, dit) if encode else (dit,)
-    mix = tuple(Clip(number, 81, 480, 832, 512, tokens(dice)) for number in range(clips))
+    mix = tuple(Clip(number, 81, 480, 832, 512, tokens(rng)) for number in range(clips))
     cascades: list[Cascade] = []
     for clip in mix:
         names: tuple[str, ...] = ()

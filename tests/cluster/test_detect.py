@@ -205,9 +205,9 @@ def test_the_drivers_library_is_asked_where_it_answers(
 
 
 def test_every_known_device_has_a_short_form() -> None:
-    for sheet in DEVICE_SPECS.values():
-        assert parse_cluster(f"2x4:{sheet.name}").attrs["device"] == sheet.name
-        assert find_device_specs(sheet.name.split("-")[0]) is sheet
+    for specs in DEVICE_SPECS.values():
+        assert parse_cluster(f"2x4:{specs.name}").attrs["device"] == specs.name
+        assert find_device_specs(specs.name.split("-")[0]) is specs
 
 
 def test_nearest_nics_are_those_that_no_other_is_nearer_than() -> None:

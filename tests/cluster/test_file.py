@@ -56,9 +56,9 @@ def test_a_file_overrides_the_device_specs(tmp_path: Path) -> None:
 
 
 def test_sustained_flops_are_a_stated_part_of_the_peak() -> None:
-    for sheet in DEVICE_SPECS.values():
-        assert 0 < sheet.efficiency < 1
-        assert sheet.source
+    for specs in DEVICE_SPECS.values():
+        assert 0 < specs.efficiency < 1
+        assert specs.source
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,14 @@ def placed_modules(draw: st.DrawFn, most: int = 8) -> Module:
             free[rank] = end
         cascades.append(timed(f"t{number}", Phase.TRAIN, number, tokens, inputs, (start, end), ranks))
     return module_of(pod, clips, cascades)
+
+
+@st.composite
+def bucket_sizes(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
+    """How many layers each bucket has; they add up to ``layers``, and only the last may be nothing."""
+    remaining = layers
+    sizes: list[int] = []
+    while remaining and draw(st.booleans()):
+        sizes.append(draw(st.integers(1, remaining)))
+        remaining -= sizes[-1]
+    return (*sizes, remaining)

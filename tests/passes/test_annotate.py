@@ -116,7 +116,7 @@ def profile_at(path: Path) -> Path:
     return path
 
 
-def test_a_profile_stands_instead_of_the_data_sheet_and_brings_its_links(tmp_path: Path) -> None:
+def test_a_profile_stands_instead_of_device_specs_and_brings_its_links(tmp_path: Path) -> None:
     path = profile_at(tmp_path / "p.json")
     made = Annotate(profile=str(path)).run(module())
     assert made.stages[0].attrs["costs"] == "profile"

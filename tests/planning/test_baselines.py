@@ -1,17 +1,16 @@
 """Every baseline's schedule is valid and does what its original does; the rules that make each one what it is."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.verify import verify
 from arachnec.passes.infra.base import Duration, Pass
-from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_dynamic_cp import ScheduleDynamicCp
 from arachnec.passes.schedule_flexsp import ScheduleFlexsp
@@ -28,8 +27,8 @@ from arachnec.planning.validate import validate_schedule
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.group_rounds import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.solver.problem import Choice, Job, Problem, violations
+from tests.planning import costed_modules
 
-BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
 BASELINES: list[Pass] = [
     ScheduleSameBucket(),
     ScheduleSameBucket(degree=2),
@@ -42,34 +41,7 @@ BASELINES: list[Pass] = [
 ]
 
 
-def formula(unit: str, *terms: tuple[float, tuple[tuple[str, int], ...]]) -> Formula:
-    return Formula(tuple(Term(value, powers) for value, powers in terms), unit)
-
-
-def module(cluster: str, tokens: list[int], encoders: int = 0) -> Module:
-    dit = Stage(
-        "dit",
-        True,
-        Attributes.of(
-            params=10**9,
-            heads=12,
-            attentions=30,
-            forward=formula("ms", (1e-6, BS2), (1e-2, BS), (3.0, ())),
-            backward=formula("ms", (2e-6, BS2), (2e-2, BS), (6.0, ())),
-            traffic=formula("GiB", (3e-5, BS)),
-            saved=formula("GiB", (1e-2, BS)),
-            state=Quantity(2.0, "GiB"),
-            costs="device specs",
-        ),
-    )
-    output, forward = formula("GiB", (1e-7, BS)), formula("ms", (1e-3, BS), (1.0, ()))
-    vaes = [
-        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="device specs"))
-        for i in range(encoders)
-    ]
-    clips = tuple(Clip(i, 1, 16, 16, 16, count) for i, count in enumerate(tokens))
-    made = cascades([(clip,) for clip in clips], (*vaes, dit))
-    return Module("m", Level.COSTED, parse_cluster(cluster), clips, (*vaes, dit), cascades=made)
+module = partial(costed_modules.module, saved=1e-2, recomputes=False)
 
 
 @settings(max_examples=40, deadline=None)
