@@ -66,7 +66,7 @@ class RankGone(Diagnostic):
 @dataclass(frozen=True)
 class TookTooLong(Diagnostic):
     title: ClassVar[str] = (
-        "rank {rank} on host {host} has been in {phase} for {seconds:.0f} s, the limit is {limit:.0f} s"
+        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s"
     )
     help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
     rank: int
@@ -186,8 +186,8 @@ class Watchdog:
         follows from another rank's end, that is waited for, and the thread ends the process when it comes.
         """
         if follows_from_another(error):
-            time.sleep(self._limits.lapse + self._limits.hold)
-        self._ending.acquire()  # for good: the thread must not end the process any more
+            time.sleep(self._limits.lapse + self._limits.beat + 4 * self._limits.poll)
+        self._ending.acquire()  # for good: either the thread ends the process, or this rank does
         failure = self._publish(failure_of(error))
         tells = self._tells()
         if len({member.agent for member in self._members.values()}) != 1:
@@ -323,11 +323,12 @@ class Watchdog:
             return True
 
     def _stop(self, failure: Failure) -> None:
-        with self._ending:
-            if self._tells():
-                record_failure(failure)
-            sys.stdout.flush()
-            self._end(failure.exit_code)
+        if not self._ending.acquire(blocking=False):
+            return  # the main thread is ending the process itself
+        if self._tells():
+            record_failure(failure)
+        sys.stdout.flush()
+        self._end(failure.exit_code)
 
     def _catch_sigterm(self) -> Callable[[], None]:
         """Have a SIGTERM wake the thread, wherever the main thread is; returns what puts the old handler back."""
