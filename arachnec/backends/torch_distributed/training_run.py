@@ -16,14 +16,12 @@ from torch import Tensor
 
 from arachnec.backends.cascade_step import (
     DTYPES,
-    build_encoders,
-    build_model,
     drop_gradients,
     gradients_of,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
+from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -38,6 +36,7 @@ from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
+from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
@@ -121,8 +120,7 @@ class Trainer:
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr(training))}, device)
         model_file = executable.model_file()
-        model = build_model(model_file, training, device)
-        share_weights(model)
+        model = shared_model(model_file, training, device)
         parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world, device)
@@ -131,7 +129,7 @@ class Trainer:
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
         runtime, threads = DeviceRuntime.of(device), RankThreads()
-        encoders = build_encoders(model_file, training, device)
+        encoders = shared_encoders(model_file, training, device)
         self._context = RankContext(
             rank=rank,
             runtime=runtime,
