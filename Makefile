@@ -2,8 +2,9 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PART ?=
 
-.PHONY: help demo test golden bench lint format docs clean
+.PHONY: help demo test parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -20,8 +21,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos, on 4 processes
 	$(BIN)/python -m examples.demo.run
 
-test: $(READY) ## every test that this machine can run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(PART))
+
+parts: ## the parts that can be tested alone
+	@find tests -name 'test_*.py' -exec dirname {} + | cut -d/ -f2- | sort -u
 
 golden: $(READY) ## write the golden files again; read the diff before you commit it
 	$(BIN)/python -m pytest -q tests/golden tests/commands/test_explain.py --update-golden
@@ -38,8 +42,8 @@ format: $(READY) ## rewrite the sources in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## check that every link between the pages of docs/ leads somewhere
-	$(BIN)/python -m pytest -q tests/house/test_docs.py
+docs: $(READY) ## check the documentation: links, names, words, and the worked examples step by step
+	$(BIN)/python -m pytest -q tests/house/test_docs.py tests/docs
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

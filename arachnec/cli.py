@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from arachnec.commands.groups import SuggestingGroup
 from arachnec.version import __version__
 
 COMMANDS = {
@@ -29,7 +30,7 @@ COMMANDS = {
 MOST = 20  # errors shown at once
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """Finds ``arachnec.commands.NAME:command``; the help texts of the list stand in ``COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

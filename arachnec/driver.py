@@ -22,7 +22,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module
 from arachnec.ir.values import Attributes
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.passes.fuse import Fuse
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
 from arachnec.passes.infra.pipeline import Pipeline
@@ -33,14 +32,6 @@ if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
 
 
-def _fused(traced: Module, pipeline: Pipeline) -> Module:
-    """The block graphs with their regions, where the pipeline fuses: plans of iterations carry no graphs."""
-    for step in pipeline.passes:
-        if isinstance(step, Fuse):
-            traced = step.run(traced)
-    return traced
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A compiled iteration and everything that led to it."""
@@ -48,6 +39,7 @@ class Compiled:
     model_file: ModelFile
     manifest: Manifest
     traced: Module  # every clip of the manifest
+    model: Module  # the same after the passes of scope `model`
     pipeline: Pipeline
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
@@ -69,6 +61,7 @@ class Compiled:
             Path(folder),
             program=self.module,
             traced=self.traced,
+            graphs=self.model.graphs,
             pipeline=str(self.pipeline),
             model_file=self.model_file,
             clips=self.manifest.clips,
@@ -120,12 +113,19 @@ def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
     )
 
 
-def plan_iteration(
-    traced: Module, pipeline: Pipeline, number: int, instruments: Sequence[Instrument] = ()
-) -> tuple[Module, float]:
-    """The checked program of one iteration, and the milliseconds its passes took."""
+def plan_model(traced: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> tuple[Module, float]:
+    """The module after the passes of scope ``model``, and the milliseconds they took."""
     started = time.perf_counter()
-    module = pipeline.run(iteration_of(traced, number), instruments=instruments)
+    model = pipeline.run_model_part(traced, instruments)
+    return model, (time.perf_counter() - started) * 1e3
+
+
+def plan_iteration(
+    model: Module, pipeline: Pipeline, number: int, instruments: Sequence[Instrument] = ()
+) -> tuple[Module, float]:
+    """The checked program of one iteration, and the milliseconds its passes took. ``model`` is from ``plan_model``."""
+    started = time.perf_counter()
+    module = pipeline.run_iteration_part(iteration_of(model, number), instruments)
     return module, (time.perf_counter() - started) * 1e3
 
 
@@ -150,10 +150,21 @@ def compile(
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
     trace = trace_file(model_file, manifest)
-    traced = _fused(front_end(trace, manifest, machine), pipeline)
+    traced = front_end(trace, manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
-    module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
-    return Compiled(model_file, manifest, traced, pipeline, module, planning_ms, tracing_ms, trace.warnings)
+    model_module, model_ms = plan_model(traced, pipeline, instruments)
+    module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
+    return Compiled(
+        model_file=model_file,
+        manifest=manifest,
+        traced=traced,
+        model=model_module,
+        pipeline=pipeline,
+        module=module,
+        planning_ms=model_ms + iteration_ms,
+        tracing_ms=tracing_ms,
+        warnings=trace.warnings,
+    )
 
 
 @dataclass(frozen=True)
@@ -210,11 +221,12 @@ def compare(
     refused: list[tuple[str, UserError]] = []
     for name, pipeline in pipelines.items():
         try:
-            module, planning_ms = plan_iteration(traced, pipeline, 0, instruments)
+            model_module, model_ms = plan_model(traced, pipeline, instruments)
+            module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
         except UserError as error:
             refused.append((name, error))
             continue
-        found.append(Compared(name, module, simulate(module), planning_ms))
+        found.append(Compared(name, module, simulate(module), model_ms + iteration_ms))
     if not found:
         raise refused[0][1]
     return found, [{"pipeline": name, "reason": str(error)} for name, error in refused]

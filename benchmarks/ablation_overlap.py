@@ -81,7 +81,7 @@ def predicted() -> list[dict[str, object]]:
 def compared(placed: Module) -> dict[str, object]:
     """One plan, lowered with one sum at the end, with buckets, and turned round for them: steps in a row, simulated."""
     row: dict[str, object] = {}
-    for name, text in (("one_sum", ""), ("buckets", "bucket{turn=false},"), ("turned", "bucket,")):
+    for name, text in (("one_sum", ""), ("buckets", "bucket{reverse=false},"), ("turned", "bucket,")):
         module = Pipeline.parse(f"{text}lower,check").run(placed)
         simulation = simulate(module)
         row |= {f"{name}_ms": simulation.iteration_ms, f"{name}_exposed_ms": exposed(simulation)}
@@ -211,7 +211,7 @@ def compile_ways(scratch: Path, ranks: int, mbit: float | None) -> tuple[list[tu
     jobs, predictions = [], {}
     for number, (way, (end, ahead)) in enumerate(WAYS.items()):
         pipeline = Pipeline.parse(start + end)
-        module, planning_ms = arachnec.driver.plan_iteration(compiled.traced, pipeline, 0)
+        module, planning_ms = arachnec.driver.plan_iteration(compiled.model, pipeline, 0)
         plan = dataclasses.replace(compiled, pipeline=pipeline, module=module, planning_ms=planning_ms)
         jobs.append((way, str(plan.write(scratch / f"way{number}")), ahead))
         simulation = simulate(module)

@@ -34,7 +34,8 @@ import arachnec.driver
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import rack_of
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.executable.folder import iteration_of
 from arachnec.ir.nodes import Cluster, Instruction, Module, integer
 from arachnec.passes.infra.pipeline import Pipeline

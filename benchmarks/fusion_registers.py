@@ -99,7 +99,7 @@ def _norm(match: Match, tensors: dict[str, Tensor]) -> None:
         x, tuple(tensors.get(role) for role in ("scale", "shift", "gate")), None
     )
     rows, branch = x.reshape(-1, x.shape[-1]), None if side is None else side.reshape(-1, x.shape[-1])
-    vectors = norm_modulate._vectors(tensors.get("weight"), tensors.get("bias"), scale, shift, gate)
+    vectors = norm_modulate.vectors_of(tensors.get("weight"), tensors.get("bias"), scale, shift, gate)
     groups, layer = row_groups(rows.shape[0], (gate, scale, shift), None, per_row), match.options["norm"] == "layer"
     h, y, mean, rstd = norm_launch.forward(rows, branch, vectors, groups, layer, 1e-6)
     above = None if branch is None else h
@@ -112,8 +112,8 @@ def _rope(match: Match, tensors: dict[str, Tensor]) -> None:
     x, weight = tensors["x"], tensors.get("weight")
     x = (x.transpose(1, 2) if match.options.get("layout") == "heads" else x).reshape(*_lead(x, match), heads, size)
     cos = tensors["cos"].flatten(0, -2) if "cos" in tensors else None
-    if "turns" in tensors:
-        cos = tensors["turns"].real.flatten(0, -2).float()
+    if "freqs_cis" in tensors:
+        cos = tensors["freqs_cis"].real.flatten(0, -2).float()
     across = weight is not None and heads != 1 and weight.shape[0] == heads * size
     rope = Rope(across, match.options["norm"] == "layer", match.options.get("interleaved", True) is True)
     y, mean, rstd = rope_launch.forward(x, weight, tensors.get("bias"), cos, cos, rope, 1e-6)

@@ -45,7 +45,7 @@ def row(model: str, graph: Graph) -> str:
     back = alone(cost, known.core, known.bytes_of)
     rest = alone(cost, left, known.bytes_of)
     columns = [_gib(back.moved), _gib(rest.moved) + _at(attrs, "backward_after")]
-    columns += [_gib(back.kept), _gib(rest.kept) + _at(attrs, "kept_after")]
+    columns += [_gib(back.saved), _gib(rest.saved) + _at(attrs, "kept_after")]
     backward = " | ".join(f"{value:.2f}" for value in columns)
     by_hand = ", ".join(str(value["kernel"]) for value in attrs if value["kernel"] != "generated")
     before, after = _gib(eager_bytes), _gib(single) + _at(attrs, "bytes_after")

@@ -162,7 +162,7 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
     """Compile and run every plan in forks; plan to (loss, gradients) or (None, message)."""
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
-    from arachnec.driver import front_end, plan_iteration, trace_file
+    from arachnec.driver import front_end, plan_iteration, plan_model, trace_file
     from arachnec.executable.folder import write_executable
     from arachnec.models.file import load_model_file
     from arachnec.passes.infra.pipeline import Pipeline
@@ -177,10 +177,11 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
     for name, text in plans.items():
         try:
             pipeline = Pipeline.parse(text, registry)
-            program, _ = plan_iteration(traced, pipeline, 0)
+            model, _ = plan_model(traced, pipeline)
+            program, _ = plan_iteration(model, pipeline, 0)
             place = write_executable(
-                folder / name, program=program, traced=traced, pipeline=str(pipeline), model_file=loaded,
-                clips=manifest.clips, load=[PASSES],
+                folder / name, program=program, traced=traced, graphs=model.graphs, pipeline=str(pipeline),
+                model_file=loaded, clips=manifest.clips, load=[PASSES],
             )  # fmt: skip
             results[name] = run_ranks(place, capture, folder / f"{name}.safetensors")
         except Exception as error:

@@ -25,9 +25,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.models.file import load_model_file
@@ -80,13 +81,13 @@ def clip_of(height: int, width: int) -> VideoClip:
 
 def decode_seconds(device: str, height: int, width: int) -> float:
     measured_on, pixels, seconds = DECODE
-    peaks = DATA_SHEETS[measured_on].peak / DATA_SHEETS[device].peak
+    peaks = DEVICE_SPECS[measured_on].peak / DEVICE_SPECS[device].peak
     return seconds * FRAMES * height * width / pixels * peaks
 
 
 def model_of(stage: Stage, cluster: Cluster, sustained: float) -> CostModel:
     """The cost model at so many TFLOP/s; the overhead per block is the data sheet's."""
-    sheet = DATA_SHEETS[str(cluster.attrs["device"])]
+    sheet = DEVICE_SPECS[str(cluster.attrs["device"])]
     costed = from_data_sheet(stage, sustained, sheet.block_overhead)
     return CostModel(Module("published", Level.COSTED, cluster, stages=(costed,)))
 

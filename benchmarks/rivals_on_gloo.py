@@ -6,8 +6,8 @@ The demo's model with its video and text encoders, its clips, and one long clip 
 whole step. The machine is profiled first; then every pipeline runs as a person would run it, in turn, `rounds` times.
 Measured is the median step without each run's first and its last, whose clips the one before has encoded and which
 encodes none ahead; predicted is what the simulator says of the program. Losses must agree with the first pipeline's at
-every step: a plan may change the speed only (`tests/distributed/test_rivals_on_ranks.py` holds gradients against one
-process). Ends with 1 where they do not. Takes a quarter of a
+every step: a plan may change the speed only (`tests/distributed/launch/test_rivals_on_ranks.py` holds gradients against
+one process). Ends with 1 where they do not. Takes a quarter of a
 minute for each pipeline and round, and two minutes before.
 """
 
@@ -27,7 +27,7 @@ from step_time import DEMO, arachnec
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.manifest import read_manifest
-from arachnec.driver import front_end, plan_iteration, trace_file
+from arachnec.driver import front_end, plan_iteration, plan_model, trace_file
 from arachnec.executable.folder import write_executable
 from arachnec.models.file import load_model_file
 from arachnec.passes.annotate import Annotate
@@ -56,12 +56,14 @@ def compile_all(names: list[str], clips: Path, cluster: str, profile: Path, fold
         pipeline = Pipeline(
             tuple(replace(p, profile=str(profile)) if isinstance(p, Annotate) else p for p in named.passes)
         )
-        program, _ = plan_iteration(traced, pipeline, 0)
+        model, _ = plan_model(traced, pipeline)
+        program, _ = plan_iteration(model, pipeline, 0)
         predicted[name] = simulate(program).iteration_ms
         write_executable(
             folder / name,
             program=program,
             traced=traced,
+            graphs=model.graphs,
             pipeline=str(pipeline),
             model_file=model_file,
             clips=manifest.clips,

@@ -27,7 +27,7 @@ from typing import Any
 from plan_video_mix import tokens
 
 from arachnec.backends.simulator import simulate
-from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
@@ -42,7 +42,7 @@ CLIPS, GPUS = 1024, 256  # where the other one grows
 SIZES = ((64, GPUS), (256, GPUS), (CLIPS, GPUS), (4096, GPUS), (CLIPS, 16), (CLIPS, 64), (CLIPS, 1024), (4096, 1024))
 PHASES = ("schedule", "place", "lower", "check", "simulate", "print", "parse")
 BEFORE_A_STEP = PHASES[:5]
-DEVICE = DATA_SHEETS["h100-80g"]
+DEVICE = DEVICE_SPECS["h100-80g"]
 HIDDEN, LAYERS, HEADS = 5120, 40, 40
 
 

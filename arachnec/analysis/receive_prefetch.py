@@ -1,31 +1,55 @@
-"""When receives are posted: before the program comes to them, as far as order and memory allow.
+"""Receive prefetch: where in a rank's list each receive is started.
 
-A transfer runs once both sides are posted. So a rank that still computes may already be sent what it reads next, if it
-has room for it.
+A transfer runs once both sides have started it. A receive that starts ahead of its place lets a rank get its next input
+while it still computes. Order and memory limit how far ahead; from device to device, also what the send depends on.
+``check``, the simulator and the executor all ask this file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TypeAlias
 
+from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.handoff_order import HandoffOrder
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Instruction, Program
 
+Posted: TypeAlias = tuple[tuple[Instruction, ...], ...]
+"""For each instruction of a program, the receives to start before it."""
 
-def posting_order(
-    values: Values, program: Program, limit: float, given: Collection[str] = ()
-) -> tuple[tuple[Instruction, ...], ...]:
-    """For each instruction, the receives to post before it: each as early as order and memory allow.
 
-    ``limit`` is the device's memory in GiB. A receive moves over what stands before it while the rank's planned memory,
-    its buffer included, stays under the limit at every instruction in between; receives never pass one another, so
-    the order per pair of ranks stays as it was proved. ``given`` are values that are there from the start.
+def posted_receives(values: Values, model: ExecutionModel, limit: float) -> dict[int, Posted]:
+    """Where every rank starts its receives under an execution model, by rank.
+
+    ``limit`` is the device's memory in GiB. Where receives follow what their sends depend on, the module must pass
+    ``check`` with receives in place.
+    """
+    programs = values.module.programs
+    if model.receives == "prefetched":
+        return {program.rank: prefetch_receives(values, program, limit) for program in programs}
+    if model.receives == "in-place":
+        return {program.rank: in_place(program) for program in programs}
+    return HandoffOrder(values, {p.rank: planned_memory(values, p) for p in programs}, limit).run()
+
+
+def in_place(program: Program) -> Posted:
+    """Every receive where it stands."""
+    return tuple((step,) if step.op == "receive" else () for step in program.instructions)
+
+
+def prefetch_receives(values: Values, program: Program, limit: float, encoded: Collection[str] = ()) -> Posted:
+    """For each instruction, the receives to start before it: each as early as order and memory allow.
+
+    ``limit`` is the device's memory in GiB. A receive moves ahead while the rank's planned memory with its buffer stays
+    under the limit at every instruction in between. Receives never pass one another: per pair of ranks the proved
+    order stays. ``encoded`` are the cascades that were encoded before the program starts.
     """
     steps = program.instructions
-    held = list(planned_memory(values, program, given))
-    posts: list[list[Instruction]] = [[] for _ in steps]
+    held = list(planned_memory(values, program, encoded))
+    prefetched: list[list[Instruction]] = [[] for _ in steps]
     receives = [step for step in steps if step.op == "receive"]
     if receives and max(held) + math.fsum(gib(step, "memory") for step in receives) <= limit:
         return (tuple(receives), *((),) * (len(steps) - 1))  # room for all of them at once
@@ -38,27 +62,27 @@ def posting_order(
         while place > earliest and held[place - 1] + size <= limit:
             place -= 1
             held[place] += size
-        posts[place].append(step)
+        prefetched[place].append(step)
         earliest = place
-    return tuple(tuple(post) for post in posts)
+    return tuple(tuple(receives) for receives in prefetched)
 
 
-def planned_memory(values: Values, program: Program, given: Collection[str] = ()) -> tuple[float, ...]:
+def planned_memory(values: Values, program: Program, encoded: Collection[str] = ()) -> tuple[float, ...]:
     """GiB on this rank while each instruction runs, as ``check`` counts them.
 
-    ``given`` are cascades that were encoded before the program starts.
+    ``encoded`` are the cascades that were encoded before the program starts.
     """
-    early = {step.target: gib(step, "memory") for step in program.instructions if _is_given(step, given)}
-    found = []
+    early = {step.target: gib(step, "memory") for step in program.instructions if _is_encoded(step, encoded)}
+    totals = []
     for usage in usages(values, program):
         if usage.index < 0:
             continue
         step = program.instructions[usage.index]
-        if _is_given(step, given):
+        if _is_encoded(step, encoded):
             del early[step.target]
-        found.append(usage.total + math.fsum(early.values()))
-    return tuple(found)
+        totals.append(usage.total + math.fsum(early.values()))
+    return tuple(totals)
 
 
-def _is_given(step: Instruction, given: Collection[str]) -> bool:
-    return step.op == "encode" and step.target in given
+def _is_encoded(step: Instruction, encoded: Collection[str]) -> bool:
+    return step.op == "encode" and step.target in encoded

@@ -1,9 +1,11 @@
-"""What every instruction reads, makes and holds: the meaning of a lowered program that the rules of ``check`` share.
+"""Definitions and uses: what every instruction of a lowered program reads, makes and saves.
 
-``encode``, ``forward`` of phase forward, ``backward`` of phase backward, ``denoise`` and ``receive`` make a *value* of
-their cascade's name on every rank that runs them; it lasts until ``free``. A ``forward`` of a trained stage also
-*saves* what its backward needs, and a ``backward`` that is split what its ``weight`` needs; that lasts until the last
-``backward`` or ``weight`` of the same stage that has it as an input, and so long a forward's inputs are needed too.
+A *value* has the name of its cascade. ``encode``, ``denoise``, ``receive``, ``forward`` of phase forward and
+``backward`` of phase backward make one on every rank that runs them. It lasts until ``free``.
+
+A ``forward`` of a trained stage also *saves* tensors for its backward, and a split ``backward`` for its ``weight``.
+They last until the last ``backward`` or ``weight`` of the same stage that has the cascade as an input. The inputs of
+a forward are needed as long as what it saved.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Values:
         return instruction.op == "backward" and cascade is not None and cascade.phase is Phase.BACKWARD
 
     def saved_reads(self, instruction: Instruction) -> tuple[str, ...]:
-        """The cascades whose saved tensors this instruction reads, on this very rank."""
+        """The cascades whose saved tensors this instruction reads, on its own rank."""
         if instruction.op not in ("backward", "weight"):
             return ()
         return self._saved[instruction.target]
@@ -109,27 +111,30 @@ def gib(instruction: Instruction, name: str) -> float:
 
 
 def bucket_of(instruction: Instruction) -> tuple[tuple[int, ...], bool] | None:
-    """The layers of a reduce and whether it holds the rest; None where it sums the whole stage."""
+    """The layers of a reduce and whether it holds the rest; None for a reduce of all of its stage's gradients."""
     attrs = instruction.attrs
     if "layers" not in attrs and "rest" not in attrs:
         return None
     return integers(attrs.get("layers", ())), attrs.get("rest") is True
 
 
-def sums_inside(program: Program) -> dict[int, list[int]]:
-    """The reduces that start inside a backward, by number: those with ``early``, by the last backward above them."""
-    found: dict[int, list[int]] = {}
+def overlapped_reduces(program: Program) -> dict[int, list[int]]:
+    """Index of a backward to the indices of the reduces that start inside it.
+
+    Those are the reduces with ``early``; each belongs to the last backward above it.
+    """
+    by_backward: dict[int, list[int]] = {}
     last: int | None = None
     for index, instruction in enumerate(program.instructions):
         if instruction.op == "backward":
             last = index
         elif instruction.op == "reduce" and "early" in instruction.attrs and last is not None:
-            found.setdefault(last, []).append(index)
-    return found
+            by_backward.setdefault(last, []).append(index)
+    return by_backward
 
 
 def written(instruction: Instruction) -> str:
-    """The instruction as the IR writes it, without its attributes but the layers of a reduce."""
+    """The instruction as the IR writes it, without attributes except the layers of a reduce."""
     sigil = "@" if instruction.op in ("reduce", "step") else "%"
     word = {"send": " to ", "receive": " from "}.get(instruction.op, " on ")
     peers = instruction.peers
@@ -137,8 +142,8 @@ def written(instruction: Instruction) -> str:
     if peers:
         where = word + (str(peers[0]) if word != " on " and len(peers) == 1 else rank_list(peers))
     bucket = bucket_of(instruction) if instruction.op == "reduce" else None
-    held = "" if bucket is None else f" {{ layers = {rank_list(bucket[0])}{', rest = true' if bucket[1] else ''} }}"
-    return f"{instruction.op} {sigil}{instruction.target}{where}{held}"
+    parts = "" if bucket is None else f" {{ layers = {rank_list(bucket[0])}{', rest = true' if bucket[1] else ''} }}"
+    return f"{instruction.op} {sigil}{instruction.target}{where}{parts}"
 
 
 def rank_list(ranks: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.values import Formula
@@ -59,7 +59,7 @@ def simulate(module: Module) -> Simulation:
 def model_flops_utilization(module: Module, iteration_ms: float) -> float | None:
     """TFLOP that the model needs, without recomputation, over what the cluster's devices could do at their peak."""
     assert module.cluster is not None
-    sheets = [find_data_sheet(machine.device) for machine in machines(module.cluster)]
+    sheets = [find_device_specs(machine.device) for machine in machines(module.cluster)]
     peaks = [sheet.peak for sheet in sheets if sheet is not None and sheet.name != "cpu"]
     if len(peaks) < len(sheets) or iteration_ms <= 0:
         return None

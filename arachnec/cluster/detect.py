@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import DATA_SHEETS, DataSheet
+from arachnec.cluster.device_specs import DEVICE_SPECS, DeviceSpecs
 from arachnec.cluster.nvidia_tools import Device, Matrix
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
@@ -76,10 +76,10 @@ def cluster_file(matrix: Matrix | None, devices: Sequence[Device]) -> str:
     return "\n".join((*lines, ""))
 
 
-def find_by_driver_name(name: str) -> DataSheet | None:
+def find_by_driver_name(name: str) -> DeviceSpecs | None:
     """The data sheet of ``NVIDIA H100 80GB HBM3`` and its like."""
     words = set(re.split(r"[\s_-]+", name.lower()))
-    return next((sheet for sheet in DATA_SHEETS.values() if sheet.name.split("-")[0] in words), None)
+    return next((sheet for sheet in DEVICE_SPECS.values() if sheet.name.split("-")[0] in words), None)
 
 
 def _links(matrix: Matrix | None) -> set[int]:
@@ -87,7 +87,7 @@ def _links(matrix: Matrix | None) -> set[int]:
     return set() if matrix is None else {matrix.nvlinks(a, b) for a, b in combinations(matrix.gpus, 2)}
 
 
-def _device(names: Sequence[str], links: set[int]) -> tuple[DataSheet | None, list[str]]:
+def _device(names: Sequence[str], links: set[int]) -> tuple[DeviceSpecs | None, list[str]]:
     if names:
         sheet = find_by_driver_name(names[0])
         if sheet is not None:
@@ -101,20 +101,20 @@ def _device(names: Sequence[str], links: set[int]) -> tuple[DataSheet | None, li
             '# inter_latency = "20 us"',
         ]
     few = min(links, default=0)
-    alike = [sheet for sheet in DATA_SHEETS.values() if sheet.name != "cpu" and sheet.intra == (few or 1) * NVLINK]
-    guess = alike[0] if alike else DATA_SHEETS["l20-48g"]
+    alike = [sheet for sheet in DEVICE_SPECS.values() if sheet.name != "cpu" and sheet.intra == (few or 1) * NVLINK]
+    guess = alike[0] if alike else DEVICE_SPECS["l20-48g"]
     others = ", ".join(sheet.name for sheet in alike[1:])
     line = f'device = "{guess.name}"  # a guess from the links, which do not name it'
     return guess, [line + (f"; {others} have the same" if others else "")]
 
 
-def _memory(device: Device, sheet: DataSheet | None) -> list[str]:
+def _memory(device: Device, sheet: DeviceSpecs | None) -> list[str]:
     memory = device.memory // MIB_PER_GIB
     return [] if sheet is not None and abs(memory - sheet.memory) <= 1 else [f'memory = "{memory} GiB"']
 
 
-def _intra(matrix: Matrix | None, links: set[int], sheet: DataSheet | None) -> list[str]:
-    pcie = DATA_SHEETS["l20-48g"]
+def _intra(matrix: Matrix | None, links: set[int], sheet: DeviceSpecs | None) -> list[str]:
+    pcie = DEVICE_SPECS["l20-48g"]
     if matrix is None:
         return ["# How GPUs and NICs are joined is not known: `nvidia-smi topo -m` says it."]
     if not links:
@@ -136,8 +136,8 @@ def _pairs(matrix: Matrix) -> str:
     return ", ".join(f"{kinds.count(kind)} pairs {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _network(matrix: Matrix | None, sheet: DataSheet | None) -> list[str]:
-    speed = sheet.inter if sheet is not None else DATA_SHEETS["l20-48g"].inter
+def _network(matrix: Matrix | None, sheet: DeviceSpecs | None) -> list[str]:
+    speed = sheet.inter if sheet is not None else DEVICE_SPECS["l20-48g"].inter
     assumed = (
         f'inter = "{speed} GB/s"  # assumed: how fast a NIC is, the link matrix does not say (400 Gbit/s = 50 GB/s)'
     )

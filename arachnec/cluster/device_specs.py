@@ -1,6 +1,6 @@
-"""What is known of a device before anybody has measured it: the vendor's data sheet, and how much of it lasts.
+"""What is known of a device before anybody has measured it: the vendor's specifications, and how much of them lasts.
 
-A data sheet's peak is never reached. ``efficiency`` is the part of it that a video transformer sustains, and ``source``
+The specified peak is never reached. ``efficiency`` is the part of it that a video transformer sustains, and ``source``
 says where that number is from: derived from a published run, or an assumption. ``arachnec profile`` replaces all of
 this by measurements.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DataSheet:
+class DeviceSpecs:
     """One device, and the links of a usual server with such devices: per device, in one direction."""
 
     name: str
@@ -44,22 +44,22 @@ _NICS = "AABBCCDD"
 # Without NVLink and peer-to-peer, what devices send each other goes up one switch's port into the host and down again.
 _PCIE4 = 25
 
-DATA_SHEETS = {
-    sheet.name: sheet
-    for sheet in (
-        DataSheet("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DataSheet("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DataSheet("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS),
-        DataSheet("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DataSheet("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4),
-        DataSheet("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
+DEVICE_SPECS = {
+    specs.name: specs
+    for specs in (
+        DeviceSpecs("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DeviceSpecs("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DeviceSpecs("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS),
+        DeviceSpecs("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS),
+        DeviceSpecs("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4),
+        DeviceSpecs("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
     )
 }
 
 ALIASES = {"h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "h20": "h20-96g", "l20": "l20-48g"}
 
 
-def find_data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of a device by its full or short name, in either case; None where there is none."""
+def find_device_specs(name: str) -> DeviceSpecs | None:
+    """The specs of a device by its full or short name, in either case; None where it is not known."""
     lowered = name.lower()
-    return DATA_SHEETS.get(ALIASES.get(lowered, lowered))
+    return DEVICE_SPECS.get(ALIASES.get(lowered, lowered))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import ALIASES, DATA_SHEETS, DataSheet, find_data_sheet
+from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, DeviceSpecs, find_device_specs
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
@@ -263,7 +263,7 @@ def _made(
     gpus: int,
     device: str,
     quantities: dict[str, Quantity],
-    sheet: DataSheet | None,
+    sheet: DeviceSpecs | None,
     mixed: Value | None = None,
 ) -> Cluster:
     for key, other in (("rack", "uplink"), ("uplink", "rack")):
@@ -303,14 +303,14 @@ def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     return gpus
 
 
-def _device(values: dict[str, object], lines: Lines) -> tuple[DataSheet | None, str]:
+def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None, str]:
     """The data sheet and the full name of the device; no sheet where the file says all that one would."""
     device = _text(values, "device", lines)
     if device is None:
         raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
-    sheet = find_data_sheet(device)
+    sheet = find_device_specs(device)
     if sheet is None and not all(key in values for key in _REQUIRED):
-        names = sorted(DATA_SHEETS)
+        names = sorted(DEVICE_SPECS)
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
         listed = ", ".join(sorted(names, key=lambda name: name != first))
@@ -318,13 +318,13 @@ def _device(values: dict[str, object], lines: Lines) -> tuple[DataSheet | None, 
     return sheet, sheet.name if sheet else device
 
 
-def _host(values: dict[str, object], sheet: DataSheet | None, lines: Lines) -> Quantity | None:
+def _host(values: dict[str, object], sheet: DeviceSpecs | None, lines: Lines) -> Quantity | None:
     if "host" not in values and (sheet is None or math.isinf(sheet.host)):
         return None
     return _quantity(values, "host", sheet, lines)
 
 
-def _nics(values: dict[str, object], gpus: int, sheet: DataSheet | None, lines: Lines) -> str | None:
+def _nics(values: dict[str, object], gpus: int, sheet: DeviceSpecs | None, lines: Lines) -> str | None:
     nics = _text(values, "nics", lines)
     if nics is not None and len(nics) != gpus:
         example = f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"'
@@ -353,7 +353,7 @@ def _text(values: dict[str, object], key: str, lines: Lines) -> str | None:
     return value
 
 
-def _quantity(values: dict[str, object], key: str, sheet: DataSheet | None, lines: Lines) -> Quantity:
+def _quantity(values: dict[str, object], key: str, sheet: DeviceSpecs | None, lines: Lines) -> Quantity:
     unit = _UNITS[key]
     if key not in values:
         assert sheet is not None, "without a data sheet every quantity is in the file"

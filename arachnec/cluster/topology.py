@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations
+from functools import lru_cache, partial
+from itertools import combinations, compress
+from operator import eq, ne
 from typing import TypeAlias
 
 import networkx as nx
 
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.ir.nodes import Cluster, integer, quantity
 from arachnec.ir.values import Value
 
@@ -175,12 +176,13 @@ def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
     nodes, racks = _whereabouts(cluster)
-    rings = [ranks[first::ulysses] for first in range(ulysses)]
-    hops = [hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)]
-    crossing = any(nodes[a] != nodes[b] for a, b in hops)
-    shared = Counter(racks[a] for a, b in hops if racks[a] != racks[b])
-    hosted = Counter(nodes[a] for a, b in hops if nodes[a] == nodes[b])
-    carried = Counter((nodes[a], nic_of(cluster, a)) for a, b in hops if nodes[a] != nodes[b])
+    following = (*ranks[ulysses:], *ranks[:ulysses])  # of each rank the next of its ring
+    here, there = [nodes[rank] for rank in ranks], [nodes[rank] for rank in following]
+    crossing = here != there
+    shared = Counter(racks[a] for a, b in zip(ranks, following, strict=True) if racks[a] != racks[b])
+    hosted = Counter(compress(here, map(eq, here, there)))
+    letters = map(partial(nic_of, cluster), compress(ranks, map(ne, here, there)))
+    carried = Counter(zip(compress(here, map(ne, here, there)), letters, strict=True))
     busiest = (float(max(count.values(), default=0)) for count in (carried, hosted, shared))
     return _with_fractions(cluster, [ranks], 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, *busiest)
 
@@ -206,7 +208,7 @@ def intra_of(cluster: Cluster, rank: int) -> float:
 def host_of(cluster: Cluster, rank: int) -> float:
     """GB/s that the devices of a rank's node share, where they have no links of their own; else infinite."""
     if "mixed" in cluster.attrs:
-        sheet = find_data_sheet(machines(cluster)[node_of(cluster, rank)].device)
+        sheet = find_device_specs(machines(cluster)[node_of(cluster, rank)].device)
         return sheet.host if sheet else math.inf
     host = cluster.attrs.get("host")
     return math.inf if host is None else quantity(host)

@@ -42,11 +42,11 @@ def _gate_residual(residual: Tensor, **arguments: Any) -> Any:
 
 def _vectors(x: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
     """``arguments`` whose vectors have as many dimensions as rows x have at most: [B, S, 1, H] is [B, S, H]."""
-    found = dict(arguments)
+    vectors = dict(arguments)
     for role in ("scale", "shift", "gate"):
-        while role in found and found[role].dim() > x.dim():
-            found[role] = found[role].squeeze(-2)
-    return found
+        while role in vectors and vectors[role].dim() > x.dim():
+            vectors[role] = vectors[role].squeeze(-2)
+    return vectors
 
 
 def _norm_rope(
@@ -55,9 +55,9 @@ def _norm_rope(
     size: int,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    turns: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
     layout: str = "tokens",
-    turned: str = "all",
+    rotated: str = "all",
     pairs: bool = False,
     number: bool = False,
     **how: Any,
@@ -65,18 +65,18 @@ def _norm_rope(
     """``x`` is [B, S, heads, size] or with the last two in one, or, where ``layout`` is "heads", [B, heads, S, size].
 
     The result is [B, S, heads, size], or like x where the layout is "heads" or "rows"; with its ``pairs`` apart,
-    [..., size / 2, 2], or each a complex ``number``. ``turns`` are complex, cos + i sin. Where not all tokens are
-    ``turned``, the tables are of those in "front" or at the "back".
+    [..., size / 2, 2], or each a complex ``number``. ``freqs_cis`` is complex, cos + i sin. Where only the tokens
+    in "front" or at the "back" are ``rotated``, the tables are of these.
     """
     x = x.transpose(1, 2) if layout == "heads" else x
     batch, tokens = x.shape[:2]
     tables = {}
-    if turns is not None:
-        cos, sin = turns.real.float(), turns.imag.float()
+    if freqs_cis is not None:
+        cos, sin = freqs_cis.real.float(), freqs_cis.imag.float()
     if cos is not None and sin is not None:
         tables = {
-            role: _padded(table.flatten(0, -2), tokens, turned, still)
-            for role, table, still in (("cos", cos, 1.0), ("sin", sin, 0.0))
+            role: _padded(table.flatten(0, -2), tokens, rotated, neutral)
+            for role, table, neutral in (("cos", cos, 1.0), ("sin", sin, 0.0))
         }
     y = _kernel("norm_rope", "norm_rope")(x.reshape(batch, tokens, heads, size), **tables, **how)
     if layout == "heads":
@@ -89,24 +89,24 @@ def _norm_rope(
     return torch.view_as_complex(apart) if number else apart
 
 
-def _padded(table: Tensor, tokens: int, turned: str, still: float) -> Tensor:
-    """A table of all tokens from that of some: the others keep their place."""
-    if turned == "all":
+def _padded(table: Tensor, tokens: int, rotated: str, neutral: float) -> Tensor:
+    """A table for all tokens from that of some; ``neutral`` leaves the others as they are."""
+    if rotated == "all":
         return table
-    rest = table.new_full((tokens - table.shape[0], table.shape[1]), still)
-    return torch.cat([table, rest] if turned == "front" else [rest, table])
+    rest = table.new_full((tokens - table.shape[0], table.shape[1]), neutral)
+    return torch.cat([table, rest] if rotated == "front" else [rest, table])
 
 
 def _kernel(module: str, name: str) -> Callable[..., Any]:
     """Imported when first called: Triton is not needed to plan."""
-    found: Callable[..., Any] = getattr(importlib.import_module(f"arachnec.kernels.rowwise.{module}"), name)
-    return found
+    kernel: Callable[..., Any] = getattr(importlib.import_module(f"arachnec.kernels.rowwise.{module}"), name)
+    return kernel
 
 
 KERNELS = {
     "norm_modulate": Kernel(_norm_modulate, ("y",)),
     "gate_residual_norm_modulate": Kernel(_gate_residual_norm_modulate, ("h", "y")),
-    "norm_rope": Kernel(_norm_rope, ("y",), constant=("cos", "sin", "turns")),
+    "norm_rope": Kernel(_norm_rope, ("y",), constant=("cos", "sin", "freqs_cis")),
     "gate_residual": Kernel(_gate_residual, ("h",)),
     "bias_gelu": Kernel(_bias_gelu, ("y",)),
 }

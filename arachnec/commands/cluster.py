@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from arachnec.commands.groups import SuggestingGroup
+
 if TYPE_CHECKING:
     from arachnec.cluster.nvidia_tools import Device
 
 TIMEOUT = 60  # s: a driver that hangs must not take the command with it
 
 
-@click.group("cluster")
+@click.group("cluster", cls=SuggestingGroup)
 def command() -> None:
     """Cluster files: what a plan is made for."""
 

@@ -68,10 +68,10 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
     console = terminal()
     console.print(comparison_table(rows))
     for line in comparison_bars(rows, min(100, console.width)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     console.print()
     for row in refused:
-        console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}")
+        console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}", highlight=False, soft_wrap=True)
     others = [row for row in rows if row["original_clips"]]
     console.print(f"every pipeline here trains each clip once{'; the originals of these do not:' if others else ''}")
     for row in others:

@@ -27,7 +27,7 @@ def command(program: Path, budget: str, what_if: bool) -> None:
     anew.
     """
     from arachnec.commands.program_file import read_program
-    from arachnec.commands.tables import terminal
+    from arachnec.commands.tables import bold, terminal
     from arachnec.passes.infra.base import Duration
     from arachnec.passes.infra.options import BadOption, read
     from arachnec.views.explain import Section, explain
@@ -43,9 +43,9 @@ def command(program: Path, budget: str, what_if: bool) -> None:
         found += (Section("What would change it", tuple(sentences(answers(program, module, milliseconds)))),)
     console = terminal()
     for section in found:
-        console.print(f"\n[bold]{section.title}[/]")
+        console.print("\n", bold(section.title), sep="")
         for sentence in section.sentences:
-            console.print(f"  {sentence}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {sentence}", highlight=False, soft_wrap=True)
 
 
 def answers(program: Path, module: Module, budget_ms: float) -> tuple[Answer, ...]:

@@ -19,7 +19,7 @@ from arachnec.passes.infra.registry import Registry, installed, load_file
 @click.command("passes")
 @load_option
 def command(load: tuple[Path, ...]) -> None:
-    """List the passes (the level each needs and gives, its options) and the named pipelines."""
+    """List the passes (the level each needs and gives, how often it runs, its options) and the named pipelines."""
     registry = installed()
     for path in load:
         registry = load_file(path, registry)
@@ -35,7 +35,7 @@ def _passes(registry: Registry) -> Iterator[str]:
     for name in registry:
         kind = registry.get(name)
         levels = kind.needs.word if kind.gives <= kind.needs else f"{kind.needs.word} -> {kind.gives.word}"
-        yield f"  {name}  ({levels})"
+        yield f"  {name}  ({levels}, once per {kind.scope.value})"
         yield f"      {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
         yield from _options(kind)
 

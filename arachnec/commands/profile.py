@@ -16,6 +16,7 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads."""
     from arachnec.commands.tables import plain_table, terminal
+    from arachnec.cost.profile import only_length
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
 
@@ -29,6 +30,11 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
             table.add_row(stage.stage, stage.phase, *sizes, f"{run.ms:.1f}", f"{run.ms * (1 + residual):.1f}")
     console = terminal()
     console.print(table)
+    for stage in profile.stages:
+        length = only_length(stage)
+        if length is not None and stage.measurements[0].sizes is None:
+            said = f"measured at {length} tokens only; what clips of another length take is a guess"
+            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False)
     for stage in profile.stages:
         if stage.fit.held_out is not None:
             error = f"{100 * stage.fit.held_out:.0f} %"

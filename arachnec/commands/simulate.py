@@ -44,7 +44,7 @@ def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) 
 
 
 def _print(module: Module, simulation: Simulation) -> None:
-    from arachnec.commands.tables import ms, terminal
+    from arachnec.commands.tables import bold, ms, terminal
     from arachnec.ir.nodes import quantity
     from arachnec.views.timeline_terminal import gantt
 
@@ -53,8 +53,11 @@ def _print(module: Module, simulation: Simulation) -> None:
     plan = quantity(module.attrs["makespan"])
     mfu = f", MFU {simulation.mfu:.1%}" if simulation.mfu is not None else ""
     console.print(
-        f"\n[bold]simulated[/] iteration {ms(simulation.iteration_ms)}, makespan {ms(simulation.makespan_ms)} "
+        "\n",
+        bold("simulated"),
+        f" iteration {ms(simulation.iteration_ms)}, makespan {ms(simulation.makespan_ms)} "
         f"(planned {ms(plan)})\n  imbalance {simulation.imbalance:.1%}, "
         f"peak memory {max(simulation.peak_memory_gib, default=0.0):.3g} GiB{mfu}",
         highlight=False,
+        sep="",
     )

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from arachnec.ir.nodes import Module
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import ms as ms
 from arachnec.views.format import ranges as ranges
+from arachnec.views.format import terminal as terminal
+from arachnec.views.format import title_of
 
 if TYPE_CHECKING:
     from arachnec.driver import Compiled
@@ -32,28 +34,35 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     everything = f"{ms(report['makespan_ms'])} + what no backward hides of the gradient sum + optimizer"
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     console.print(
-        f"[bold]predicted[/] (costs from: {', '.join(sorted(source))})\n"
+        bold("predicted"),
+        f"(costs from: {', '.join(sorted(source))})\n"
         f"  iteration {ms(report['iteration_ms'])} = makespan {everything}\n"
         f"  lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
-        f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank"
+        f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank",
     )
+    console.print(bold("measured"))
+    console.print(f"  tracing {compiled.tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}")
+    console.print(bold("proved"))
     console.print(
-        f"[bold]measured[/]\n  tracing {compiled.tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}\n"
-        f"[bold]proved[/]\n  {len(module.clips)} clips each counted once, no deadlock, inputs before use, "
-        "memory within the device"
+        f"  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
     )
     if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):
-        console.print("[bold]warning[/]: ranks that share a clip gather more than attention needs, in every block:")
+        what = "ranks that share a clip gather more than attention needs, in every block:"
+        console.print(bold("warning:"), what)
         for line in compiled.warnings:
-            console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
     if folder is not None:
         page = f"the plan as a page: {folder / PAGE}"
-        console.print(f"\nwrote {folder}; {page}; next: [bold]arachnec run {folder}[/]", soft_wrap=True)
+        console.print(f"\nwrote {folder}; {page}; next:", bold(f"arachnec run {folder}"), soft_wrap=True)
+
+
+def bold(text: str) -> Text:
+    return Text(text, style="bold")
 
 
 def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = plain_table(f"{module.name}: {len(rows)} cascades")
+    table = plain_table(f"{title_of(module)}: {len(rows)} cascades")
     for column in ("cascade", "stage", "phase", "clips x tokens", "degree", "attention", "ranks", "start", "end"):
         table.add_column(column, justify="right" if column in {"start", "end", "degree"} else "left")
     named = {cascade.name: cascade for cascade in module.cascades}
@@ -115,12 +124,6 @@ def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
             bar[min(bound, len(bar) - 1)] = "│"
         lines.append(f"{row['pipeline']:{label}} {''.join(bar)} {ms(row['iteration_ms'])}")
     return [*lines, f"{'':{label}} █ makespan  ░ gradient sum and step after it  │ lower bound of its micro-batches"]
-
-
-def terminal() -> Console:
-    """The person's terminal; where there is none, lines wide enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def plain_table(title: str) -> Table:

@@ -1,16 +1,21 @@
 """What the ranks of a cascade send each other, bytes and messages, and how long links take to carry it.
 
-Ulysses all-to-all (arXiv 2309.14509, section 3), ring attention (arXiv 2310.01889), the gather behind the last block.
+Ulysses all-to-all (arXiv 2309.14509, section 3), ring attention (arXiv 2310.01889), the gather behind the last block;
+each alpha-beta over the links that its groups really use.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from arachnec.cluster.topology import Link
-
-GIB = 2**30
+from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
+from arachnec.cost.compute import passes_of
+from arachnec.cost.memory import GIB
+from arachnec.cost.strategy import Attention
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
 
 
 @dataclass(frozen=True)
@@ -100,3 +105,68 @@ def hop_time(link: Link, size: float, calls: float, contention: float) -> float:
         size * max(1 / speed, link.hosted / link.host, link.shared / link.uplink) / 1e9 * 1e3
         + calls * link.latency * 1e-3
     )
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The links of a cascade's ranks."""
+
+    everyone: Link
+    ulysses: Link
+    ring: Link
+    contention: float
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Communication times in ms of cascades of these stages on a cluster."""
+
+    stages: Mapping[str, Stage]
+    cluster: Cluster
+    _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
+
+    def time(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, ranks: tuple[int, ...] | None
+    ) -> float:
+        """ms that the cascade's ranks send; without ``ranks`` the first ``degree`` ones."""
+        sent = self.volumes(cascade, attention, recompute)
+        if not sent.messages:
+            return 0.0
+        links = self._links_of(degree, ranks, attention.ulysses)
+        total = collective_time(links.everyone, sent.gathered, degree, sent.gathers, links.contention)
+        if attention.ulysses > 1:
+            total += collective_time(links.ulysses, sent.traded, attention.ulysses, sent.trades, links.contention)
+        if attention.ring > 1:
+            total += hop_time(links.ring, sent.passed, sent.hops, links.contention)
+        return total
+
+    def volumes(self, cascade: Cascade, attention: Attention, recompute: bool) -> Volumes:
+        """What each rank of the cascade sends to the others."""
+        stage = self.stages[cascade.stage]
+        if cascade.phase is Phase.ENCODE:
+            gathered = evaluated(stage, "output", cascade) * GIB
+            return Volumes(attention.ulysses, attention.ring, gathered=gathered, gathers=1)
+        forward, backward = passes_of(cascade, recompute)
+        return volumes(
+            ulysses=attention.ulysses,
+            ring=attention.ring,
+            heads=count_in(stage, "heads") or attention.ulysses,
+            attentions=count_in(stage, "attentions"),
+            traffic=evaluated(stage, "traffic", cascade),
+            forward=forward,
+            backward=backward,
+            output=token_bytes(stage, cascade.batch * cascade.tokens),
+        )
+
+    def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:
+        key = (degree if ranks is None else ranks, ulysses)
+        links = self._links.get(key)
+        if links is None:
+            group = ranks if ranks is not None else packed_ranks(self.cluster, degree)
+            links = self._links[key] = GroupLinks(
+                group_link(self.cluster, group),
+                ulysses_link(self.cluster, group, ulysses),
+                ring_link(self.cluster, group, ulysses),
+                penalty(self.cluster, group),
+            )
+        return links

@@ -25,6 +25,7 @@ from arachnec.ir.values import Formula, Term
 
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
+ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,13 +69,13 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alpha-beta of the links: us and GB/s. ``sums``: GB/s of gradients that are summed over the ranks of a node."""
+    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node."""
 
     latency: float
     intra: float
     inter_latency: float | None = None
     inter: float | None = None
-    sums: float | None = None
+    all_reduce: float | None = None
 
 
 class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,9 +125,9 @@ def read_profile(path: str | Path) -> Profile:
     """Raises UserError where the file is missing, too large, or not a profile."""
     file = Path(path)
     if not file.is_file():
-        from arachnec.cluster.device_specs import DATA_SHEETS
+        from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DATA_SHEETS))))
+        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DEVICE_SPECS))))
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
@@ -160,13 +161,13 @@ def fit_profile(
 ) -> Profile:
     """A profile of (stage, phase, measurements) triples, each fitted.
 
-    ``links`` are those of plain messages, which stand where no cascade was measured on several ranks. Raises ValueError
-    for a triple without measurements or with a time that is not positive.
+    ``links`` are those of plain messages, which stand for what no cascade on several ranks could tell. Raises
+    ValueError for a triple without measurements or with a time that is not positive.
     """
     found = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
-    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found]) or links
+    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found], links)
     if links is not None:
-        links = msgspec.structs.replace(links, sums=fit_sums(links, synchronisation))
+        links = msgspec.structs.replace(links, all_reduce=fit_sums(links, synchronisation))
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in found
     ]
@@ -178,19 +179,28 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
     return _fit(measurements, _solved(measurements), None)
 
 
-def fit_links(found: Sequence[tuple[Sequence[Measurement], dict[str, float]]]) -> LinkProfile | None:
-    """Alpha and beta of what runs on several ranks took beyond their computing; None without such runs."""
+def fit_links(
+    found: Sequence[tuple[Sequence[Measurement], dict[str, float]]], plain: LinkProfile | None = None
+) -> LinkProfile | None:
+    """Alpha and beta of what runs on several ranks took beyond their computing; ``plain`` without such runs.
+
+    Messages of one size say nothing of alpha and beta apart: then beta is that of ``plain`` messages.
+    """
     import numpy as np
     from scipy.optimize import nnls
 
     shared = [(run, run.ms - predict(own, run)) for runs, own in found for run in runs if run.messages]
     if not shared:
-        return None
+        return plain
     rows = np.array([[run.messages / run.ms, run.moved / run.ms] for run, _ in shared])
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
-    solution, _ = nnls(rows / scale, np.array([max(0.0, rest) / run.ms for run, rest in shared]))
+    took = np.array([max(0.0, rest) / run.ms for run, rest in shared])
+    solution, _ = nnls(rows / scale, took)
     alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
+    if plain is not None and (beta <= 0 or np.linalg.matrix_rank(rows / scale, tol=ONE_SIZE) < 2):
+        beta = 1e-6 / plain.intra
+        alpha = float(nnls(rows[:, :1], np.maximum(0.0, took - rows[:, 1] * beta))[0][0])
     return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))
 
 
@@ -286,6 +296,12 @@ def formula_of(coefficients: dict[str, float]) -> Formula:
     return Formula(terms or (Term(0.0),), "ms")
 
 
+def only_length(entry: StageProfile) -> int | None:
+    """S of all measurements of a stage, where it is the same: what other lengths take the profile cannot know."""
+    lengths = {run.tokens for run in entry.measurements}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
     return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
 
@@ -307,13 +323,16 @@ def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None
     return next((entry for entry in profile.synchronisation if entry.stage == stage), None)
 
 
-def exponent_of(profile: Profile, stage: str) -> float:
+def exponent_of(profile: Profile, stage: str) -> float | None:
     """The p of ``dual`` that this profile says for a stage, its phases taken together.
 
-    Raises UserError where the stage was not profiled at two lengths.
+    None where the stage was profiled at one length. Raises UserError where it was not profiled.
     """
-    found = [entry.fit.exponent for entry in profile.stages if entry.stage == stage and entry.fit.exponent is not None]
-    if not found:
+    fits = [entry.fit for entry in profile.stages if entry.stage == stage]
+    if not fits:
         known = ", ".join(sorted({f"`{entry.stage}`" for entry in profile.stages})) or "none"
         raise UserError(StageNotProfiled(None, stage, known))
+    found = [fit.exponent for fit in fits if fit.exponent is not None]
+    if not found:
+        return None
     return min(2.0, max(1.0, math.fsum(found) / len(found)))

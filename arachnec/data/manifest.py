@@ -12,7 +12,7 @@ from arachnec.data.rows import ALIASES, Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0}
-MOST = {key: 2**31 if key == "start" else 2**20 for key in LEAST}  # beyond it is a slip of the hand
+MOST = {key: 2**31 if key == "start" else 2**20 for key in LEAST}  # larger numbers are typing mistakes
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ def _clips(row: Row) -> Iterator[VideoClip]:
             remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
             raise UserError(MissingKey(row.span(), "text_tokens", remedy))
         text_tokens = caption_tokens(caption)
-    given = row.values.get("id", row.number)
-    if not isinstance(given, int | str) or isinstance(given, bool) or given == "":
+    row_id = row.values.get("id", row.number)
+    if not isinstance(row_id, int | str) or isinstance(row_id, bool) or row_id == "":
         raise UserError(_bad(row, "id", "a string or a number", "leave `id` out to use the row's number"))
     count = _integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):
-        id = given if count == 1 else f"{given}.{copy}"
+        id = row_id if count == 1 else f"{row_id}.{copy}"
         yield VideoClip(id, frames, height, width, text_tokens, caption, path, start)
 
 
@@ -155,8 +155,8 @@ def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"
         raise UserError(BadValue(row.span("start"), "start", str(start), f"less than {header.frames}", remedy))
-    found = {"frames": header.frames - start, "height": header.height, "width": header.width}
-    return {key: found[key] if value is None else value for key, value in sizes.items()}
+    probed = {"frames": header.frames - start, "height": header.height, "width": header.width}
+    return {key: probed[key] if value is None else value for key, value in sizes.items()}
 
 
 def _integer(row: Row, key: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The rows of a manifest file, JSONL, CSV or Parquet, with their keys held to the known ones and their places kept."""
+"""Manifest rows. In: a JSONL, CSV or Parquet file. Out: rows whose keys are known, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arachnec.ir.nodes import Span
 ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
 KEYS = (
     *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start"),
-    # How somebody else's system grouped these clips. Partitioning is a pass of ours, so it is read and not used.
+    # How another system grouped these clips; read and not used, because partitioning is a pass.
     "micro_batch",
 )
 
@@ -91,7 +91,7 @@ class RepeatedKey(Diagnostic):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its values under their first names, and where it stands. ``text`` is empty for Parquet."""
+    """One row: its values by canonical key, and its place. ``text`` is empty for Parquet."""
 
     number: int
     values: Mapping[str, Any]
@@ -110,7 +110,7 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows in the file's order, under their keys' first names; raises ``UserError`` where one is not readable."""
+    """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))
     readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}
@@ -155,14 +155,14 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object of the row; Python would keep the last of two values of one key and say nothing."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             places = [match.span() for match in re.finditer(rf'"{re.escape(key)}"(?=\s*:)', text)]
             begin, end = places[1] if len(places) > 1 else (0, len(text))  # not there where it is written in escapes
             raise UserError(RepeatedKey(Span(str(path), line, begin + 1, line, end + 1), key))
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -172,7 +172,7 @@ def _csv(path: Path) -> Iterator[Row]:
     try:
         names = [name.strip() for name in next(reader, [])]
         for column, name in enumerate(names):
-            _known(name, _named_span(path, lines[0], name))
+            _canonical(name, _named_span(path, lines[0], name))
             if name in names[:column]:
                 raise UserError(RepeatedKey(_named_span(path, lines[0], name, names[:column].count(name)), name))
         for number, fields in enumerate(row for row in reader if row):
@@ -217,14 +217,14 @@ def _parquet(path: Path) -> Iterator[Row]:
     for number, values in enumerate(table.to_pylist()):
         # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
         present = {key: None if value != value else value for key, value in values.items()}
-        whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
-        yield _normalised(Row(number, whole, path, number + 1, ""))
+        integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
+        yield _normalised(Row(number, integral, path, number + 1, ""))
 
 
 def _normalised(row: Row) -> Row:
     values: dict[str, Any] = {}
     for key, value in row.values.items():
-        name = _known(key, row.span(key))
+        name = _canonical(key, row.span(key))
         if value is None:
             continue
         if name in values:
@@ -233,8 +233,8 @@ def _normalised(row: Row) -> Row:
     return Row(row.number, values, row.file, row.line, row.text)
 
 
-def _known(key: str, span: Span) -> str:
-    """The key's first name."""
+def _canonical(key: str, span: Span) -> str:
+    """The key's canonical name. Raises ``UserError`` for an unknown key."""
     name = ALIASES.get(key, key)
     if name not in KEYS:
         near = difflib.get_close_matches(key, (*KEYS, *ALIASES), n=1)

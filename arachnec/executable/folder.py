@@ -1,9 +1,10 @@
-"""The executable: a folder that ``arachnec compile`` writes and ``arachnec run`` takes.
+"""The executable: the folder that ``arachnec compile`` writes and ``arachnec run`` reads.
 
 =================== ========================================================================================
 program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
-traced.cascade      cluster, stages and every clip of the manifest with its iteration: what later steps are planned from
-graphs.cascade      the block graphs; where they have fused regions, every run executes those
+traced.cascade      cluster, stages, graphs and every clip of the manifest with its iteration: what later steps are
+                    planned from, with the passes of scope `model` first
+graphs.cascade      the graphs of blocks after those passes; where they have fused regions, every run executes those
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
@@ -11,7 +12,7 @@ profile.json        the measured costs the plan was made with, where there are s
 timeline.html       the plan to be looked at: see docs/show_and_explain.md
 =================== ========================================================================================
 
-Nothing in it is a pickle. What is read is held to a schema and to a size.
+Nothing in it is a pickle. Every file is checked against a schema and a size limit when it is read.
 """
 
 from __future__ import annotations
@@ -128,13 +129,15 @@ def write_executable(
     pipeline: str,
     model_file: ModelFile,
     clips: Sequence[VideoClip],
+    graphs: Sequence[Graph] | None = None,
     training: Training | None = None,
     load: Sequence[Path] = (),
     extra: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
-    ``clips`` in the order of their ids in the IR. ``extra`` are more files by name, such as the report. Raises
+    ``clips`` in the order of their ids in the IR; ``graphs`` as the passes of scope ``model`` left them, where they
+    are not those of ``traced``. ``extra`` are more files by name, such as the report. Raises
     ``UserError`` for training options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
@@ -143,8 +146,8 @@ def write_executable(
     pipeline, profiles = own_profiles(pipeline)
     texts = {
         PROGRAM: print_module(program),
-        TRACED: print_module(replace(traced, graphs=())),
-        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=traced.graphs)),
+        TRACED: print_module(traced),
+        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=tuple(traced.graphs if graphs is None else graphs))),
         MODEL: model_file.path.read_text(encoding="utf-8"),
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
@@ -166,9 +169,9 @@ def write_executable(
 
 def demand_folder(folder: Path) -> None:
     """Raises OSError for a folder that is not there and cannot be made, or not be written to; leaves nothing behind."""
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=place):
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder)) from None
@@ -190,13 +193,13 @@ def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
     """The pipeline's text with every profile file it names under a name in the folder, and those files' texts."""
     texts: dict[str, str] = {}
 
-    def renamed(found: re.Match[str]) -> str:
-        path = Path(json.loads(found[1])) if found[1].startswith('"') else Path(found[1])
+    def renamed(option: re.Match[str]) -> str:
+        path = Path(json.loads(option[1])) if option[1].startswith('"') else Path(option[1])
         if not path.is_file():
-            return found[0]  # the name of a data sheet
+            return option[0]  # the name of device specs
         text = path.read_text(encoding="utf-8")
-        known = next((name for name, other in texts.items() if other == text), None)
-        name = known or ("profile.json" if not texts else f"profile_{len(texts)}.json")
+        earlier = next((name for name, other in texts.items() if other == text), None)
+        name = earlier or ("profile.json" if not texts else f"profile_{len(texts)}.json")
         texts[name] = text
         return f"profile={name}"
 
@@ -226,21 +229,21 @@ def read_executable(folder: Path) -> Executable:
     )
 
 
-def iteration_of(traced: Module, number: int) -> Module:
-    """The traced module of one global batch."""
-    clips = tuple(clip for clip in traced.clips if clip.attrs.get("iteration", 0) == number)
-    return replace(traced, name=f"iteration_{number}", clips=clips, graphs=())
+def iteration_of(model: Module, number: int) -> Module:
+    """One global batch of a traced module, without its graphs."""
+    clips = tuple(clip for clip in model.clips if clip.attrs.get("iteration", 0) == number)
+    return replace(model, name=f"iteration_{number}", clips=clips, graphs=())
 
 
 def versions() -> dict[str, str]:
     """What the ranks must agree on besides the files."""
-    found = {"arachnec": __version__, "python": platform.python_version()}
+    versions = {"arachnec": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_header(folder: Path) -> Header:

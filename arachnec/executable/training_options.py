@@ -1,4 +1,4 @@
-"""What a training run may choose: learning rate, clipping, precision, EMA, seed. Stored in ``executable.json``."""
+"""Training options, stored in ``executable.json``: learning rate, clipping, precision, EMA, seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the optimizer and of what is drawn.
+    """Options of the optimizer and of the random generators.
 
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average.

@@ -1,8 +1,8 @@
-"""What the backward of operations moves and what is kept for it: alone, as autograd runs them, and as one region.
+"""Bytes that a backward moves and saves: of single operations, as autograd runs them, and of a fused region.
 
-Counted, by these rules: an operation alone reads its result's gradient and what it kept, and writes a gradient as large
-as each of its operands that is one; a product with a smaller operand makes the whole product and adds it up, and a sum
-with one reads the gradient again. A region reads its results' gradients and its inputs, and writes theirs.
+A single operation reads its result's gradient and what it has saved, and writes a gradient per floating-point operand.
+A product with a smaller operand also writes the full product and reduces it; a sum with one reads the gradient again.
+A region reads the gradients of its results and its inputs, and writes the gradients of its inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Backward:
     """Bytes: read and written, and kept from the forward."""
 
     moved: Size
-    kept: Size
+    saved: Size
 
 
 class Traffic(Protocol):
@@ -36,45 +36,45 @@ class Traffic(Protocol):
     @property
     def graph(self) -> FusionGraph: ...
 
-    def made(self, i: int) -> list[str]:
-        """The tensors that an operation makes."""
+    def results_of(self, i: int) -> list[str]:
+        """The tensors that an operation writes."""
 
     def loaded(self, region: int) -> list[str]:
         """The values that a region reads."""
 
     def written(self, region: int) -> list[str]:
-        """What a region makes that is read outside it."""
+        """The results of a region that are read outside it."""
 
 
 def alone(traffic: Traffic, region: int, size: Callable[[str], Size]) -> Backward:
     """Every operation of the region by itself; ``size`` gives the bytes of a value.
 
-    What several operations keep is kept once.
+    A tensor that several operations save counts once.
     """
     graph = traffic.graph
     moved: Size = 0
-    kept: dict[str, Size] = {}
+    saved: dict[str, Size] = {}
     for i in bits(region & graph.core):
         op = graph.ops[i]
-        made = sum(size(name) for name in traffic.made(i))
+        result = sum(size(name) for name in traffic.results_of(i))
         operands = [name for name in values_read(op) if name in graph.sizes.shapes]
-        saved = operands if stem(op) in BOTH else operands[:1] if stem(op) in ONE else []
+        saved_operands = operands if stem(op) in BOTH else operands[:1] if stem(op) in ONE else []
         largest = max((graph.sizes.at(graph.sizes.count(name)) for name in operands), default=0.0)
-        moved += made
-        for name in saved:
+        moved += result
+        for name in saved_operands:
             moved += size(name)
-            kept[graph.base(name)] = size(graph.base(name))
+            saved[graph.base(name)] = size(graph.base(name))
         for name in operands:
             smaller = graph.sizes.at(graph.sizes.count(name)) < largest
             if smaller and graph.kinds[i] is Kind.POINTWISE:
-                moved += size(name) + (2 * made if stem(op) in BOTH else made)
+                moved += size(name) + (2 * result if stem(op) in BOTH else result)
             else:
                 moved += size(name)
-    return Backward(moved, sum(kept.values()))
+    return Backward(moved, sum(saved.values()))
 
 
 def together(traffic: Traffic, region: int, size: Callable[[str], Size]) -> Backward:
-    """The region as one pass, which computes again what stands between its inputs and its results."""
+    """The region as one pass, which recomputes everything between its inputs and its results."""
     results = sum(size(name) for name in traffic.written(region))
     inputs = sum(size(name) for name in traffic.loaded(region) if name in traffic.graph.sizes.shapes)
     return Backward(results + 2 * inputs, inputs)

@@ -1,9 +1,8 @@
-"""What a region of a graph costs as one kernel, and whether it can be one.
+"""The cost of a region. In: a set of operations. Out: what one kernel for it saves, or why it cannot be one kernel.
 
-After the cost model of Zheng et al., "FusionStitching" (arXiv 2009.10924), for one forward and backward: the traffic
-that is saved, the launches that are saved, and what a program has to hold in registers and shared memory. A program
-works on one row, all of one token, so that operations of different widths (across heads, per head, half a head) are
-stitched inside it.
+After the cost model of Zheng et al., "FusionStitching" (arXiv 2009.10924), for one forward and backward: saved traffic,
+saved launches, and the registers and shared memory of a program. A program works on one row, all of one token, so
+operations of different widths (across heads, per head, half a head) are stitched inside it.
 """
 
 from __future__ import annotations
@@ -66,11 +65,12 @@ class RegionCost:
     @cached_property
     def _widths(self) -> list[float]:
         """Elements of one row of each operation's result."""
-        graph, found = self.graph, []
+        graph, widths = self.graph, []
         for i, op in enumerate(graph.ops):
             rows = graph.sizes.at(graph.spaces[i].rows)
-            found.append(max(graph.sizes.at(graph.sizes.count(op.name)) / rows, 1.0) if op.name in self._bytes else 1.0)
-        return found
+            width = graph.sizes.at(graph.sizes.count(op.name)) / rows if op.name in self._bytes else 1.0
+            widths.append(max(width, 1.0))
+        return widths
 
     @cached_property
     def _backward(self) -> list[float]:
@@ -91,9 +91,9 @@ class RegionCost:
     def _price(self, region: int) -> Price | str:
         if reason := self._reason(region):
             return reason
-        held = self.registers(region)
-        if held > REGISTERS + SHARED:
-            return f"a program would hold {held:.0f} KiB, of {REGISTERS} in registers and {SHARED} in shared memory"
+        size = self.registers(region)
+        if size > REGISTERS + SHARED:
+            return f"a program would hold {size:.0f} KiB, of {REGISTERS} in registers and {SHARED} in shared memory"
         core = list(bits(region & self.graph.core))
         before = sum(self.alone(i) for i in core)
         after = self._moved(region)
@@ -101,7 +101,7 @@ class RegionCost:
         back = sum(self._backward[i] for i in core) - together(self, region, self._at).moved
         # the backward takes at least as many launches as the forward
         saved = (before - after + back) / self.machine.bandwidth + 2 * (len(core) - launches) * LAUNCH
-        return Price(len(core), round(held), saved)
+        return Price(len(core), round(size), saved)
 
     def seconds(self, region: int, launches: int = 1) -> float:
         """What one forward and backward of a region takes by this model, each in so many ``launches``."""
@@ -119,37 +119,37 @@ class RegionCost:
     def alone(self, i: int) -> float:
         """Bytes that an operation moves when it runs by itself."""
         op = self.graph.ops[i]
-        return sum(map(self._at, values_read(op))) + sum(map(self._at, self.made(i)))
+        return sum(map(self._at, values_read(op))) + sum(map(self._at, self.results_of(i)))
 
-    def made(self, i: int) -> list[str]:
-        """The tensors an operation makes: itself, or the parts that are taken out of its tuple."""
+    def results_of(self, i: int) -> list[str]:
+        """The tensors that an operation writes: its own, or the elements read from its tuple."""
         name = self.graph.ops[i].name
         return [name] if name in self._bytes else [self.graph.ops[c].name for c in self.graph.after[i]]
 
     def read(self, region: int) -> dict[str, list[str]]:
-        """What a region reads from outside: the tensor behind, and the names it is read by."""
-        graph, found = self.graph, dict[str, list[str]]()
+        """What a region reads from outside: base tensor to the names (itself, or views) that it is read by."""
+        graph, names_of = self.graph, dict[str, list[str]]()
         for i in bits(region & graph.core):
             for name in values_read(graph.ops[i]):
                 base = graph.base(name)
                 if base in graph.index and region >> graph.index[base] & 1:
                     continue
-                if name not in found.setdefault(base, []):
-                    found[base].append(name)
-        return found
+                if name not in names_of.setdefault(base, []):
+                    names_of[base].append(name)
+        return names_of
 
     def loaded(self, region: int) -> list[str]:
-        """The values that a region loads: the tensors it reads, or parts of them where these are less."""
-        found: list[str] = []
+        """The values that a region loads: the tensors it reads, or views of them where these are smaller."""
+        values: list[str] = []
         for base, names in self.read(region).items():
-            whole = self._at(base) <= sum(map(self._at, names)) and base in self._bytes
-            found.extend([base] if whole else names)
-        return found
+            load_base = self._at(base) <= sum(map(self._at, names)) and base in self._bytes
+            values.extend([base] if load_base else names)
+        return values
 
     def written(self, region: int) -> list[str]:
-        """What a region makes that is read outside it."""
+        """The results of a region that are read outside it."""
         core = (i for i in bits(region & self.graph.core) if self.graph.escapes(i, region))
-        return [name for i in core for name in self.made(i)]
+        return [name for i in core for name in self.results_of(i)]
 
     def formula(self, region: int) -> tuple[sympy.Expr, sympy.Expr]:
         """Bytes before and after, as expressions of the graph's symbols."""
@@ -159,7 +159,7 @@ class RegionCost:
             return sum((graph.bytes_of(name) for name in names), sympy.Integer(0))
 
         core = list(bits(region & graph.core))
-        before = sum((total(values_read(graph.ops[i])) + total(self.made(i)) for i in core), sympy.Integer(0))
+        before = sum((total(values_read(graph.ops[i])) + total(self.results_of(i)) for i in core), sympy.Integer(0))
         after = total([*self.written(region), *self.loaded(region)])
         return sympy.expand(before), sympy.expand(after)
 
@@ -243,8 +243,8 @@ class RegionCost:
     def _group(self, region: int, rows: str, ops: list[int], members: dict[str, list[int]]) -> Group:
         graph = self.graph
         inside = {i for other in members.values() for i in other}
-        mine = set(ops)
-        outer = [c for i in ops for c in graph.consumers(i) if c not in mine]
+        own = set(ops)
+        outer = [c for i in ops for c in graph.consumers(i) if c not in own]
         feeds = bool(outer) and all(c in inside and graph.kinds[c] is not Kind.JOIN for c in outer)
         broadcast = feeds and not any(graph.escapes(i, region) for i in ops)
         rides = all(

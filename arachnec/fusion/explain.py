@@ -1,4 +1,4 @@
-"""Why a region did not grow, and why an operation is in none: one sentence for each kind of neighbour, with names."""
+"""Explanations of a fusion plan: why a region did not grow, and why an operation is in none."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def left_alone(graph: FusionGraph, cost: RegionCost, regions: Sequence[tuple[str
     taken = sum(region for _, region in regions)
     sentences: dict[str, list[str]] = {}
     for i in bits(graph.core & ~taken):
-        found = reasons(graph, cost, graph.with_views(1 << i), regions)
-        against = [reason for reason in found if reason.startswith("not with ")]
+        neighbours = reasons(graph, cost, graph.with_views(1 << i), regions)
+        against = [reason for reason in neighbours if reason.startswith("not with ")]
         why = "; ".join(against) or "nothing beside it could share its kernel"
         sentences.setdefault(why, []).append(f"`%{graph.ops[i].name}`")
     return tuple(f"{_listed(names)}: {why}" for why, names in sentences.items())
@@ -44,16 +44,16 @@ def left_alone(graph: FusionGraph, cost: RegionCost, regions: Sequence[tuple[str
 
 def _neighbours(graph: FusionGraph, region: int) -> Iterator[int]:
     """Operations, no views, that make what the region reads or read what it makes."""
-    found: dict[int, None] = {}
+    neighbours: dict[int, None] = {}
     for i in bits(region & graph.core):
-        found |= dict.fromkeys(p for p in graph.producers(i) if not region >> p & 1)
+        neighbours |= dict.fromkeys(p for p in graph.producers(i) if not region >> p & 1)
     for i in bits(region & graph.core):
-        found |= dict.fromkeys(c for c in graph.consumers(i) if not region >> c & 1)
-    return iter(found)
+        neighbours |= dict.fromkeys(c for c in graph.consumers(i) if not region >> c & 1)
+    return iter(neighbours)
 
 
 def _against(graph: FusionGraph, cost: RegionCost, region: int, other: int, regions: Sequence[int]) -> str:
-    """What speaks against one kernel for both."""
+    """Why the two are not one kernel."""
     both = graph.with_views(region | other)
     price = cost.price(both)
     if isinstance(price, str):

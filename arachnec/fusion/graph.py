@@ -1,4 +1,4 @@
-"""A graph as fusion sees it: who reads whom as bit sets, what each operation runs over, how many bytes move.
+"""A graph indexed for fusion: readers and producers as bit sets, the rows of every operation, the bytes of every value.
 
 A set of operations is an integer whose bit i stands for operation i of the graph; paths through the graph are tested
 with a few ``&`` and ``|``. *Core* operations launch a kernel and are memory-intensive; views stand between them.
@@ -137,9 +137,9 @@ class FusionGraph:
         smallest: sympy.Expr | None = None
         while True:
             if name in self.dtypes:
-                found = self.sizes.count(name) * DTYPE_BYTES.get(self.dtypes[name], 4)
-                if smallest is None or self.sizes.at(found) < self.sizes.at(smallest):
-                    smallest = found
+                size = self.sizes.count(name) * DTYPE_BYTES.get(self.dtypes[name], 4)
+                if smallest is None or self.sizes.at(size) < self.sizes.at(smallest):
+                    smallest = size
             i = self.index.get(name)
             if i is None or not self.views >> i & 1 or not self.ops[i].operands:
                 return sympy.Integer(0) if smallest is None else smallest

@@ -1,6 +1,6 @@
-"""Parts of a region that a hand-written kernel does, found by what they compute and not by the model's name.
+"""Pattern matching: the parts of a region that hand-written kernels compute, whatever model they come from.
 
-A pattern is walked from its last operation to its inputs; operands of sums and products may stand in either order.
+A pattern is walked from its last operation to its inputs; operands of sums and products are tried in both orders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDEST = 8192  # values of a row that the hand-written norms take
 
 def match_region(graph: FusionGraph, region: int) -> tuple[Match, ...]:
     """Kernels for parts of ``region``, the largest first found from its end; no operation is in two."""
-    found: list[Match] = []
+    matches: list[Match] = []
     free = region
     for i in reversed(list(bits(region & graph.core))):
         if not free >> i & 1:
@@ -27,14 +27,14 @@ def match_region(graph: FusionGraph, region: int) -> tuple[Match, ...]:
         for pattern in _PATTERNS:
             match = pattern(Walk(graph, free), graph.ops[i].name)
             if match is not None and _is_closed(graph, match, region) and _fits(graph, match):
-                found.append(match)
+                matches.append(match)
                 free &= ~match.ops
                 break
-    return tuple(reversed(found))
+    return tuple(reversed(matches))
 
 
 def kernel_name(graph: FusionGraph, region: int, matches: tuple[Match, ...]) -> str:
-    """``"norm_modulate"``, ``"2 norm_rope + generated"``: what does the region; beside kernels, joins are not named."""
+    """The kernels of the region: ``"norm_modulate"``, ``"2 norm_rope + generated"``; joins are not named."""
     rest = region & graph.core
     for match in matches:
         rest &= ~match.ops

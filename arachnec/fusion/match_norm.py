@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension, whole or written out, with what weight and bias they have."""
+"""LayerNorm and RMSNorm over the last dimension, as one operation or written out, with their weight and bias."""
 
 from __future__ import annotations
 

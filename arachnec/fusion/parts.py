@@ -1,8 +1,8 @@
-"""How a region runs: hand-written kernels with what they leave over, or one generated kernel, whichever takes less.
+"""The kernels of a region: hand-written ones and what they leave over, or one generated kernel, whichever is faster.
 
-A kernel that stands for a part of a region alone makes the rest read and write memory again. The cost model weighs
-that; where both move as much, the hand-written kernel stays. What is joined along tokens is written in place by a
-generated kernel for each part, and copied once more beside hand-written ones.
+A hand-written kernel for a part of a region makes the rest read and write memory again. The cost model weighs that; on
+a tie the hand-written kernel is chosen. A generated kernel writes its part of a join along tokens in place; next to
+hand-written kernels the join is one more copy.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def launches_of(cost: RegionCost, part: int) -> int:
     for i in (i for i in bits(part & graph.core) if graph.escapes(i, part)):
         space = graph.spaces[i]
         tokens, clips = space.rows.as_coeff_Mul()  # tokens of constant number are lanes where nothing cuts them
-        whole = cut[i] == {space.rows}
-        kernels |= {(clips, space.width * tokens)} if whole else {(rows, space.width) for rows in cut[i]}
+        uncut = cut[i] == {space.rows}
+        kernels |= {(clips, space.width * tokens)} if uncut else {(rows, space.width) for rows in cut[i]}
     return max(cost.launches(part), len(kernels))
 
 
@@ -92,15 +92,15 @@ def _cut_rows(graph: FusionGraph, part: int) -> dict[int, frozenset[sympy.Expr]]
     """For each operation the rows of the kernels that make it: its own, or those of the parts joined above it."""
     cut: dict[int, frozenset[sympy.Expr]] = {}
     for i in bits(part & graph.core):
-        rows, found = graph.spaces[i].rows, set[sympy.Expr]()
+        rows, pieces = graph.spaces[i].rows, set[sympy.Expr]()
         for name in values_read(graph.ops[i]):
             read, producer = graph.rows_of(name), graph.index.get(graph.base(name), -1)
             if graph.kinds[i] is Kind.JOIN and read != rows:
                 written_over = "scatter" in stem(graph.ops[i])
-                found |= {read, sympy.expand(rows - read)} if written_over else {read}
+                pieces |= {read, sympy.expand(rows - read)} if written_over else {read}
             elif producer in cut and read == rows == graph.spaces[producer].rows:
-                found |= cut[producer] - {rows}
-        cut[i] = frozenset(found or {rows})
+                pieces |= cut[producer] - {rows}
+        cut[i] = frozenset(pieces or {rows})
     return cut
 
 

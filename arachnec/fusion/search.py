@@ -1,8 +1,8 @@
-"""Which regions of a graph to fuse: candidates by dynamic programming, then the best set of disjoint ones.
+"""The search for regions. In: a graph and its cost model. Out: the disjoint regions to fuse.
 
-After Zheng et al., "FusionStitching" (arXiv 2009.10924): from the results of the graph to its inputs, every operation
-keeps its best few regions, made of itself and the regions of its readers; beam search over all operations picks
-disjoint ones. Two that read one tensor are then packed side by side where they are alike and neither needs the other.
+After Zheng et al., "FusionStitching" (arXiv 2009.10924). Dynamic programming from the graph's results to its inputs:
+every operation keeps its best few regions, made of itself and the regions of its readers. Beam search over all
+operations picks disjoint ones. Equal regions that read one tensor and do not depend on each other are then merged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def find_regions(graph: FusionGraph, cost: RegionCost) -> list[int]:
 
 def _candidates(graph: FusionGraph, cost: RegionCost) -> dict[int, list[int]]:
     """For each core operation, from the last to the first, its best regions that begin with it."""
-    found: dict[int, list[int]] = {}
+    candidates: dict[int, list[int]] = {}
     for i in reversed(list(bits(graph.core))):
         grown = [1 << i]
         for reader in dict.fromkeys(graph.consumers(i)):
-            if reader in found:
-                unions = [x | region for x in grown for region in found[reader]]
+            if reader in candidates:
+                unions = [x | region for x in grown for region in candidates[reader]]
                 grown = _best([*grown, *unions], cost, keep=4 * CANDIDATES)
-        whole = [_completed(graph, cost, region) for region in grown]
-        found[i] = _best([1 << i, *(region for region in whole if region)], cost, CANDIDATES)
-    return found
+        completed = [_completed(graph, cost, region) for region in grown]
+        candidates[i] = _best([1 << i, *(region for region in completed if region)], cost, CANDIDATES)
+    return candidates
 
 
 def _best(regions: Iterable[int], cost: RegionCost, keep: int) -> list[int]:
@@ -91,7 +91,7 @@ def _choose(graph: FusionGraph, cost: RegionCost, candidates: dict[int, list[int
 
 
 def waits_for_itself(graph: FusionGraph, regions: Iterable[int]) -> bool:
-    """Whether regions, each right alone, would wait for each other in a circle."""
+    """Whether regions that are valid one by one would depend on each other in a cycle."""
     chosen = list(regions)
     above = [_union(graph.above[i] for i in bits(region)) & ~region for region in chosen]
     reads = [{j for j, other in enumerate(chosen) if j != k and above[k] & other} for k in range(len(chosen))]
@@ -102,10 +102,10 @@ def waits_for_itself(graph: FusionGraph, regions: Iterable[int]) -> bool:
 
 
 def _union(masks: Iterable[int]) -> int:
-    found = 0
+    union = 0
     for mask in masks:
-        found |= mask
-    return found
+        union |= mask
+    return union
 
 
 def _packed(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list[int]:
@@ -129,7 +129,7 @@ def _grown(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list
     grown = list(regions)
     for region in list(grown):
         while region in grown:
-            better = max(_joined(graph, cost, region, grown), key=lambda found: found[0], default=None)
+            better = max(_joined(graph, cost, region, grown), key=lambda joined: joined[0], default=None)
             if better is None:
                 break
             _, both = better
@@ -141,8 +141,8 @@ def _grown(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list
 def _joined(graph: FusionGraph, cost: RegionCost, region: int, regions: list[int]) -> Iterator[tuple[float, int]]:
     """What is gained, and the region, where one more neighbour or its region comes in."""
     core = list(bits(region & graph.core))
-    beside = {i for c in core for i in (*graph.producers(c), *graph.consumers(c))}
-    for i in beside:
+    neighbours = {i for c in core for i in (*graph.producers(c), *graph.consumers(c))}
+    for i in neighbours:
         if region >> i & 1 or not graph.core >> i & 1:
             continue
         other = next((mask for mask in regions if mask >> i & 1), 0)

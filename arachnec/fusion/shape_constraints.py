@@ -1,8 +1,8 @@
-"""What is known of the sizes in a graph before anybody has seen a shape: equal, divisible, likely.
+"""Shape constraints. In: a graph with symbolic sizes. Out: which sizes are equal, divisible, likely, at every shape.
 
-After Zhu et al., "DISC" (arXiv 2103.05288): equal dimensions and equal element counts are collected from
-what the operations mean, so that operations can share a loop, and a kernel can be vectorised, for every shape at once.
-Here sizes are expressions already; constraints say when two that look different are one.
+After Zhu et al., "DISC" (arXiv 2103.05288): equal dimensions and equal element counts follow from what the operations
+mean. Operations can then share a loop, and a kernel can be vectorised, for all shapes at once. Sizes here are
+expressions; constraints say when two different expressions are equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN = ("B", "S", "T")  # the IR's symbols: others are expressed in them, never t
 
 @dataclass(frozen=True)
 class Range:
-    """What a size will probably be: smallest, usual, largest. No promise."""
+    """Likely values of a size: smallest, usual, largest. Estimates, not bounds."""
 
     low: int
     usual: int
@@ -61,13 +61,6 @@ class ShapeConstraints:
     def count(self, name: str) -> sympy.Expr:
         """Elements of a value."""
         return sympy.expand(sympy.prod(self.shapes[name]))
-
-    def same_dimension(self, a: str, i: int, b: str, j: int) -> bool:
-        return bool(sympy.expand(self.shapes[a][i] - self.shapes[b][j]) == 0)
-
-    def same_count(self, a: str, b: str) -> bool:
-        """Whether two values have equally many elements at every shape: one loop can make both."""
-        return bool(sympy.expand(self.count(a) - self.count(b)) == 0)
 
     def divisor(self, size: sympy.Expr) -> int:
         """The largest number known to divide ``size`` at every shape."""

@@ -1,4 +1,4 @@
-"""Errors as data: one frozen dataclass per mistake a user can make, rendered as place, line, carets, message, remedy.
+"""Errors as data: one frozen dataclass per user mistake, rendered with place, line, carets, message and remedy.
 
 A subclass states its texts as format strings over its own fields::
 
@@ -28,7 +28,7 @@ WIDEST = 240  # characters of a row that are shown
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """The place of a mistake (None where there is no file to point at) and, in subclasses, what it was."""
+    """A mistake and its place in a file; ``span`` is None where there is none. Subclasses add what is wrong."""
 
     title: ClassVar[str]
     label: ClassVar[str] = ""
@@ -50,7 +50,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class SystemRefuses(Diagnostic):
-    """A file or folder that the operating system does not give: missing, not writable, a full disk."""
+    """A file or folder that the operating system refuses: missing, not writable, on a full disk."""
 
     title: ClassVar[str] = "{path}{reason}"
     help: ClassVar[str] = "give another path, or make this one readable and writable, on a disk with space"
@@ -58,13 +58,13 @@ class SystemRefuses(Diagnostic):
     reason: str
 
 
-def counted(number: int, things: str) -> str:
+def counted(number: int, noun: str) -> str:
     """``1 GPU`` or ``2 GPUs``, of ``"GPU"``."""
-    return f"{number} {things}" if number == 1 else f"{number} {things}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def refused(error: OSError) -> SystemRefuses | None:
-    """What to tell the user of an error about a path or a full disk; None where it is about something else."""
+    """The diagnostic for an error about a path or a full disk; None for any other error."""
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     path = f"{error.filename}: " if error.filename is not None else ""

@@ -1,4 +1,4 @@
-"""What can be wrong with a module that parsed: one Diagnostic per rule of the verifier."""
+"""Errors of a module that parsed: one Diagnostic per rule of the verifier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs of a stage's layers whose gradients are all-reduced together: readings of ``layers`` and ``buckets``."""
+"""Gradient buckets: runs of a stage's layers whose gradients are all-reduced together.
+
+In: the attributes ``layers`` of a stage and ``buckets`` of its reduce. Out: a ``Bucket`` each.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from arachnec.ir.values import Value
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What one bucket of a stage's gradients holds: layers by number, and perhaps the rest; its size in bytes."""
+class Bucket:
+    """One bucket of a stage's gradients."""
 
-    layers: tuple[int, ...]
-    rest: bool
-    size: int
+    layers: tuple[int, ...]  # by number
+    rest: bool  # whether it also holds the parameters outside all layers
+    size: int  # bytes
 
 
 def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
@@ -26,25 +29,24 @@ def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
     return tuple((str(pair[0]), _count(pair[1])) for pair in value if isinstance(pair, tuple))
 
 
-def contents(stage: Stage, buckets: Sequence[int]) -> tuple[Contents, ...]:
-    """The buckets that the attribute ``buckets`` of a reduce says, in the order of their starts."""
-    each = gradient_element_bytes(stage)
-    sizes = [count * each for _, count in layers_of(stage)]
-    found: list[Contents] = []
+def buckets_of(stage: Stage, layer_counts: Sequence[int]) -> tuple[Bucket, ...]:
+    """The buckets that a reduce's attribute ``buckets`` states, in the order they start."""
+    sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
+    buckets: list[Bucket] = []
     high = len(sizes)
-    for number, count in enumerate(buckets):
+    for number, count in enumerate(layer_counts):
         layers = tuple(range(high - count, high))
-        rest = number == len(buckets) - 1
+        rest = number == len(layer_counts) - 1
         size = sum(sizes[layer] for layer in layers)
         if rest:
             size += max(0.0, gradient_bytes(stage) - sum(sizes))
-        found.append(Contents(layers, rest, round(size)))
+        buckets.append(Bucket(layers, rest, round(size)))
         high -= count
-    return tuple(found)
+    return tuple(buckets)
 
 
-def passed(bucket: Contents, layers: int) -> float:
-    """The part of a backward that is still to come when it has passed the bucket; layers are taken to cost the same."""
+def remaining_backward(bucket: Bucket, layers: int) -> float:
+    """The share of a backward that remains once the bucket's gradients are complete. Layers count as equally long."""
     return 0.0 if bucket.rest else min(bucket.layers, default=0) / layers
 
 

@@ -1,4 +1,4 @@
-"""The types that a table of attributes speaks of, and whether a value is of one.
+"""Attribute types: from the text in a table to a predicate on values, and to words for messages.
 
 ``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
 ``[str]``, lists of rows ``[[int, ms]]``.
@@ -96,7 +96,7 @@ def describe(value: Value) -> str:
 
 
 def in_unit(value: Quantity, unit: str) -> str:
-    """How to write ``value`` in ``unit``, or the empty text where the two measure different things."""
+    """``value`` written in ``unit``; the empty text where the units are of different dimensions."""
     here, there = SCALES.get(value.unit), SCALES.get(unit)
     if here is None or there is None or here[0] != there[0]:
         return ""

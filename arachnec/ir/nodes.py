@@ -1,7 +1,6 @@
 """The nodes of the cascade IR. Frozen; a pass returns a new module.
 
-What a node *is* stands in its fields; what passes *decided about it* stands in its attributes, and
-``arachnec.ir.verify`` says, as one table per level, which attributes a level requires and allows.
+Fields hold what a node *is*. Attributes hold what passes *decided* about it; ``arachnec.ir.tables`` lists them.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model that is placed as a whole: ``stage @dit trained { ... }``."""
+    """A part of the model that is placed as one unit: ``stage @dit trained { ... }``."""
 
     name: str
     trained: bool
@@ -140,7 +139,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of one block class, traced once with symbolic sizes, and which of its operations run together.
+    """The graph of one block class, traced once with symbolic sizes, and its fused regions.
 
     ``graph @Block (inputs) -> (%9) { attributes } [ ops, fused regions ]``.
     """
@@ -201,7 +200,7 @@ class Cascade:
 
 @dataclass(frozen=True)
 class Reduce:
-    """``reduce @dit (%1, %3) { ranks = [0..15] }``: the sum of a stage's gradients over these cascades."""
+    """``reduce @dit (%1, %3) { ranks = [0..15] }``: the all-reduce of a stage's gradients from these cascades."""
 
     stage: str
     inputs: tuple[str, ...]
@@ -222,9 +221,9 @@ class Step:
 class Instruction:
     """One line of a rank's program.
 
-    ``op`` is a word of ``INSTRUCTIONS``; ``target`` is a cascade's name, or a stage's for reduce and step. ``peers``
-    are the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``) or the whole group, this rank
-    included, of anything that several ranks do together (``forward %1 on [0..2]``).
+    ``op`` is one of ``INSTRUCTIONS``. ``target`` is the name of a cascade; of a stage for reduce and step. ``peers`` is
+    the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``). For a collective it is the group, this
+    rank included (``forward %1 on [0..2]``).
     """
 
     op: str

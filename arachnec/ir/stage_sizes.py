@@ -1,25 +1,23 @@
-"""What a cascade, its stage and its cluster say of their sizes: plain readings of their attributes.
-
-``arachnec.cost.model`` makes time and memory of them.
-"""
+"""Typed readings of a cascade's, a stage's and a cluster's attributes; ``arachnec.cost.model`` computes with them."""
 
 from __future__ import annotations
 
 import math
 
 from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, quantity
+from arachnec.ir.values import Formula, Term, Value
 
 BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
 
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
-    """What two cascades must share to cost the same."""
+    """The key under which cascades cost the same."""
     measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip")
     return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, *measured, bool(cascade.inputs)
 
 
 def times_of(cascade: Cascade) -> dict[int, float]:
-    """The measured ms per degree that stand on a cascade instead of its stage's formulas; empty without."""
+    """Measured ms per degree, from a cascade's ``times``, which replaces its stage's formulas; empty without."""
     value = cascade.attrs.get("times")
     if not isinstance(value, tuple):
         return {}
@@ -28,45 +26,37 @@ def times_of(cascade: Cascade) -> dict[int, float]:
 
 
 def clip_time(cascade: Cascade) -> float | None:
-    """The measured ms of each of an encoder's clips, on one rank, that stand instead of its stage's formula."""
+    """Measured ms per clip on one rank, from an encode cascade's ``per_clip``, which replaces the stage's formula."""
     value = cascade.attrs.get("per_clip")
     return None if value is None else quantity(value)
 
 
-def considered(legal: tuple[int, ...]) -> tuple[int, ...]:
-    """Of ascending degrees all up to 64, multiples of 8 up to 256, multiples of 32 beyond, and the last."""
-    return tuple(
-        degree for degree in legal if degree <= 64 or degree == legal[-1] or degree % (8 if degree <= 256 else 32) == 0
-    )
-
-
 def crowding(cluster: Cluster) -> float:
-    """How many ranks of a node share a core while all of them compute; 1 for GPUs, or where each has its own."""
+    """How many ranks of a node share one core while all compute; 1 for GPUs and where every rank has its own."""
     cores = cluster.attrs.get("cores")
     if cores is None or cluster.attrs["device"] != "cpu":
         return 1.0
     return max(1.0, cluster.gpus / integer(cores))
 
 
-def uneven(things: int, parts: int) -> float:
-    """The largest share of any part when whole things are dealt out: 1/parts where they divide, more where not."""
-    return math.ceil(things / parts) / things if things else 1.0
+def uneven(items: int, parts: int) -> float:
+    """The largest share when indivisible ``items`` are split into ``parts``: 1 / parts where they divide, else more."""
+    return math.ceil(items / parts) / items if items else 1.0
 
 
 def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients as they are summed over ranks."""
+    """Bytes of a stage's gradients in the all-reduce."""
     return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
 
 
 def trained_bytes(stage: Stage) -> float:
-    """Bytes of a stage's parameters that train, in their own precision."""
+    """Bytes of a stage's trained parameters, in their precision."""
     return element_bytes(stage) * trained_count(stage)
 
 
 def trained_count(stage: Stage) -> int:
     """How many of a stage's parameters train."""
-    count = stage.attrs.get("trained", stage.attrs.get("params", 0))
-    return count if isinstance(count, int) else 0
+    return count_in(stage, "trained") if "trained" in stage.attrs else count_in(stage, "params")
 
 
 def element_bytes(stage: Stage) -> float:
@@ -85,6 +75,35 @@ def gradient_precision(stage: Stage) -> str:
 
 
 def token_bytes(stage: Stage, tokens: int) -> float | None:
-    """Bytes of so many tokens between two blocks, in the parameters' precision; None where their width is not known."""
+    """Bytes of ``tokens`` tokens between two blocks, in the parameters' precision; None where ``hidden`` is unknown."""
     hidden = stage.attrs.get("hidden")
     return element_bytes(stage) * hidden * tokens if isinstance(hidden, int) else None
+
+
+def count_in(stage: Stage, name: str) -> int:
+    """A whole number that the stage says of itself, such as ``heads``; 0 where it says none."""
+    value = stage.attrs.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def formula_in(stage: Stage, name: str) -> Formula | None:
+    """A formula that the stage says of itself, such as ``saved``; None where it says none."""
+    value = stage.attrs.get(name)
+    return value if isinstance(value, Formula) else None
+
+
+def evaluated(stage: Stage, name: str, cascade: Cascade) -> float:
+    """The stage's formula ``name`` for a cascade on one rank, in the formula's unit; 0 where it has none."""
+    formula = formula_in(stage, name)
+    return formula(B=cascade.batch, S=cascade.tokens, T=cascade.text) if formula else 0.0
+
+
+def term_value(term: Term, cascade: Cascade) -> float:
+    """One term of a formula for a cascade."""
+    sizes = {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}
+    return term.coefficient * math.prod(float(sizes[symbol]) ** power for symbol, power in term.powers)
+
+
+def gib(value: Value | None) -> float:
+    """An attribute in GiB; 0 where it is absent."""
+    return quantity(value) if value is not None else 0.0

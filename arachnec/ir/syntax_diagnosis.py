@@ -1,4 +1,4 @@
-"""What is wrong with a text that is no module: the parser's error as a diagnostic."""
+"""Syntax errors. In: lark's exception and the text. Out: a diagnostic that says what was expected."""
 
 from __future__ import annotations
 
@@ -66,10 +66,13 @@ def _joined(words: list[str]) -> str:
 
 
 def _accepted(state: Any) -> set[str]:
-    """The terminals that would let lark's parser go on: of those its table lists, the ones that survive a trial."""
+    """The terminals with which lark's parser could go on.
+
+    Its table also lists terminals that fail after a few reductions; each one is tried on a copy.
+    """
     silent = copy(state.parse_conf)
     silent.callbacks = {}
-    found = set()
+    accepted = set()
     for terminal in filter(str.isupper, silent.parse_table.states[state.position]):
         trial = state.copy(deepcopy_values=False)
         trial.parse_conf = silent
@@ -77,12 +80,12 @@ def _accepted(state: Any) -> set[str]:
             trial.feed_token(Token(terminal, ""), terminal == "$END")
         except UnexpectedToken:
             continue
-        found.add(terminal)
-    return found
+        accepted.add(terminal)
+    return accepted
 
 
 def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Diagnostic:
-    """What was found, what could have stood there, and what it may have been meant to be."""
+    """What stands there, what was expected, and the closest expected word."""
     if not re.sub(r"//[^\n]*", "", text).strip():
         return syntax_errors.NoModule(None, file=file)
     words = _expected(_accepted(error.state), grammar)

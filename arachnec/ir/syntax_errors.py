@@ -1,4 +1,4 @@
-"""What can be wrong with the text of a module, before it is one."""
+"""Errors of a text that does not parse as a module."""
 
 from __future__ import annotations
 

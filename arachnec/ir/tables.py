@@ -1,7 +1,6 @@
-"""Which attributes a node has, level by level: the contract between the passes, and the documentation of it.
+"""The attributes of every node, level by level: the contract between the passes.
 
-The columns are: attribute, its type (``arachnec.ir.kinds``), the level from which on it may stand there, and whether it
-must (``required``), and what it means.
+Columns: name, type (``arachnec.ir.kinds``), first level at which it may appear, whether it must, meaning.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CLUSTER = table("""
     inter_latency | us      | traced | required | of a message between machines
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each
     cores         | int     | traced | optional | processor cores of a machine
-    sums          | GB/s    | traced | optional | gradients that ranks of a machine sum up, measured; else `intra`
+    all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
     host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction

@@ -29,7 +29,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Term:
-    """``coefficient * variable^power * ...``; powers are brought to one form: sorted by variable, merged, positive."""
+    """``coefficient * variable^power * ...``; powers are normalised: sorted by variable, merged, positive."""
 
     coefficient: float
     powers: tuple[tuple[str, int], ...] = ()

@@ -1,4 +1,7 @@
-"""What is wrong with a module: attributes by ``arachnec.ir.tables``, structure by ``arachnec.ir.rules``."""
+"""The verifier. In: a module. Out: every mistake in it.
+
+Attributes are held to ``arachnec.ir.tables``; the structure to ``name_rules`` and ``plan_rules``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TypeAlias
 
 from arachnec.ir import errors, kinds, tables
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.module_index import index_of, label
+from arachnec.ir.name_rules import NAME_RULES
 from arachnec.ir.nodes import (
     Cascade,
     Clip,
@@ -21,7 +26,7 @@ from arachnec.ir.nodes import (
     Stage,
     Step,
 )
-from arachnec.ir.rules import NAMES, PLANS, label, world_of
+from arachnec.ir.plan_rules import PLAN_RULES
 from arachnec.ir.span import Span
 from arachnec.ir.values import Formula, Quantity, Value
 
@@ -32,15 +37,15 @@ Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 def verify(module: Module) -> tuple[Diagnostic, ...]:
     """Every mistake, in the order of the text; empty where the module is right.
 
-    Names are looked at only where every attribute is right, and plans where every name is, so that one mistake gives
-    one message.
+    Names are checked only when every attribute is right, and plans only when every name is: one mistake gives one
+    message.
     """
     if problems := tuple(_attributes(module)):
         return problems
-    world = world_of(module)
-    if problems := tuple(problem for rule in NAMES for problem in rule(world)):
+    index = index_of(module)
+    if problems := tuple(problem for rule in NAME_RULES for problem in rule(index)):
         return problems
-    return tuple(problem for rule in PLANS for problem in rule(world))
+    return tuple(problem for rule in PLAN_RULES for problem in rule(index))
 
 
 def check_module(module: Module) -> None:
@@ -97,7 +102,7 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
         row = table.get(name)
         if row is None:
             close = _close(name, table, level)
-            names.update(close)  # what was misspelt is not missing as well
+            names.update(close)  # a misspelt attribute is not reported as missing too
             yield _unknown(node, name, close, table, level)
         elif row.since > level:
             yield errors.EarlyAttribute(_place(node, name), label(node), name, level.word, row.since.word)

@@ -1,4 +1,7 @@
-"""The one global order of a placed module's events that every rank's list is a projection of."""
+"""The global order of a placed module's events; every rank's list is a projection of it.
+
+In: cascades with times and ranks. Out: their order, the handoffs between them, and when each value is freed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,12 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.values import Formula, Value
 
-# Starts and ends are sums of floats: what lies closer together than this happens at one time.
-TOLERANCE_MS = 1e-6
+TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal
 FORWARD_SHARE = 1 / 3  # of a train cascade whose stage has no formulas: backward is twice the forward's work
 GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 
-# Where an instruction stands in the order: the number of a cascade, and one of these.
+# A position in the order: the number of a cascade, and one of these.
 HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER = range(4)
 Place = tuple[int, int]
 
@@ -40,8 +42,8 @@ class InputNotReady(Diagnostic):
 @dataclass(frozen=True)
 class CyclicInputs(Diagnostic):
     title: ClassVar[str] = "%{cascade} waits for itself"
-    label: ClassVar[str] = "reads a value that is made from its own"
-    help: ClassVar[str] = "the inputs of cascades must not form a circle"
+    label: ClassVar[str] = "reads a value that depends on its own"
+    help: ClassVar[str] = "the inputs of cascades must not form a cycle"
     cascade: str
 
 
@@ -121,7 +123,7 @@ def _respects_inputs(ordered: tuple[Cascade, ...]) -> bool:
 
 
 def _stable_topological(ordered: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
-    """Rounding has put a consumer before its producer: the nearest order that has none."""
+    """The closest order in which no consumer stands before its producer, where rounding has put one there."""
     position = {cascade.name: i for i, cascade in enumerate(ordered)}
     readers: dict[int, list[int]] = defaultdict(list)
     waiting = [len(cascade.inputs) for cascade in ordered]
@@ -142,12 +144,12 @@ def _stable_topological(ordered: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
 
 
 def reads_saved(cascade: Cascade, source: Cascade) -> bool:
-    """Whether ``cascade`` reads what the forward ``source`` saved for it, and not a value that could be handed over."""
+    """Whether ``cascade`` reads what ``source`` saved on the same ranks, rather than a value that can be handed off."""
     return cascade.phase in GRADIENT and cascade.stage == source.stage and source.phase is not Phase.ENCODE
 
 
 def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) -> list[Handoff]:
-    """All handoffs in their global order: as soon as the producer ends, and before the first consumer on that rank."""
+    """All handoffs in global order: each as soon as its producer ends, and before the rank's first consumer."""
     stages = {stage.name: stage for stage in module.stages}
     position = {cascade.name: i for i, cascade in enumerate(order)}
     starts = [cascade.start for cascade in order]
@@ -188,10 +190,10 @@ def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -
 
 
 def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:
-    """When every rank drops the values it holds: after their last reader, and not before their sends are through.
+    """When every rank frees its values: after their last reader, and after their sends are expected to complete.
 
-    A send is through when its target has come to the receive, which the target's earlier cascades may delay; a free
-    that stood earlier would make the source wait for it.
+    A send completes when its target reaches the receive, and the target's earlier cascades may delay that. A free
+    placed earlier would make the source wait.
     """
     position = {cascade.name: i for i, cascade in enumerate(order)}
     starts = [cascade.start for cascade in order]
@@ -216,22 +218,22 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
             ends[rank].append((i, cascade.end))
     for handoff in handoffs:
         busy = bisect.bisect_left(ends[handoff.target], (handoff.slot, -math.inf))
-        posted = ends[handoff.target][busy - 1][1] if busy else 0.0
-        sent = max(posted, order[handoff.producer].end) + handoff_time(
+        ready = ends[handoff.target][busy - 1][1] if busy else 0.0
+        sent = max(ready, order[handoff.producer].end) + handoff_time(
             cluster, handoff.source, handoff.target, handoff.size
         )
         place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
         key = (handoff.source, handoff.producer)
         drops[key] = max(drops.get(key, place), place)
     for p in {value for _, value in drops}:
-        # Ranks that share an encoder and neither read nor send what it made drop it at once.
+        # Ranks of an encoder that neither read nor send its output free it at once.
         for rank in order[p].ranks:
             drops.setdefault((rank, p), (p, FREE_AFTER))
     return [(rank, place, order[value].name) for (rank, value), place in drops.items()]
 
 
 def evaluate(value: Value | None, cascade: Cascade) -> float:
-    """A stage's formula for a whole cascade; 0 where the stage has none."""
+    """A stage's formula at a cascade's sizes; 0 where the stage has none."""
     if not isinstance(value, Formula):
         return 0.0
     return value(B=cascade.batch, S=cascade.tokens, T=cascade.text)

@@ -1,8 +1,8 @@
-"""``lower``: a placed module to one instruction list per rank.
+"""Lowering. In: a placed module. Out: the module with one instruction list per rank.
 
-All lists are projections of *one* global order of events: every cascade at its start, every handoff as one event right
-after its producer ends. So the lists cannot deadlock even where a send is a rendezvous, and on every pair of ranks the
-sends and the receives stand in the same order. ``docs/check.md`` says how a back end may run them less strictly.
+All lists are projections of *one* global order of events: every cascade at its start, every handoff right after its
+producer ends. So they cannot deadlock even where a send is a rendezvous, and sends and receives of a pair of ranks
+stand in the same order. ``docs/check.md`` says how a back end may run them less strictly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from arachnec.ir.nodes import (
     quantity,
 )
 from arachnec.ir.values import Attributes, Quantity, Value
-from arachnec.lowering.gradient_sync import sums_start_inside, synchronisation
+from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,
@@ -50,7 +50,7 @@ class NoCluster(Diagnostic):
 
 
 def lower(module: Module) -> Module:
-    """The module at level ``lowered``: a program for every rank of the cluster, its other parts as they were.
+    """The module at level ``lowered``, with a program for every rank of the cluster.
 
     Raises UserError for a plan that no order of instructions can follow.
     """
@@ -60,7 +60,7 @@ def lower(module: Module) -> Module:
     handoffs = plan_handoffs(module, module.cluster, order)
     lists = compute_lists(module, module.cluster, order, handoffs)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
-    ends = synchronisation(module, module.cluster, resident, sums_start_inside(lists))
+    ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
@@ -79,9 +79,9 @@ def compute_lists(
     placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}
     for handoff in handoffs:
         name = order[handoff.producer].name
-        held = _some(handoff.size / GIB)
+        memory = _some(handoff.size / GIB)
         send = Instruction("send", name, (handoff.target,), Attributes.of(bytes=handoff.size))
-        receive = Instruction("receive", name, (handoff.source,), Attributes.of(bytes=handoff.size, memory=held))
+        receive = Instruction("receive", name, (handoff.source,), Attributes.of(bytes=handoff.size, memory=memory))
         placed[handoff.source].append(((handoff.slot, HANDOFF), send))
         placed[handoff.target].append(((handoff.slot, HANDOFF), receive))
     stages = {stage.name: stage for stage in module.stages}
@@ -102,10 +102,10 @@ def compute_lists(
 
 
 def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -> tuple[Instruction, ...]:
-    """What every rank of a cascade does for it.
+    """The instructions of one cascade on each of its ranks.
 
-    ``clips`` are those of the global batch; ``inputs`` are the GiB of what the cascade reads, which its planned memory
-    includes and which here are held on their own, from their receive to their free.
+    ``clips`` counts the global batch. ``inputs`` are the GiB that the cascade reads: its planned memory includes them,
+    a program holds them from their receive to their free.
     """
     own = max(0.0, _gib(cascade.attrs.get("memory")) - inputs)
     group = cascade.ranks
@@ -130,9 +130,9 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
 def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
     """The ranks that hold a stage's parameters.
 
-    Encoders and stages trained as a whole are on every rank, so that the next iteration may place its cascades
-    anywhere; the stages of a pipeline or of a sampling chain are where their cascades run. ``ranks`` on a stage's
-    reduce overrides both.
+    Encoders and stages of ``train`` cascades are on every rank, so that the next iteration may place its cascades
+    anywhere. Stages of a pipeline or a sampling chain are where their cascades run. ``ranks`` on the stage's reduce
+    overrides both.
     """
     for reduce in module.reductions:
         if reduce.stage == stage.name and "ranks" in reduce.attrs:

@@ -1,4 +1,4 @@
-"""From equal clips to one forward's arguments, the same whatever plan runs them."""
+"""Batches. In: equal clips, seed and step. Out: one forward's arguments and target, the same in every plan."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def make_batch(
     ``sample`` gets wrong.
     """
     device = torch.device(device)
-    home = torch.device("meta" if device.type == "meta" else "cpu")
+    sample_device = torch.device("meta" if device.type == "meta" else "cpu")
     samples = []
-    with home:
+    with sample_device:
         for index, clip in enumerate(clips):
-            own = {name: value[index : index + 1].to(home) for name, value in (encoded or {}).items()}
-            given = replace(clip, encoded=own) if own else clip
-            samples.append(_checked(model_file, clip, model_file.sample(given, clip_generator(seed, step, clip.id))))
+            own = {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
+            sampled = replace(clip, encoded=own) if own else clip
+            samples.append(_checked(model_file, clip, model_file.sample(sampled, clip_generator(seed, step, clip.id))))
     arguments = {
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)

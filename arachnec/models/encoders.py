@@ -1,8 +1,8 @@
 """Encoders of a model file: pixels to latents, captions to embeddings.
 
-``load`` reads what an encoder needs for one clip, on the CPU, and is cheap on the meta device; ``forward`` runs the
-network on a micro-batch of loaded clips joined along dim 0. Neither draws anything, so an encoder's output does not
-depend on the plan.
+``load`` reads an encoder's input for one clip, on the CPU; on the meta device it only makes the shape. ``forward`` runs
+the network on a micro-batch of loaded clips, concatenated along dim 0. Neither draws random numbers, so an encoder's
+output does not depend on the plan.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, loaded: Tensor) -> Tensor:
-        """The last hidden state ``[B, text_tokens, width]``; what stands for padding is zero."""
+        """The last hidden state ``[B, text_tokens, width]``; zero at padding."""
         ids, mask = loaded.unbind(1)
         # transformers looks at a mask's values, and on the meta device it has none.
         hidden: Tensor = self.model(input_ids=ids, attention_mask=None if mask.is_meta else mask).last_hidden_state

@@ -1,4 +1,4 @@
-"""A user's ``model.py``: loaded, held to the expected functions, its own exceptions shown at its own lines."""
+"""A user's ``model.py``. In: its path. Out: its functions, checked; its exceptions are shown at its own lines."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
                 raise  # not the user's code: a bug of ours keeps its traceback
             raise UserError(_raised(error, path, f"{name}()")) from error
 
-    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         result = guarded(*args, **kwargs)
         if name == "sample":
             clip: Any = args[0]
@@ -196,7 +196,7 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
             raise UserError(WrongResult(definition(path, name), name, *wrong))
         return result
 
-    return functools.wraps(function)(held)
+    return functools.wraps(function)(checked)
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ from torch import nn
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with its floating-point weights in ``dtype``, in place, but for those that its class keeps in fp32.
+    """Cast the floating-point weights to ``dtype`` in place, except those that the model's class keeps in fp32.
 
-    These are what Diffusers and transformers name in ``_keep_in_fp32_modules``, as ``from_pretrained`` honours it.
+    Diffusers and transformers name these in ``_keep_in_fp32_modules``, which ``from_pretrained`` honours too.
     """
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    keep_in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not kept & set(name.split(".")):
+        if tensor.is_floating_point() and not keep_in_fp32 & set(name.split(".")):
             tensor.data = tensor.data.to(dtype)
     return model

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     Profile,
     StageNotProfiled,
@@ -64,11 +64,11 @@ class Annotate(Pass):
     def run(self, module: Module) -> Module:
         if module.cluster is None:
             raise UserError(NoCluster(None))
-        sheet = find_data_sheet(self.profile) if self.profile and not Path(self.profile).is_file() else None
+        sheet = find_device_specs(self.profile) if self.profile and not Path(self.profile).is_file() else None
         if sheet is not None:
             flops, overhead = sheet.sustained, sheet.block_overhead
         else:
-            known = find_data_sheet(str(module.cluster.attrs.get("device")))
+            known = find_device_specs(str(module.cluster.attrs.get("device")))
             flops = quantity(module.cluster.attrs["flops"])
             overhead = known.block_overhead if known else BLOCK_OVERHEAD
         profile = read_profile(self.profile) if self.profile and sheet is None else None
@@ -142,8 +142,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
         "intra": Quantity(links.intra / crowd, "GB/s"),
         "latency": Quantity(links.latency * crowd, "us"),
     }
-    if links.sums is not None:
-        measured["sums"] = Quantity(links.sums, "GB/s")
+    if links.all_reduce is not None:
+        measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")
     if links.inter_latency is not None:

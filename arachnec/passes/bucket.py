@@ -14,15 +14,15 @@ from arachnec.passes.infra.base import Pass
 class Bucket(Pass):
     """Buckets for the gradient all-reduces: the fewest layers of ``mib`` MiB or more each; without it as the costs say.
 
-    With ``turn`` the plan is reversed in time where that is possible and its all-reduces end earlier.
+    With ``reverse`` the plan is reversed in time where its all-reduces then end earlier.
     """
 
     needs: ClassVar[Level] = Level.PLACED
     gives: ClassVar[Level] = Level.PLACED
     mib: int | None = None
-    turn: bool = True
+    reverse: bool = True
 
     def run(self, module: Module) -> Module:
         if module.cluster is None or module.level is not Level.PLACED:  # the programs of a lowered one have theirs
             return module
-        return with_buckets(module, self.mib, self.turn)
+        return with_buckets(module, self.mib, self.reverse)

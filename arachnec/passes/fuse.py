@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from arachnec.cluster.device_specs import find_data_sheet
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.ir.nodes import Fused, Graph, Level, Module
 from arachnec.ir.values import Attributes, Formula, Term
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 
 if TYPE_CHECKING:
     import sympy
@@ -32,12 +32,13 @@ class Fuse(Pass):
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def run(self, module: Module) -> Module:
         from arachnec.fusion.shape_constraints import likely_sizes
 
         likely = likely_sizes(module)
-        sheet = None if module.cluster is None else find_data_sheet(str(module.cluster.attrs.get("device", "")))
+        sheet = None if module.cluster is None else find_device_specs(str(module.cluster.attrs.get("device", "")))
         bandwidth = None if sheet is None else sheet.bandwidth * 1e9
         return replace(module, graphs=tuple(fuse_graph(graph, likely, bandwidth) for graph in module.graphs))
 
@@ -96,8 +97,8 @@ def _fused(graph: FusionGraph, cost: RegionCost, name: str, region: int, stopped
         bytes_after=_gib(after, graph.sizes),
         backward_before=_gib(many.moved + biases, graph.sizes),
         backward_after=_gib(sum(part.moved for part in backward), graph.sizes),
-        kept_before=_gib(many.kept, graph.sizes),
-        kept_after=_gib(sum(part.kept for part in backward), graph.sizes),
+        kept_before=_gib(many.saved, graph.sizes),
+        kept_after=_gib(sum(part.saved for part in backward), graph.sizes),
         launches_before=price.launches_before,
         launches_after=len(matches) + sum(launches_of(cost, part) for part in rest),
         registers=price.registers or None,

@@ -47,6 +47,14 @@ class NoProfile(Diagnostic):
 
 
 @dataclass(frozen=True)
+class OneLengthProfiled(Diagnostic):
+    title: ClassVar[str] = "`{profile}` has `@{stage}` at one length only, which says no exponent p"
+    help: ClassVar[str] = "profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs"
+    profile: str
+    stage: str
+
+
+@dataclass(frozen=True)
 class ExponentOutOfRange(Diagnostic):
     title: ClassVar[str] = "the exponent p = {p} of `partition` is not between 1 and 3"
     help: ClassVar[str] = "time grows at least with the tokens and at most with a little more than their square"
@@ -58,8 +66,8 @@ class Partition(Pass):
     """Clips to micro-batches of equal shape, and those to encode and train cascades.
 
     ``tokens`` is M_mem, the most tokens of a micro-batch; by default those of the longest clip. ``p`` is the exponent
-    of ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or by default fitted to the
-    stage's FLOPs over the lengths at hand.
+    of ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or by default that one where
+    the file has several lengths, else one fitted to the stage's FLOPs over the lengths at hand.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -98,8 +106,12 @@ class Partition(Pass):
         if self.p == "profile" or (self.p is None and self.profile is not None):
             if self.profile is None:
                 raise UserError(NoProfile(None))
-            return exponent_of(read_profile(self.profile), stage.name)
-        if self.p is None:
+            measured = exponent_of(read_profile(self.profile), stage.name)
+            if measured is not None:
+                return measured
+            if self.p == "profile" and len({clip.tokens for clip in module.clips}) > 1:
+                raise UserError(OneLengthProfiled(None, self.profile, stage.name))
+        if self.p is None or self.p == "profile":
             return fitted_exponent(stage, module.clips)
         try:
             p = float(self.p)

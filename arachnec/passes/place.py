@@ -37,7 +37,7 @@ class Place(Pass):
         makespan = max((cascade.end for cascade in cascades), default=0.0)
         as_planned = makespan <= quantity(module.attrs["makespan"]) + TOLERANCE
         attrs = module.attrs
-        if cost.kinds:  # the schedule, and so its bound, counted them as if all were the fastest
+        if cost.devices.kinds:  # the schedule, and so its bound, counted them as if all were the fastest
             bound = Quantity(bound_of(module, cost, problem_of(module, cost)) / TICKS, "ms")
             attrs = attrs.updated(bound=bound, area_bound=bound)
         return replace(

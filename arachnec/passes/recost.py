@@ -42,7 +42,8 @@ class Recost(Pass):
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
         problem = problem_of(costed, cost)
         # the problem rounds each time up by less than a tick
-        bound = min(makespan, max(0, lower_bound(problem) - len(problem.jobs)) / TICKS)
+        least = max(0, lower_bound(problem) - len(problem.jobs))
+        bound = min(makespan, least / TICKS)
         return replace(
             costed,
             cascades=tuple(cascades[cascade.name] for cascade in module.cascades),

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module, Stage, quantity
 from arachnec.ir.values import Quantity
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 from arachnec.planning.gradient_precision import with_gradient_precision
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
@@ -26,6 +26,7 @@ class ShardOptimizer(Pass):
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def run(self, module: Module) -> Module:
         return with_gradient_precision(_sharded(module))

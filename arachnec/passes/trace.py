@@ -22,7 +22,7 @@ from arachnec.tracing.dims import S
 from arachnec.tracing.errors import CannotRecord, CannotTake
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.record import flatten_call, training_mode
-from arachnec.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders
+from arachnec.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders, raised_at
 
 TRAINED = "dit"
 
@@ -76,9 +76,9 @@ class TokenCounter:
             raise _Reached(int(leaves[block.input_leaves[position]].shape[dimension]))
 
         device = str(next(self.model.parameters()).device)
-        arguments = arguments_of(self.source, clip, self.encoders, device=device)
         handle = self.model.get_submodule(first).register_forward_pre_hook(stop, with_kwargs=True)
         try:
+            arguments = arguments_of(self.source, clip, self.encoders, device=device)
             with torch.no_grad(), training_mode(self.model), torch.device(device):
                 self.model(**arguments)
         except _Reached as reached:
@@ -90,7 +90,8 @@ class TokenCounter:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
+            place = raised_at(self.source, error)
+            raise UserError(CannotTake(place, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
         finally:
             handle.remove()
         raise AssertionError("the first block of the recording was not called")

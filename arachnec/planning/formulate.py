@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.cost.model import RESERVE, CostModel
+from arachnec.cost.memory import RESERVE
+from arachnec.cost.model import CostModel
+from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.stage_sizes import shape_of, times_of
@@ -83,29 +85,29 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     if cost.room <= 0:
         raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
-    memo: dict[tuple[object, ...], tuple[Choice, ...]] = {}
-    others = beside(module, cost)
+    choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}  # shared, so that equal jobs are known by identity
+    others = held_beside(module, cost)
     jobs = []
     for cascade in module.cascades:
         held = others.get(cascade.name, 0.0)
-        key = (*shape_of(cascade), held)
-        if key not in memo:
-            memo[key] = choices_of(cascade, cost, held)
-        jobs.append(Job(memo[key], tuple(index[name] for name in cascade.inputs if name in index)))
+        key = (*shape_of(cascade), cost.received(cascade), held)
+        if key not in choices:
+            choices[key] = choices_of(cascade, cost, held)
+        jobs.append(Job(choices[key], tuple(index[name] for name in cascade.inputs if name in index)))
     return Problem(tuple(jobs), cost.cluster.world)
 
 
-def beside(module: Module, cost: CostModel) -> dict[str, float]:
+def held_beside(module: Module, cost: CostModel) -> dict[str, float]:
     """For every encoder the GiB of what others made of its clips before it, where one rank encodes all in turn."""
     named = {cascade.name: cascade for cascade in module.cascades}
-    found: dict[str, float] = {}
+    held: dict[str, float] = {}
     for cascade in module.cascades:
         encoders = [named[name] for name in cascade.inputs if name in named and named[name].phase is Phase.ENCODE]
-        made = 0.0
-        for each in in_turn(encoders, cost) if len(encoders) > 1 else ():
-            found[each.name] = max(found.get(each.name, 0.0), made)
-            made += cost.output(each)
-    return found
+        outputs = 0.0
+        for encoder in in_turn(encoders, cost) if len(encoders) > 1 else ():
+            held[encoder.name] = max(held.get(encoder.name, 0.0), outputs)
+            outputs += cost.output(encoder)
+    return held
 
 
 def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Choice, ...]:
@@ -121,13 +123,13 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         gpus = counted(cost.cluster.world, "GPU")
         raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
     spare = RESERVE * cost.cluster.memory - held
-    options = cost.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
+    options = cost.table.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
     choices: list[Choice] = []
-    for degree, time in options.items():
-        ticks = max(1, math.ceil(time * TICKS - 1e-6))
+    for degree, entry in options.items():
+        ticks = max(1, math.ceil(entry.time * TICKS - 1e-6))
         if not choices or ticks < choices[-1].ticks:
-            choices.append(Choice(degree, ticks, cost.recompute_at(cascade, degree) is True))
-    if not choices and cost.options(cascade):
+            choices.append(Choice(degree, ticks, entry.recompute))
+    if not choices and cost.table.options(cascade):
         least = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident
         raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), least, held, room))
@@ -136,10 +138,10 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     return tuple(choices)
 
 
-def _options_beside(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, float]:
-    """An encoder's degrees and their ms where it must leave ``-spare`` GiB of what cascades may use."""
+def _options_beside(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, Entry]:
+    """An encoder's rows by degree where it must leave ``-spare`` GiB of what cascades may use."""
     return {
-        degree: cost.time(cascade, degree)
+        degree: cost.table.entry(cascade, degree)
         for degree in legal
         if cost.memory(cascade, degree) <= cost.room_on(None, degree) + spare
     }
@@ -201,12 +203,12 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     bound = max(0, lower_bound(problem) - len(problem.jobs))
     proved = makespan * TICKS <= bound
     solution = Solution(Schedule((), ()), bound, bound, proved)
-    made = _at_level_scheduled(module, cascades, solution, makespan)
-    problems = validate_schedule(made)
+    planned = _at_level_scheduled(module, cascades, solution, makespan)
+    problems = validate_schedule(planned)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(BadSchedule(None, problems[0] + more))
-    return made
+    return planned
 
 
 def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:

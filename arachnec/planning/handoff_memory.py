@@ -15,7 +15,8 @@ from typing import ClassVar
 from arachnec.analysis.memory import Usage, usages
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
-from arachnec.cost.model import RESERVE, CostModel
+from arachnec.cost.memory import RESERVE
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Phase, Program, quantity
 from arachnec.ir.values import Attributes, Quantity
@@ -167,7 +168,7 @@ def late_order(
             return
         near = ranks[reader.name]
         where = (*near, *(rank for rank in own if rank not in near))[: cascade.degree]
-        fits = not cost.kinds or cost.recompute_at(cascade, cascade.degree, where) is not None
+        fits = not cost.devices.kinds or cost.recompute_at(cascade, cascade.degree, where) is not None
         found[cascade.name] = Late(cascade, tuple(sorted(where)) if fits else own, near)
 
     read = {name for cascade in cascades for name in cascade.inputs}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from arachnec.cluster.topology import host_of, intra_of, machines, node_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, quantity
-from arachnec.ir.stage_sizes import considered, shape_of, times_of
+from arachnec.ir.stage_sizes import shape_of
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS, Problem
 
@@ -27,7 +27,7 @@ SCALE = 1000  # weights are whole numbers, the largest about this
 def bound_of(module: Module, cost: CostModel, problem: Problem) -> int:
     """Ticks below which no schedule ends, whether nodes differ or not."""
     bound = lower_bound(problem)
-    return max(bound, mixed_bound(module, cost, problem, bound)) if cost.kinds else bound
+    return max(bound, mixed_bound(module, cost, problem, bound)) if cost.devices.kinds else bound
 
 
 def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> int:
@@ -81,7 +81,7 @@ def kinds_of(cost: CostModel) -> list[Kind]:
             fastest / every[node_of(cost.cluster, ranks[0])].flops,
             min(intra_of(cost.cluster, ranks[0]), host_of(cost.cluster, ranks[0])) >= inter,
         )
-        for ranks in cost.kinds
+        for ranks in cost.devices.kinds
     ]
 
 
@@ -102,7 +102,7 @@ def weights_of(members: Sequence[tuple[Cascade, int]], cost: CostModel, kinds: S
 
 def _least_work(cascade: Cascade, cost: CostModel, kind: Kind) -> float:
     """Device ms on a kind; infinite where that cannot hold the cascade."""
-    degrees = (degree for degree in degrees_of(cascade, cost) if degree <= len(kind.ranks))
+    degrees = (degree for degree in cost.legal_degrees(cascade) if degree <= len(kind.ranks))
     times = ((degree, least_time(cascade, cost, degree, kind, alone=True)) for degree in degrees)
     return min((degree * time for degree, time in times if time is not None), default=math.inf)
 
@@ -111,12 +111,12 @@ def used_up(
     cascade: Cascade, cost: CostModel, kinds: Sequence[Kind], weights: Sequence[int], degrees: Sequence[int]
 ) -> list[int]:
     """Ticks times weights that a cascade uses up at least, at each degree or one up to the next that is listed."""
-    found = []
-    legal = degrees_of(cascade, cost)
+    least = []
+    tried = cost.legal_degrees(cascade)
     for degree, following in zip(degrees, [*degrees[1:], math.inf], strict=True):
-        uses = (use for d in legal if degree <= d < following for use in _uses(cascade, cost, d, kinds, weights))
-        found.append(math.floor(min(uses, default=0.0) * TICKS))
-    return found
+        uses = (use for d in tried if degree <= d < following for use in _uses(cascade, cost, d, kinds, weights))
+        least.append(math.floor(min(uses, default=0.0) * TICKS))
+    return least
 
 
 def _uses(
@@ -128,7 +128,7 @@ def _uses(
             time = least_time(cascade, cost, degree, kind, alone=True)
             if time is not None:
                 yield degree * weights[number] * time
-        others = [weights[k] for k, each in enumerate(kinds) if k != number and each.slowdown <= kind.slowdown]
+        others = [weights[k] for k, other in enumerate(kinds) if k != number and other.slowdown <= kind.slowdown]
         if degree > 1 and others:
             time = least_time(cascade, cost, degree, kind, alone=False)
             if time is not None:
@@ -148,9 +148,3 @@ def least_time(cascade: Cascade, cost: CostModel, degree: int, kind: Kind, *, al
     if alone and degree <= min(len(kind.ranks), cost.cluster.gpus) and kind.packs:
         return cost.time(cascade, degree, ranks=kind.ranks[:degree], recompute=recompute)
     return cost.least_compute(cascade, degree, kind.slowdown, recompute=recompute)
-
-
-def degrees_of(cascade: Cascade, cost: CostModel) -> Sequence[int]:
-    """The degrees that schedulers consider; memory is not asked."""
-    legal = cost.legal_degrees(cascade)
-    return legal if times_of(cascade) else considered(legal)

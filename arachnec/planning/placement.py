@@ -16,7 +16,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from arachnec.cluster.topology import handoff_time, nic_of, node_of, rack_of
-from arachnec.cost.model import GIB, CostModel
+from arachnec.cost.memory import GIB
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Strategy
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
 from arachnec.ir.stage_sizes import times_of
@@ -50,7 +52,7 @@ def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
     late = max((cascade.end for cascade in forwards), default=0.0)
     found = forwards
     for ranks_of in (ranks_from_the_end, ranks_from_the_start):
-        if cost.kinds or late <= planned * (1 + LATE) + TOLERANCE:
+        if cost.devices.kinds or late <= planned * (1 + LATE) + TOLERANCE:
             break
         tried = on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
         end = max(cascade.end for cascade in tried)
@@ -134,7 +136,7 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
     pick = pick_ranks if topology else spread_ranks
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        if cost.kinds:
+        if cost.devices.kinds:
             tried = [_placed(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
             placed = min(tried, key=lambda each: each.end)
         else:
@@ -162,10 +164,10 @@ def racks_of(cluster: Cluster) -> list[list[int]]:
 
 def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
     """The ranks of each kind of device, and of those with most memory together, that can hold the cascade."""
-    together = list(accumulate(cost.kinds))[1:]
+    together = list(accumulate(cost.devices.kinds))[1:]
     return [
         ranks
-        for ranks in (*cost.kinds, *together)
+        for ranks in (*cost.devices.kinds, *together)
         if len(ranks) >= cascade.degree and cost.recompute_at(cascade, cascade.degree, ranks) is not None
     ]
 
@@ -334,16 +336,19 @@ def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
 
 def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
     """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
-    split = cost.best_attention(cascade, cascade.degree, ranks) if cost.has_attention(cascade) else None
-    duration = cascade.end - cascade.start
-    if cost.kinds:
+    recompute = cascade.recompute
+    if cost.devices.kinds:
         recompute = cost.recompute_at(cascade, cascade.degree, ranks) is True
-        memory = Quantity(round(cost.memory(cascade, cascade.degree, recompute), 6), "GiB")
+    entry = cost.table.entry(cascade, cascade.degree, ranks, Strategy(recompute=recompute))
+    split = entry.strategy.attention if cost.has_attention(cascade) else None
+    duration = cascade.end - cascade.start
+    if cost.devices.kinds:
+        memory = Quantity(round(entry.memory, 6), "GiB")
         cascade = cascade.with_attrs(recompute=True if recompute else None, memory=memory)
-        duration = cost.time(cascade, cascade.degree, ranks=ranks, recompute=recompute)
+        duration = entry.time
     elif not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
         # the tick to which the scheduler rounded up is not taken away again
-        duration = max(duration, cost.time(cascade, cascade.degree, ranks=ranks, recompute=cascade.recompute))
+        duration = max(duration, entry.time)
     return cascade.with_attrs(
         ranks=ranks,
         ulysses=split.ulysses if split else None,

@@ -11,6 +11,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Strategy
 from arachnec.ir.nodes import Cascade, Level, Module, integers, quantity
 
 TOLERANCE = 1e-6  # ms, and relative
@@ -34,17 +35,19 @@ def validate_schedule(module: Module) -> list[str]:
 
 def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostModel) -> list[str]:
     name, degree = f"%{cascade.name}", cascade.degree
-    if degree not in cost.legal_degrees(cascade):
-        return [f"{name}: degree {degree} is not legal"]
+    legal = cost.legal_degrees(cascade)
+    if degree not in legal:
+        nearest = [*[d for d in legal if d < degree][-1:], *[d for d in legal if d > degree][:1]]
+        return [f"{name}: degree {degree} is not legal, nearest are {' and '.join(map(str, nearest)) or 'none'}"]
     found = []
     if cascade.start < 0:
         found.append(f"{name} starts at {cascade.start} ms")
     listed = integers(cascade.attrs.get("ranks", ()))
     ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
-    need = cost.time(cascade, degree, ranks=ranks, recompute=cascade.recompute)
-    if cascade.end - cascade.start < need - _slack(cascade.end):
-        found.append(f"{name} runs {cascade.end - cascade.start} ms and needs {need} ms at degree {degree}")
-    if cost.memory(cascade, degree, cascade.recompute) > cost.room_on(ranks, degree) + TOLERANCE:
+    entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cascade.recompute))
+    if cascade.end - cascade.start < entry.time - _slack(cascade.end):
+        found.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
+    if entry.memory > cost.room_on(ranks, degree) + TOLERANCE:
         found.append(f"{name} needs more memory than a rank has at degree {degree}")
     for producer in cascade.inputs:
         if producer not in named:

@@ -41,7 +41,7 @@ class TooFewGpus(Diagnostic):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the ranks found: (stage, phase, measurements), plain links where no cascade was shared, and the end."""
+    """What the ranks found: (stage, phase, measurements), the links under plain messages, and the end."""
 
     device: str
     stages: list[tuple[str, str, list[Measurement]]]

@@ -33,8 +33,8 @@ class Point:
 def choose_points(clips: Sequence[VideoClip], tokens: Sequence[int]) -> list[Point]:
     """Clips of up to ``SHAPES`` shapes spread over the range of tokens; last, batches of a short and a middle one."""
     points = spread(_of_every_shape(clips, tokens), SHAPES)
-    batched = dict(zip((points[0], points[len(points) // 2]), BATCHES, strict=True))
-    return [*points, *(Point(point.clips * count, point.tokens) for point, count in batched.items())]
+    batched = zip((points[0], points[len(points) // 2]), BATCHES, strict=True)  # one shape is measured in both
+    return [*points, *(Point(point.clips * count, point.tokens) for point, count in batched)]
 
 
 def more_points(

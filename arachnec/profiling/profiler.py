@@ -176,8 +176,7 @@ class Profiler:
         world = dist.get_world_size()
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        shared = any(job.degree > 1 for job in self.jobs)
-        links = None if shared or world < 2 else measure_links(self.device)
+        links = measure_links(self.device) if world > 1 else None
         return Measured(name, [(*key, rows) for key, rows in found.items()], links, [end])
 
     def _trace(self) -> list[int]:

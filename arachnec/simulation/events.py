@@ -1,12 +1,13 @@
-"""Discrete events over a lowered program: when every instruction would run, without running it.
+"""Discrete-event simulation of a lowered program. In: a module that ``check`` has passed. Out: intervals and transfers.
 
-Every rank walks its own list. A group's instruction starts when the last of its ranks has come to it, and takes the
-``time`` that the plan states where nobody disturbs it: its communication shares links, and on CPUs its computing
-shares cores, with whatever else runs (``simulation.network``). A send and a receive are posted and not waited for, a
-receive as early as ``receive_prefetch`` says; the transfer runs once both are posted; the first instruction that
-reads a received value waits for it, and ``free`` waits for the value's sends. A sum of gradients is posted too, inside
-a backward where the program says so; it runs once all its ranks have come to it and the sums of its group before it
-are through, and ``step`` waits for it. So does the ``torch_distributed`` back end.
+Every rank walks its own list. A collective instruction starts when the last rank of its group reaches it. Alone it
+takes the ``time`` that the plan states; beside others its communication shares links, and on CPUs its computation
+shares cores (``simulation.network``).
+
+Sends, receives and all-reduces are asynchronous, as in the ``torch_distributed`` back end. A receive starts as early
+as ``receive_prefetch`` says. A transfer runs once both sides have started it. The first instruction that reads a
+received value waits for it; ``free`` waits for the value's sends. An all-reduce runs once all its ranks have started
+it, inside a backward where the program says so, and the earlier ones of its group are complete; ``step`` waits for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
-from arachnec.analysis.receive_prefetch import posting_order
-from arachnec.analysis.uses import Values, bucket_of, sums_inside, written
+from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.receive_prefetch import posted_receives
+from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
@@ -50,24 +52,24 @@ class Transfer:
 
 @dataclass
 class _Rank:
-    """Where a rank stands."""
+    """The state of a rank."""
 
     rank: int
     instructions: tuple[Instruction, ...]
-    posts: list[tuple[Instruction, ...]]  # the receives to post before each of them; none where that is done
+    prefetched: list[tuple[Instruction, ...]]  # receives to start before each instruction; emptied once started
     at: int = 0
-    coming: set[str] = field(default_factory=set)  # values that are posted and have not arrived
-    leaving: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # sends under way, by value
+    receiving: set[str] = field(default_factory=set)  # values whose receive has started and not completed
+    sending: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # incomplete sends, by value
     waiting_for: str | None = None
-    inside: dict[int, list[int]] = field(default_factory=dict)  # the sums that start inside a backward, by number
-    posted: set[int] = field(default_factory=set)  # the sums it has come to, by number
-    summing: int = 0  # those of them that are not through
-    stopped: float | None = None  # since when it stands before a step, waiting for them
+    overlapped: dict[int, list[int]] = field(default_factory=dict)  # reduces that start inside a backward, by index
+    started: set[int] = field(default_factory=set)  # reduces that it has started, by index
+    reducing: int = 0  # how many of them are not complete
+    stopped: float | None = None  # since when it waits for them before a step
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A handoff of which at least one side is posted."""
+    """A handoff that at least one side has started."""
 
     cascade: str
     size: int  # bytes
@@ -90,19 +92,19 @@ class _Running:
     instruction: Instruction
     group: tuple[int, ...]
     start: float
-    sums: int = 0  # how many have started inside it
+    reduces: int = 0  # how many have started inside it
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """A sum of gradients that all its ranks have come to."""
+class _AllReduce:
+    """An all-reduce that all its ranks have started."""
 
     instruction: Instruction
     start: float
 
 
 @dataclass(frozen=True)
-class _Foreseen:
+class _Completion:
     """The end of an activity, unless its pace has changed since."""
 
     activity: Activity
@@ -110,23 +112,27 @@ class _Foreseen:
 
 
 class Engine:
-    """The event loop over a lowered module that ``check`` has passed; after ``run`` it has all intervals and transfers.
+    """The event loop; after ``run`` it holds all intervals and transfers.
 
-    Events are (ms, number, what happens): numbers keep equal times in the order they were made."""
+    Events are (ms, number, event): the number keeps events of equal times in the order they were pushed.
+    """
 
     def __init__(self, values: Values, cluster: Cluster) -> None:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
+        posted = posted_receives(values, HOST_HANDOFFS, cluster.memory)
         self._ranks = {
-            p.rank: _Rank(p.rank, p.instructions, list(posting_order(values, p, cluster.memory)), inside=sums_inside(p))
+            p.rank: _Rank(p.rank, p.instructions, list(posted[p.rank]), overlapped=overlapped_reduces(p))
             for p in values.module.programs
         }
-        self._events: list[tuple[float, int, _Foreseen | _Transfer]] = []
+        self._events: list[tuple[float, int, _Completion | _Transfer]] = []
         self._count = 0
         self._arrived: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        self._sums: dict[tuple[int, ...], deque[Instruction]] = defaultdict(deque)  # by group, the first one under way
-        self._channels: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]] = {}
+        self._reduces: dict[tuple[int, ...], deque[Instruction]] = defaultdict(deque)  # by group; the first one runs
+        self._unmatched: dict[
+            tuple[int, int], tuple[deque[_Message], deque[_Message]]
+        ] = {}  # sends, receives of a pair
         self.intervals: list[Interval] = []
         self.transfers: list[Transfer] = []
 
@@ -149,20 +155,20 @@ class Engine:
             raise RuntimeError(f"the program stands still: {places}")
 
     def _advance(self, rank: _Rank, now: float) -> None:
-        """Walk on until something takes time or has to be waited for."""
+        """Walk on until an instruction takes time or has to wait."""
         while rank.at < len(rank.instructions):
-            for receive in rank.posts[rank.at]:
-                self._post(receive.peers[0], rank.rank, receive, now, send=False)
-            rank.posts[rank.at] = ()
+            for receive in rank.prefetched[rank.at]:
+                self._start_handoff(receive.peers[0], rank.rank, receive, now, send=False)
+            rank.prefetched[rank.at] = ()
             instruction = rank.instructions[rank.at]
             rank.waiting_for = self._missing(rank, instruction)
             if rank.waiting_for is not None:
                 return
             if instruction.op == "send":
-                self._post(rank.rank, instruction.peers[0], instruction, now, send=True)
+                self._start_handoff(rank.rank, instruction.peers[0], instruction, now, send=True)
             elif instruction.op == "reduce":
-                self._post_sum(rank, rank.at, now)
-            elif instruction.op == "step" and rank.summing:
+                self._start_reduce(rank, rank.at, now)
+            elif instruction.op == "step" and rank.reducing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
                 return
             elif instruction.op not in ("receive", "free"):
@@ -172,125 +178,123 @@ class Engine:
 
     def _missing(self, rank: _Rank, instruction: Instruction) -> str | None:
         """A value that this rank has to wait for before the instruction."""
-        if instruction.op == "free" and rank.leaving.get(instruction.target):
+        if instruction.op == "free" and rank.sending.get(instruction.target):
             return instruction.target
-        if not rank.coming:
+        if not rank.receiving:
             return None
-        return next((value for value in self._values.reads(instruction) if value in rank.coming), None)
+        return next((value for value in self._values.reads(instruction) if value in rank.receiving), None)
 
     def _enter(self, rank: _Rank, instruction: Instruction, now: float) -> None:
         group = instruction.peers or (rank.rank,)
         if len(group) > 1:
             key: tuple[object, ...] = (instruction.op, instruction.target, group)
-            here = self._arrived[key]
-            here.append(rank.rank)
-            if len(here) < len(group):
+            arrived = self._arrived[key]
+            arrived.append(rank.rank)
+            if len(arrived) < len(group):
                 return
             del self._arrived[key]
         self._run(_Running(instruction, group, now), now)
 
-    def _run(self, what: _Running, now: float) -> None:
-        """The instruction, or its part up to the next sum that starts inside it."""
-        instruction, leads = what.instruction, self._leads(what)
+    def _run(self, running: _Running, now: float) -> None:
+        """The instruction, or its part up to the next reduce that starts inside it."""
+        instruction, leads = running.instruction, self._leads(running)
         if leads:
-            before = leads[what.sums - 1] if what.sums else quantity(instruction.attrs["time"])
-            after = leads[what.sums] if what.sums < len(leads) else 0.0
+            before = leads[running.reduces - 1] if running.reduces else quantity(instruction.attrs["time"])
+            after = leads[running.reduces] if running.reduces < len(leads) else 0.0
             part = Quantity(max(0.0, before - after), "ms")
             instruction = replace(instruction, attrs=instruction.attrs.updated(time=part))
-        self._begin(self._works.of(instruction, what.group[0]), what, now)
+        self._begin(self._works.of(instruction, running.group[0]), running, now)
 
-    def _leads(self, what: _Running) -> list[float]:
-        """How long before its end each of the sums inside it starts; the same on all ranks, as ``check`` has proved."""
-        rank = self._ranks[what.group[0]]
-        return [quantity(rank.instructions[number].attrs["early"]) for number in rank.inside.get(rank.at, ())]
+    def _leads(self, running: _Running) -> list[float]:
+        """How long before its end each reduce inside it starts, ms; ``check`` has proved that all ranks agree."""
+        rank = self._ranks[running.group[0]]
+        return [quantity(rank.instructions[number].attrs["early"]) for number in rank.overlapped.get(rank.at, ())]
 
-    def _post_sum(self, rank: _Rank, number: int, now: float) -> None:
-        if number in rank.posted:
+    def _start_reduce(self, rank: _Rank, number: int, now: float) -> None:
+        if number in rank.started:
             return
-        rank.posted.add(number)
-        rank.summing += 1
+        rank.started.add(number)
+        rank.reducing += 1
         instruction = rank.instructions[number]
         key = ("reduce", instruction.target, instruction.peers, bucket_of(instruction))
-        here = self._arrived[key]
-        here.append(rank.rank)
-        if len(here) < len(instruction.peers):
+        arrived = self._arrived[key]
+        arrived.append(rank.rank)
+        if len(arrived) < len(instruction.peers):
             return
         del self._arrived[key]
-        waiting = self._sums[instruction.peers]
-        waiting.append(instruction)
-        if len(waiting) == 1:
-            self._begin(self._works.of(instruction, rank.rank), _Sum(instruction, now), now)
+        queue = self._reduces[instruction.peers]
+        queue.append(instruction)
+        if len(queue) == 1:
+            self._begin(self._works.of(instruction, rank.rank), _AllReduce(instruction, now), now)
 
-    def _end_sum(self, what: _Sum, now: float) -> None:
-        waiting = self._sums[what.instruction.peers]
-        waiting.popleft()
-        if waiting:
-            self._begin(self._works.of(waiting[0], waiting[0].peers[0]), _Sum(waiting[0], now), now)
-        for rank in (self._ranks[member] for member in what.instruction.peers):
-            rank.summing -= 1
-            if rank.stopped is None:  # hidden behind what the rank does
+    def _end_reduce(self, reduce: _AllReduce, now: float) -> None:
+        queue = self._reduces[reduce.instruction.peers]
+        queue.popleft()
+        if queue:
+            self._begin(self._works.of(queue[0], queue[0].peers[0]), _AllReduce(queue[0], now), now)
+        for rank in (self._ranks[member] for member in reduce.instruction.peers):
+            rank.reducing -= 1
+            if rank.stopped is None:  # it overlaps what the rank does
                 continue
-            start = max(what.start, rank.stopped)
-            self.intervals.append(Interval(rank.rank, "reduce", what.instruction.target, start, now))
-            if not rank.summing:
+            start = max(reduce.start, rank.stopped)
+            self.intervals.append(Interval(rank.rank, "reduce", reduce.instruction.target, start, now))
+            if not rank.reducing:
                 rank.stopped = None
                 self._advance(rank, now)
 
-    def _begin(self, work: Work, what: _Running | _Sum | _Transfer, now: float) -> None:
-        activity = Activity(work, what, now)
+    def _begin(self, work: Work, subject: _Running | _AllReduce | _Transfer, now: float) -> None:
+        activity = Activity(work, subject, now)
         if work.shares:
             self._network.start(activity)
         else:
             activity.takes = work.alone
-            self._foresee(activity)
+            self._push_completion(activity)
 
     def _settle(self, now: float) -> None:
         for activity in self._network.settle(now):
-            self._foresee(activity)
+            self._push_completion(activity)
 
-    def _foresee(self, activity: Activity) -> None:
-        self._push(activity.end, _Foreseen(activity, activity.version))
+    def _push_completion(self, activity: Activity) -> None:
+        self._push(activity.end, _Completion(activity, activity.version))
 
     def _end(self, activity: Activity, now: float) -> None:
         if activity.work.shares:
             self._network.finish(activity)
-        what = activity.what
-        if isinstance(what, _Transfer):
-            latency = self._works.route(what.source, what.target).latency
-            self._push(now + latency, what)
+        subject = activity.subject
+        if isinstance(subject, _Transfer):
+            latency = self._works.route(subject.source, subject.target).latency
+            self._push(now + latency, subject)
             return
-        if isinstance(what, _Sum):
-            self._end_sum(what, now)
+        if isinstance(subject, _AllReduce):
+            self._end_reduce(subject, now)
             return
-        assert isinstance(what, _Running)
-        if what.sums < len(self._leads(what)):
-            for rank in (self._ranks[member] for member in what.group):
-                self._post_sum(rank, rank.inside[rank.at][what.sums], now)
-            self._run(replace(what, sums=what.sums + 1), now)
+        assert isinstance(subject, _Running)
+        if subject.reduces < len(self._leads(subject)):
+            for rank in (self._ranks[member] for member in subject.group):
+                self._start_reduce(rank, rank.overlapped[rank.at][subject.reduces], now)
+            self._run(replace(subject, reduces=subject.reduces + 1), now)
             return
-        for member in what.group:
-            self.intervals.append(Interval(member, what.instruction.op, what.instruction.target, what.start, now))
+        instruction = subject.instruction
+        for member in subject.group:
+            self.intervals.append(Interval(member, instruction.op, instruction.target, subject.start, now))
             self._ranks[member].at += 1
-        for member in what.group:
+        for member in subject.group:
             self._advance(self._ranks[member], now)
 
-    def _post(self, source: int, target: int, instruction: Instruction, now: float, *, send: bool) -> None:
-        """The n-th send of a pair of ranks meets its n-th receive."""
-        sends, receives = self._channels.setdefault((source, target), (deque(), deque()))
-        mine, other = (sends, receives) if send else (receives, sends)
+    def _start_handoff(self, source: int, target: int, instruction: Instruction, now: float, *, send: bool) -> None:
+        """One side of a handoff. The n-th send of a pair of ranks is matched with its n-th receive."""
+        sends, receives = self._unmatched.setdefault((source, target), (deque(), deque()))
+        own, opposite = (sends, receives) if send else (receives, sends)
         size = instruction.attrs.get("bytes", 0)
         message = _Message(instruction.target, size if isinstance(size, int) else 0)
         if send:
-            self._ranks[source].leaving[message.cascade] += 1
+            self._ranks[source].sending[message.cascade] += 1
         else:
-            self._ranks[target].coming.add(message.cascade)
-        if not other:
-            mine.append(message)
+            self._ranks[target].receiving.add(message.cascade)
+        if not opposite:
+            own.append(message)
             return
-        other.popleft()
-        self._start(message, source, target, now)
-
-    def _start(self, message: _Message, source: int, target: int, now: float) -> None:
+        opposite.popleft()
         work = self._works.transfer(source, target, message.size)
         self._begin(work, _Transfer(message, source, target, now), now)
 
@@ -298,12 +302,12 @@ class Engine:
         source, target, message = self._ranks[transfer.source], self._ranks[transfer.target], transfer.message
         name = message.cascade
         self.transfers.append(Transfer(name, source.rank, target.rank, message.size, transfer.start, now))
-        source.leaving[name] -= 1
-        target.coming.discard(name)
+        source.sending[name] -= 1
+        target.receiving.discard(name)
         for rank in (source, target):
             if rank.waiting_for == name:
                 self._advance(rank, now)
 
-    def _push(self, when: float, event: _Foreseen | _Transfer) -> None:
+    def _push(self, when: float, event: _Completion | _Transfer) -> None:
         heapq.heappush(self._events, (when, self._count, event))
         self._count += 1

@@ -1,11 +1,12 @@
-"""What activities share while they run: links, and the cores of a node.
+"""Contention: what activities that run at one time share, links and the cores of a node.
 
-An activity is a transfer, a cascade or a sum of gradients. It takes time of its own, time on cores, and time on sets of
-links, one set after another; the busiest link of a set makes its pace. A link gives its users equal parts, and what a
-user cannot take, because another link holds it back, to the others (max-min fairness). A transfer uses its links all
-the time; a cascade uses them for the part of its time that is communication, and to the others it counts as that part
-of a user. For users that never pause this is fair sharing; for others it is mean-value analysis of a shared server
-(Schweitzer's approximation, 1979).
+An activity is a transfer, a cascade or an all-reduce. It needs fixed time, time on cores, and time on sets of links,
+one set after another. The busiest link of a set is its bottleneck. A link gives its users equal shares; what a user
+cannot take, because its bottleneck is another link, goes to the others (max-min fairness).
+
+A transfer uses its links all the time. A cascade uses them for the share of its time that is communication, and counts
+as that share of a user. For users that never pause this is fair sharing. For others it is mean-value analysis of a
+shared server (Schweitzer's approximation, 1979).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass, field
 LinkName = Hashable
 Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of some links is needed, (ms, links) by ms
 
-SMALLEST = 1e-3  # change in the users of a link that the others on it are told of
-NEWS = 2e-3  # the same, for each of many users
-SWEEPS = 8  # pace and use of activities follow from each other; they settle quickly
-ROUNDING = 1e-9  # users of a link that are none; part of a time that is no change
-HELD_BACK = 0.999  # of its pace, above which a link is the one that makes it
+LEAST_CHANGE = 1e-3  # in the users of a link, below which the others on it keep their pace
+LEAST_CHANGE_PER_USER = 2e-3  # the same, on a link of many users
+SWEEPS = 8  # pace and use of activities depend on each other; the fixed point is near
+ROUNDING = 1e-9  # users of a link that count as none; relative change of a time that counts as none
+BOTTLENECK = 0.999  # share of an activity's time above which a link is its bottleneck
 
 
 @dataclass(frozen=True)
@@ -47,44 +48,44 @@ class Work:
         return self.fixed + self.compute + sum(max(ms for ms, _ in load) for load in self.loads)
 
 
-Held = tuple[float, float]  # users of a link that other links hold back, and the part of the link that they take
-NOBODY: Held = (0.0, 0.0)
+Throttled = tuple[float, float]  # users of a link whose bottleneck is another link, and the share of it that they take
+NONE: Throttled = (0.0, 0.0)
 
 
 @dataclass(eq=False)
 class Activity:
-    """Work under way. ``end`` holds as long as nobody else starts or ends; ``version`` counts the changes."""
+    """Work under way. ``end`` holds until another activity starts or ends; ``version`` counts the changes."""
 
     work: Work
-    what: object
-    since: float  # ms, when ``left`` was true
-    left: float = 1.0  # of the work
-    takes: float = 0.0  # ms for the whole work at the present pace
+    subject: object  # for whoever started it
+    since: float  # ms, when ``remaining`` was true
+    remaining: float = 1.0  # share of the work
+    takes: float = 0.0  # ms for all of the work at the present pace
     version: int = 0
-    computes: float = 0.0  # part of its time that it is on cores
-    uses: list[float] = field(default_factory=list)  # part of its time that it is on each of ``work.loads``
-    held: dict[LinkName, Held] = field(default_factory=dict)  # on links that do not make its pace
+    computes: float = 0.0  # share of its time that it is on cores
+    uses: list[float] = field(default_factory=list)  # share of its time that it is on each of ``work.loads``
+    throttled: dict[LinkName, Throttled] = field(default_factory=dict)  # on links that are not its bottleneck
 
     @property
     def end(self) -> float:
-        return self.since + self.left * self.takes
+        return self.since + self.remaining * self.takes
 
 
 @dataclass
 class Network:
-    """The activities under way. After all that starts or ends at one time, ``settle`` gives those whose end has moved.
+    """The activities under way. ``settle``, after all starts and ends of one time, returns those whose end has moved.
 
-    ``cores`` are those of a node; None where computing shares nothing.
+    ``cores`` are those of a node; None where computation shares nothing.
     """
 
     cores: float | None = None
     _on: dict[LinkName, dict[Activity, None]] = field(default_factory=lambda: defaultdict(dict))
-    _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by so many; or cores wanted
-    _held: dict[LinkName, Held] = field(default_factory=dict)  # those of ``_used`` that other links hold back
-    _told: dict[LinkName, tuple[float, Held]] = field(default_factory=dict)  # both as when its users were paced
-    _changed: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # by how much, to and fro
+    _used: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # number of users, or busy cores
+    _throttled: dict[LinkName, Throttled] = field(default_factory=dict)  # those of ``_used`` with other bottlenecks
+    _settled: dict[LinkName, tuple[float, Throttled]] = field(default_factory=dict)  # both, when its users were paced
+    _changed: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # sum of absolute changes
     _started: list[Activity] = field(default_factory=list)
-    _ended: bool = False  # whether anything has, since all was settled
+    _ended: bool = False  # whether an activity has ended since the last ``settle``
 
     def start(self, activity: Activity) -> None:
         work = activity.work
@@ -98,51 +99,51 @@ class Network:
     def finish(self, activity: Activity) -> None:
         self._ended = True
         self._use(activity, [0.0] * len(activity.uses), 0.0)
-        self._hold(activity, {})
+        self._throttle(activity, {})
         for link in self._links(activity.work):
             del self._on[link][activity]
 
     def settle(self, now: float) -> list[Activity]:
-        """Give every activity the pace that its links and cores allow; those that started or changed."""
+        """Give every activity the pace that its links and cores allow; returns those that started or changed."""
         if not (self._started or self._ended):
-            return []  # what has not settled in SWEEPS may never do
-        moved: dict[Activity, None] = dict.fromkeys(self._started)
-        found: dict[Activity, None] = dict(moved)
+            return []  # what has not converged in SWEEPS may never do
+        unpaced: dict[Activity, None] = dict.fromkeys(self._started)
+        moved: dict[Activity, None] = dict(unpaced)
         self._started.clear()
         self._ended = False
         for sweep in range(SWEEPS):
-            for link in self._news(within=sweep > 0):
-                moved.update(self._on[link])
-            if not moved:
-                return list(found)
-            for activity in moved:
+            for link in self._unsettled(within=sweep > 0):
+                unpaced.update(self._on[link])
+            if not unpaced:
+                return list(moved)
+            for activity in unpaced:
                 if self._pace(activity, now):
-                    found[activity] = None
-            moved = {}
-        for link in self._changed:  # what has not settled is news to whoever comes next
-            self._told.pop(link, None)
-        return list(found)
+                    moved[activity] = None
+            unpaced = {}
+        for link in self._changed:  # not converged: paced anew by the next ``settle`` that touches them
+            self._settled.pop(link, None)
+        return list(moved)
 
-    def _news(self, *, within: bool) -> list[LinkName]:
-        """The links whose users have to be paced anew, noted as told.
+    def _unsettled(self, *, within: bool) -> list[LinkName]:
+        """The links whose users have to be paced anew; they then count as settled.
 
-        Before the first sweep only what a link has come to counts: one that ends and one that begins may cancel out.
-        ``within`` the sweeps users were paced one after another, some by what the link was meanwhile.
+        Before the first sweep only the net change of a link counts: an end and a start may cancel out. ``within`` the
+        sweeps users are paced one after another, some by a state of the link in between.
         """
         changed, self._changed = self._changed, defaultdict(float)
-        found: list[LinkName] = []
+        links: list[LinkName] = []
         for link, change in changed.items():
             if not self._on[link]:
                 del self._on[link], self._used[link]
-                self._told.pop(link, None)
+                self._settled.pop(link, None)
                 continue
-            used, (users, part) = self._told.get(link, (0.0, NOBODY))
-            now, held = self._used[link], self._held.get(link, NOBODY)
-            most = max(abs(now - used), abs(held[0] - users), abs(held[1] - part), change if within else 0.0)
-            if most > max(SMALLEST, NEWS * now):
-                self._told[link] = now, held
-                found.append(link)
-        return found
+            used, (users, share) = self._settled.get(link, (0.0, NONE))
+            now, throttled = self._used[link], self._throttled.get(link, NONE)
+            net = max(abs(now - used), abs(throttled[0] - users), abs(throttled[1] - share))
+            if max(net, change if within else 0.0) > max(LEAST_CHANGE, LEAST_CHANGE_PER_USER * now):
+                self._settled[link] = now, throttled
+                links.append(link)
+        return links
 
     def _links(self, work: Work) -> Iterator[LinkName]:
         for load in work.loads:
@@ -153,9 +154,9 @@ class Network:
                 yield "cores", node
 
     def _pace(self, activity: Activity, now: float) -> bool:
-        """How long the whole activity takes as things stand, and whether that is another time than before."""
+        """Set how long the activity takes at the present load; returns whether that has changed."""
         work = activity.work
-        computing = work.compute * self._crowding(activity)
+        computing = work.compute * self._core_slowdown(activity)
         sending = [
             max(self._sending(activity, ms, links, use) for ms, links in load)
             for load, use in zip(work.loads, activity.uses, strict=True)
@@ -163,55 +164,56 @@ class Network:
         takes = work.fixed + computing + sum(sending)
         changed = abs(takes - activity.takes) > ROUNDING * takes
         if changed:
-            if activity.takes > 0:  # what it has done so far was at the old pace
-                activity.left = max(0.0, activity.left - (now - activity.since) / activity.takes)
+            if activity.takes > 0:  # its progress so far was at the old pace
+                activity.remaining = max(0.0, activity.remaining - (now - activity.since) / activity.takes)
             activity.since = now
             activity.version += 1
             activity.takes = takes
         self._use(activity, sending, computing)
-        self._hold(activity, self._held_back(activity, sending))
+        self._throttle(activity, self._throttled_links(activity, sending))
         return changed
 
     def _sending(self, activity: Activity, ms: float, links: tuple[LinkName, ...], use: float) -> float:
-        """What takes ``ms`` on each of the links alone, ``use`` of the users being the activity itself."""
-        if self._held.keys().isdisjoint(links):
+        """ms for communication that takes ``ms`` alone; the activity itself is ``use`` of the links' users."""
+        if self._throttled.keys().isdisjoint(links):
             return ms * (1.0 - use + max(map(self._used.__getitem__, links)))
         return ms * max(self._slowness(activity, link, use) for link in links)
 
     def _slowness(self, activity: Activity, link: LinkName, use: float) -> float:
-        """How many equal parts the link is in, of which the activity takes one."""
+        """The number of equal shares of the link, of which the activity gets one."""
         users = 1.0 - use + self._used[link]
-        if link not in self._held:
+        if link not in self._throttled:
             return users
-        (held, part), (own, taken) = self._held[link], activity.held.get(link, NOBODY)
-        left, free = 1.0 - part + taken, users - held + own
-        return users if left * users <= free else free / left
+        (throttled, taken), (own, own_taken) = self._throttled[link], activity.throttled.get(link, NONE)
+        capacity, competing = 1.0 - taken + own_taken, users - throttled + own
+        return users if capacity * users <= competing else competing / capacity
 
-    def _held_back(self, activity: Activity, sending: list[float]) -> dict[LinkName, Held]:
-        """What the activity takes of the links that it shares and that do not make its pace."""
-        found: dict[LinkName, Held] = {}
-        for load, whole, use in zip(activity.work.loads, sending, activity.uses, strict=True):
+    def _throttled_links(self, activity: Activity, sending: list[float]) -> dict[LinkName, Throttled]:
+        """What the activity takes of the links that it shares and that are not its bottleneck."""
+        throttled: dict[LinkName, Throttled] = {}
+        for load, total, use in zip(activity.work.loads, sending, activity.uses, strict=True):
             for ms, links in load:
                 for link in links:
-                    if len(self._on[link]) > 1 and ms * self._slowness(activity, link, use) < HELD_BACK * whole:
-                        found[link] = use, use * ms / whole
-        return found
+                    if len(self._on[link]) > 1 and ms * self._slowness(activity, link, use) < BOTTLENECK * total:
+                        throttled[link] = use, use * ms / total
+        return throttled
 
-    def _hold(self, activity: Activity, held: dict[LinkName, Held]) -> None:
-        for link in {**activity.held, **held}:
-            (users, part), (before, taken) = held.get(link, NOBODY), activity.held.get(link, NOBODY)
-            if users == before and part == taken:
+    def _throttle(self, activity: Activity, throttled: dict[LinkName, Throttled]) -> None:
+        """Record what the activity takes of links that are not its bottleneck."""
+        for link in {**activity.throttled, **throttled}:
+            (users, share), (before, taken) = throttled.get(link, NONE), activity.throttled.get(link, NONE)
+            if users == before and share == taken:
                 continue
-            self._changed[link] += max(abs(users - before), abs(part - taken))
-            others, rest = self._held.get(link, NOBODY)
+            self._changed[link] += max(abs(users - before), abs(share - taken))
+            others, other_share = self._throttled.get(link, NONE)
             if others + users - before > ROUNDING:
-                self._held[link] = others + users - before, rest + part - taken
+                self._throttled[link] = others + users - before, other_share + share - taken
             else:
-                self._held.pop(link, None)
-        activity.held = held
+                self._throttled.pop(link, None)
+        activity.throttled = throttled
 
-    def _crowding(self, activity: Activity) -> float:
-        """By how much its computing is slower than with a core for every rank: equal parts of the node's cores."""
+    def _core_slowdown(self, activity: Activity) -> float:
+        """How much slower it computes than with one core per rank: ranks get equal shares of the node's cores."""
         if self.cores is None:
             return 1.0
         wanted = (
@@ -220,17 +222,17 @@ class Network:
         return max(1.0, max(wanted, default=0.0) / self.cores)
 
     def _use(self, activity: Activity, sending: list[float], computing: float) -> None:
-        """Which part of its time the activity is on its links and cores."""
-        whole = activity.takes if activity.takes > 0 else 1.0
+        """Record the shares of its time that the activity is on its links and cores."""
+        total = activity.takes if activity.takes > 0 else 1.0
         for place, (load, ms) in enumerate(zip(activity.work.loads, sending, strict=True)):
-            change = ms / whole - activity.uses[place]
+            change = ms / total - activity.uses[place]
             if change:
                 activity.uses[place] += change
                 for _, links in load:
                     for link in links:
                         self._used[link] += change
                         self._changed[link] += abs(change)
-        change = computing / whole - activity.computes
+        change = computing / total - activity.computes
         if change and self.cores is not None:
             activity.computes += change
             for node, ranks in activity.work.computing:

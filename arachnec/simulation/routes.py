@@ -1,8 +1,8 @@
-"""The links that a transfer takes.
+"""Routes. In: two ranks of a cluster. Out: the links that a transfer between them takes.
 
-Within a node a device's own port is the link, and the host's where devices have no links of their own; between nodes
-the NIC that the device sits on, which it shares with the devices of the same letter, and between racks the uplinks too,
-which a whole rack shares. Both directions are apart.
+Within a node these are the devices' ports, and the host's memory where devices have no links of their own. Between
+nodes they are the NICs, each shared by the devices of one letter; between racks also the uplinks, each shared by its
+rack. Links are full duplex: the two directions do not share.
 """
 
 from __future__ import annotations

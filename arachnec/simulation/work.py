@@ -1,9 +1,8 @@
-"""What an instruction needs of what ranks share: cores for its computing, links for its communication.
+"""The work of an instruction: what it needs of shared cores and links. In: an instruction and its group. Out: ``Work``.
 
-The plan states one time for it. The part that the cost model calls communication is taken off, and put back as the
-bytes that really cross each port, NIC and uplink, given the ranks of the group: devices of one NIC share it, and
-nothing is assumed about other cascades. Within a node the two are the same, and an instruction that is alone takes
-the plan's time.
+The plan states one time. Its communication, as the cost model counts it, is replaced by the bytes that cross each port,
+NIC and uplink, given the ranks of the group: devices behind one NIC share it, and no other cascades are assumed. Within
+a node the two are equal: an instruction that runs alone takes the planned time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
@@ -24,7 +24,7 @@ Needed = dict[LinkName, float]  # ms for which each link is needed
 
 @dataclass(frozen=True)
 class _Sent:
-    """The communication of a cascade: what the plan takes for it, and what it is, ms."""
+    """The communication of a cascade in ms: as planned, and as latency and loads on links."""
 
     planned: float = 0.0
     latency: float = 0.0
@@ -33,7 +33,7 @@ class _Sent:
 
 @dataclass
 class Works:
-    """The work of every instruction of a lowered module; made once for each group and shape."""
+    """The work of every instruction of a lowered module; computed once per group and shape."""
 
     module: Module
     cluster: Cluster
@@ -55,13 +55,13 @@ class Works:
         return self.cluster.gpus / crowding(self.cluster)
 
     def route(self, source: int, target: int) -> Route:
-        found = self._routes.get((source, target))
-        if found is None:
-            found = self._routes[source, target] = route(self.cluster, source, target)
-        return found
+        path = self._routes.get((source, target))
+        if path is None:
+            path = self._routes[source, target] = route(self.cluster, source, target)
+        return path
 
     def transfer(self, source: int, target: int, size: int) -> Work:
-        """Of a handoff, its latency apart."""
+        """Of a handoff, without its latency."""
         path = self.route(source, target)
         return Work(
             loads=(_load({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)}),)
@@ -87,7 +87,7 @@ class Works:
         return Work(compute=planned / crowding(self.cluster), computing=tuple(nodes.items()))
 
     def _moves_by_cores(self, group: tuple[int, ...]) -> bool:
-        """Whether what the group sends is copied by the very cores that compute."""
+        """Whether the group's messages are copied by the cores that compute."""
         return self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1
 
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
@@ -130,16 +130,16 @@ class Works:
             latency += sent.hops * self._latency(group)
         planned = self._cost.communication(cascade, split, group, cascade.recompute)
         loads = tuple(_load(needed) for needed in (inside, outside) if needed)
-        # between nodes a plan may count contention within the group, which no link knows of
+        # between nodes a plan may count contention within the group, which is on no link
         penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)
         return _Sent(planned, latency + max(0.0, penalty), loads)
 
     def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
-        """ms on every link for each byte that each of them sends to each other: within nodes, and between them."""
-        found = self._units.get(members)
-        if found is None:
-            found = self._units[members] = _all_to_all(self.cluster, members)
-        return found
+        """ms on every link per byte that each member sends to each other one: within nodes, and between them."""
+        needed = self._units.get(members)
+        if needed is None:
+            needed = self._units[members] = _all_to_all(self.cluster, members)
+        return needed
 
     def _add(self, inside: Needed, outside: Needed, source: int, target: int, size: float) -> None:
         if source == target:
@@ -155,10 +155,10 @@ class Works:
         return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
 
     def _reduce(self, instruction: Instruction, planned: float) -> Work:
-        """A ring through the ranks in order, its bytes over the links that each hop takes.
+        """A ring all-reduce through the ranks in order: its bytes on the links of each hop.
 
-        Between nodes the plan's own time is kept, for libraries choose among many algorithms; the ring says which
-        links are busy meanwhile.
+        Between nodes the planned time is kept, because libraries choose among many algorithms; the ring only says which
+        links are busy.
         """
         group, size = instruction.peers, instruction.attrs.get("bytes", 0)
         if self._moves_by_cores(group):
@@ -167,9 +167,9 @@ class Works:
             return Work(fixed=planned)
         inside: Needed = {}
         outside: Needed = {}
-        each = 2 * (len(group) - 1) / len(group) * size
+        per_hop = 2 * (len(group) - 1) / len(group) * size
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
-            self._add(inside, outside, source, target, each)
+            self._add(inside, outside, source, target, per_hop)
         needed = inside | outside
         longest = max(needed.values())
         scale = min(1.0, planned / longest)
@@ -204,7 +204,7 @@ def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Nee
 
 
 def _load(needed: Needed) -> Load:
-    """The links sorted by time; times that rounding alone tells apart are one."""
+    """The links grouped by time; times that differ by rounding only are equal."""
     groups: dict[float, list[LinkName]] = {}
     for link, ms in needed.items():
         groups.setdefault(float(f"{ms:.9g}"), []).append(link)

@@ -1,4 +1,4 @@
-"""Rules for the ops in which tokens meet: attention, whole or written out as matrix products."""
+"""Rules for ops that combine tokens: attention, as one op or written out as matrix products."""
 
 from __future__ import annotations
 

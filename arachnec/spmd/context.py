@@ -1,7 +1,7 @@
 """The graph under construction: what the rules of the sequence-parallel rewrite read, and how they write.
 
-Every integer in the new graph is the size over all ranks. Where a rule needs the size on this rank, it says so, by
-``Layout.local(LOCAL)``; so ``x / S`` and ``arange(S)`` mean what they meant, and only shapes are local.
+Every integer in the new graph is a size over all ranks, so ``x / S`` and ``arange(S)`` keep their meaning. A rule that
+needs a size on this rank asks for ``Layout.local(LOCAL)``; only shapes are local.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass
 class Context:
-    """Builds ``graph`` from a traced one; ``environment`` maps each traced node to what stands for it."""
+    """Builds ``graph`` from a traced one; ``environment`` maps each traced node to its counterpart."""
 
     tokens: sympy.Symbol
     substitution: dict[sympy.Symbol, Size]
@@ -101,7 +101,7 @@ class Context:
         return default
 
     def value(self, node: object) -> Value:
-        """What stands for a traced tensor."""
+        """The counterpart of a traced tensor."""
         if not isinstance(node, fx.Node) or not isinstance(self.environment.get(node), Value):
             raise MixesTokens("takes something else than a tensor where a tensor is expected")
         value: Value = self.environment[node]
@@ -109,17 +109,17 @@ class Context:
 
     def inputs(self, node: fx.Node) -> list[Value]:
         """The tensors that a traced node reads, in order."""
-        found: list[Value] = []
+        values: list[Value] = []
 
         def collect(item: Any) -> None:
             if isinstance(item, Value):
-                found.append(item)
+                values.append(item)
             elif isinstance(item, (list, tuple)):
                 for part in item:
                     collect(part)
 
         fx.node.map_arg((node.args, node.kwargs), lambda n: collect(self.environment.get(n)))
-        return found
+        return values
 
     # Writing
 
@@ -202,7 +202,7 @@ class Context:
         ]
 
     def number(self, node: fx.Node) -> Any:
-        """What stands for a traced integer (or float made of sizes): its value over all ranks."""
+        """The counterpart of a traced integer, or of a float made of sizes: its value over all ranks."""
         if node in self.environment:
             return self.environment[node]
         value = node.meta.get("val")
@@ -260,11 +260,11 @@ class Context:
         return value
 
     def _move(self, function: Any, value: Value, dim: int, layout: Layout, after: Layout | None) -> Value:
-        known = self._moved.get((value.node, dim))
-        if known is not None:
-            there = known.layouts[dim]
-            if there is None or (after is not None and alike(there, after)):
-                return known
+        earlier = self._moved.get((value.node, dim))
+        if earlier is not None:
+            layout_before = earlier.layouts[dim]
+            if layout_before is None or (after is not None and alike(layout_before, after)):
+                return earlier
         merged = (self.size(layout.outer), self.size(layout.inner)) if layout.merged else ()
         node = self.call(function, value.node, dim, self.shard, self.parts(layout), *merged)
         layouts = (*value.layouts[:dim], after, *value.layouts[dim + 1 :])

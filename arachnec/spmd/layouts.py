@@ -1,8 +1,8 @@
-"""How a tensor's dimensions lie over the ranks that share one sequence: the domain of the abstract interpretation.
+"""Layouts: how a tensor's dimensions are distributed over the ranks of one sequence.
 
-A dimension without a layout is the same on every rank. A dimension with one is a concatenation of parts, of which at
-least one is sharded: a rank holds its own tokens of a sharded part and all of a replicated one. Lengths are symbolic,
-and equality is equality of polynomials, never of numbers: a caption may be as long as a shard.
+A dimension without a layout is the same on every rank. A layout is a concatenation of parts, at least one of them
+sharded: a rank holds its own tokens of a sharded part and all of a replicated one. Lengths are symbolic and compared as
+polynomials, never as numbers: a caption may be as long as a shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Size: TypeAlias = sympy.Expr
 
 @dataclass(frozen=True)
 class Part:
-    """A run of positions of one dimension: ``length`` of them in all, of which a rank holds its own or every one."""
+    """A run of ``length`` positions of one dimension; a rank holds its own of them if ``sharded``, else all."""
 
     length: Size
     sharded: bool
@@ -58,8 +58,8 @@ class Layout:
 
     def local(self, tokens: Size) -> Size:
         """Size of the dimension on a rank with ``tokens`` of each sharded part."""
-        held = total(tokens if part.sharded else part.length for part in self.parts)
-        return sympy.expand(self.outer * held * self.inner)
+        length = total(tokens if part.sharded else part.length for part in self.parts)
+        return sympy.expand(self.outer * length * self.inner)
 
     def bounds(self) -> list[Size]:
         """The cumulative lengths at which one part ends and the next begins, 0 and the whole length included."""
@@ -118,7 +118,7 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 
 def alike(a: Layout, b: Layout) -> bool:
-    """Whether two layouts put the same positions on every rank; how replicated neighbours are cut does not matter."""
+    """Whether two layouts put the same positions on every rank, however replicated neighbours are cut."""
     if not (same(a.outer, b.outer) and same(a.inner, b.inner)):
         return False
     left, right = _merged_parts(a.parts), _merged_parts(b.parts)

@@ -1,15 +1,15 @@
-"""The sequence-parallel rewrite: a block's graph becomes the graph of one rank's share of it, or a reason why not.
+"""The sequence-parallel rewrite. In: a captured block. Out: the graph of one rank's share of it, or why there is none.
 
-An abstract interpretation (Cousot and Cousot, POPL 1977) whose domain says, for every dimension of every tensor, which
-of its positions a rank holds (``tracing.sequence_labels``), and whose transfer functions are rules, one per op
-(``tracing.sequence_rules``). A rule that cannot prove that its op commutes with taking a rank's tokens has the op's
-operands gathered, and the op runs in full on every rank: always right, and reported with what it costs.
+An abstract interpretation (Cousot and Cousot, POPL 1977). Its domain is ``spmd.layouts``: for every dimension of every
+tensor, the positions that a rank holds. Its transfer functions are ``spmd.rules``, one per op. Where a rule cannot
+prove that its op commutes with sharding, the op's operands are gathered and it runs in full on every rank. That is
+always right, and reported with its cost.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,15 +20,12 @@ from torch import fx
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.spmd.context import Context, MixesTokens, Refused, Result
-from arachnec.spmd.layouts import Layout, Part, Size, Value, same
+from arachnec.spmd.inputs import add_placeholders, context_of, original_symbols, sharded_inputs
+from arachnec.spmd.layouts import Layout, Size, Value, same
 from arachnec.spmd.rules import RULES, Rule, rule_for
 from arachnec.spmd.shape_rules import operands
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
-from arachnec.tracing.dims import S
 from arachnec.tracing.errors import stack_span
-
-LENGTH = sympy.Symbol("L", positive=True, integer=True)
-"""The length of what is sharded, where that is not S but, say, S + T: a block whose shell joined text and video."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +40,10 @@ class CannotShard(Diagnostic):
 
 
 @dataclass(frozen=True)
-class NoShardedInput(Diagnostic):
-    title: ClassVar[str] = "no input of {block} has the video's tokens as a dimension of their own"
-    help: ClassVar[str] = "pass the tokens to the block as [batch, tokens, hidden]; its inputs are {inputs}"
-    block: str
-    inputs: str
-
-
-@dataclass(frozen=True)
 class Note:
-    """An op that moves tokens between ranks: where it stands, why, and the bytes of the tensors it concerns.
+    """An op that moves tokens between ranks: its place, the reason, and the bytes of its tensors.
 
-    ``bytes`` counts whole tensors, over all ranks, in one forward of one block, as an expression of B, S and T.
+    ``bytes`` are over all ranks, of one forward of one block, as an expression of B, S and T.
     """
 
     op: str
@@ -71,10 +60,9 @@ class Note:
 class ShardedBlock:
     """``module(shard, *slots)`` runs the block on one rank; ``slots`` are those of ``captured``, in order.
 
-    ``inputs`` and ``outputs`` have an entry per tensor input and output: the dimension along which it holds this rank's
-    tokens only, or None for what is the same on every rank. ``tokens`` is the length of that dimension over all ranks,
-    S unless the shell joined text to it; ``local`` counts the ops that run on a rank's tokens as they are.
-    ``counterparts`` are the captured nodes' in ``module``: the tensors that stand for them.
+    ``inputs`` and ``outputs`` have an entry per tensor: the sharded dimension, or None where every rank has the same.
+    ``tokens`` is the length of that dimension over all ranks: S, unless the shell has joined text to it. ``local``
+    counts the ops that run unchanged on a rank's tokens. ``counterparts`` maps captured nodes to nodes of ``module``.
     """
 
     captured: CapturedBlock
@@ -95,8 +83,8 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
     """
     inputs = sharded_inputs(captured)
     tokens = next(dims[dim] for dims, dim in zip(captured.input_dims, inputs, strict=True) if dim is not None)
-    context = _context(captured, tokens)
-    _placeholders(context, captured, inputs)
+    context = context_of(captured, tokens)
+    add_placeholders(context, captured, inputs)
     local = 0
     for node in captured.exported.graph.nodes:
         if node.op in ("placeholder", "output") or not _has_tensor(node):
@@ -107,10 +95,10 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
     context.graph.eliminate_dead_code()
     context.graph.lint()
     module = fx.GraphModule(captured.graph_module, context.graph, f"Sharded{captured.name}")
-    back = _back(tokens)
+    symbols = original_symbols(tokens)
     notes = {
         kind: tuple(
-            Note(str(e.node.target), _place(e.node), e.reason, sympy.expand(e.bytes.subs(back)))
+            Note(str(e.node.target), _place(e.node), e.reason, sympy.expand(e.bytes.subs(symbols)))
             for e in context.events
             if e.kind == kind
         )
@@ -132,7 +120,7 @@ def _source(parts: Sequence[Any]) -> fx.Node | None:
 
 
 def gather_warnings(captured: CapturedModel, blocks: Sequence[ShardedBlock]) -> tuple[str, ...]:
-    """What several ranks gather that a reader of the model would not expect, and what it costs; ``blocks`` in order."""
+    """What sequence parallelism gathers inside and outside the blocks, with its cost; one line each."""
     lines = [str(note) for block in blocks for note in block.gathers]
     chained = {origin for call in captured.calls for origin in call.origins if origin is not None}
     last = len(captured.calls) - 1
@@ -146,108 +134,6 @@ def gather_warnings(captured: CapturedModel, blocks: Sequence[ShardedBlock]) -> 
     return tuple(lines)
 
 
-def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
-    """Per tensor input, the dimension that arrives sharded.
-
-    These are the inputs that look like an output with tokens: what one block hands to the next. Slicing an input is
-    right for any that has a token dimension; what else has one (tables, masks) arrives whole and is sliced where it
-    meets tokens. Raises ``UserError`` where no input has the tokens as a dimension of their own.
-    """
-    found = [_token_dim(captured, dims) for dims in captured.input_dims]
-    passed_on = [dims in captured.output_dims for dims in captured.input_dims]
-    first = next((i for i, dim in enumerate(found) if dim is not None and passed_on[i]), None)
-    if first is None:
-        first = next((i for i, dim in enumerate(found) if dim is not None and len(captured.input_dims[i]) > 2), None)
-        passed_on = [i == first for i in range(len(found))]
-    if first is None:
-        shapes = (f"{n} {list(d)}" for n, d in zip(captured.input_names, captured.input_dims, strict=True))
-        raise UserError(NoShardedInput(None, captured.name, ", ".join(shapes)))
-    length = captured.input_dims[first][found[first]]  # type: ignore[index]
-    return tuple(
-        dim if dim is not None and passed_on[i] and captured.input_dims[i][dim] == length else None
-        for i, dim in enumerate(found)
-    )
-
-
-def _token_dim(captured: CapturedBlock, dims: tuple[Size, ...]) -> int | None:
-    """The only dimension with tokens, if they are not multiplied by anything: S, or S + T.
-
-    Also B*S, the rows of all clips, where no other size of the block knows of S: these rows are as good as tokens.
-    """
-    with_tokens = [i for i, size in enumerate(dims) if size.has(S)]
-    if len(with_tokens) != 1:
-        return None
-    size = sympy.expand(dims[with_tokens[0]])
-    return with_tokens[0] if not (size - S).has(S) or _opaque(captured, size) else None
-
-
-def _opaque(captured: CapturedBlock, tokens: Size) -> bool:
-    return all(size == tokens for size in captured.symbols.values() if size.has(S))
-
-
-def _context(captured: CapturedBlock, tokens: Size) -> Context:
-    if tokens == S:
-        return Context(S, dict(captured.symbols))
-    if _opaque(captured, tokens):
-        return Context(
-            LENGTH, {symbol: LENGTH if size == tokens else size for symbol, size in captured.symbols.items()}
-        )
-    forward = {S: LENGTH - (tokens - S)}
-    symbols = {symbol: sympy.expand(size.subs(forward)) for symbol, size in captured.symbols.items()}
-    return Context(LENGTH, symbols)
-
-
-def _back(tokens: Size) -> dict[sympy.Symbol, Size]:
-    return {} if tokens == S else {LENGTH: tokens}
-
-
-def _placeholders(context: Context, captured: CapturedBlock, inputs: tuple[int | None, ...]) -> None:
-    shard = context.placeholder("shard")
-    traced = [node for node in captured.exported.graph.nodes if node.op == "placeholder"]
-    arriving = iter(inputs)
-    values: list[Value] = []
-    for node, slot in zip(traced, captured.slots, strict=True):
-        like = node.meta["val"]
-        dim = next(arriving) if slot.kind == "input" else None
-        sizes = context.sizes_of(like)
-        layouts: list[Layout | None] = [None] * len(sizes)
-        if dim is not None:
-            layouts[dim] = Layout((Part(context.tokens, sharded=True),))
-        value = Value(context.placeholder(node.name), sizes, tuple(layouts), like.element_size())
-        context.environment[node] = value
-        values.append(value)
-    first = next(value for value in values if value.sharded)
-    device = next(node for node in traced if context.environment[node] is first).meta["val"].device
-    context.start(shard, first.node, device)
-    _sources(context, values)
-
-
-def _sources(context: Context, values: Iterable[Value]) -> None:
-    """Where each symbol's number comes from at run time: a dimension that is it, else one that is a sum with it."""
-    plain = [
-        (size, value, dim)
-        for value in values
-        for dim, size in enumerate(value.sizes)
-        if value.layouts[dim] is None and size.free_symbols
-    ]
-    sharded = [v for v in values if v.sharded]
-    plain += [(s, v, d) for v in sharded for d, s in enumerate(v.sizes) if v.layouts[d] is None and s.free_symbols]
-    for size, value, dim in sorted(plain, key=lambda entry: len(entry[0].free_symbols)):
-        if context.knows_size(size):
-            continue
-        unknown = [symbol for symbol in size.free_symbols if not context.knows_size(symbol)]
-        factor = size.coeff(unknown[0]) if len(unknown) == 1 else sympy.S.Zero
-        if unknown and not (factor.is_Integer and factor > 0 and not (size - factor * unknown[0]).has(unknown[0])):
-            continue
-        node = context.call(torch.ops.aten.sym_size.int, value.node, dim)
-        context.define_size(size, node)
-        if not unknown or isinstance(size, sympy.Symbol):
-            continue
-        rest = context.size(size - factor * unknown[0])
-        times = context.call(operator.sub, node, rest)
-        context.define_size(unknown[0], context.call(operator.floordiv, times, int(factor)))
-
-
 def _has_tensor(node: fx.Node) -> bool:
     """Numbers are made where they are used; see ``Context.number``."""
     value = node.meta.get("val")
@@ -255,7 +141,7 @@ def _has_tensor(node: fx.Node) -> bool:
 
 
 def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: Mapping[Any, Rule]) -> bool:
-    """Write what stands for ``node``; whether it runs on a rank's tokens as it is."""
+    """Add the counterpart of ``node``. Returns whether it runs unchanged on a rank's tokens."""
     if node.op == "get_attr":
         context.environment[node] = context.graph.get_attr(str(node.target))
         return False
@@ -265,7 +151,7 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
             context.environment[node] = context.environment[source][index]
             return False
     sharded = any(value.sharded for value in context.inputs(node))
-    known = len(context.events)
+    before = len(context.events)
     try:
         if random_op(node):
             raise Refused("it draws random numbers", "draw them in sample(clip, generator) and pass them in")
@@ -276,9 +162,9 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
         if rule is None:
             raise MixesTokens("is not known to treat tokens one by one")
         context.environment[node] = rule(context, node)
-        return len(context.events) == known
+        return len(context.events) == before
     except MixesTokens as reason:
-        del context.events[known:]
+        del context.events[before:]
         context.environment[node] = _gather_around(context, node, str(reason))
         return False
     except Refused as refusal:
@@ -287,7 +173,7 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
 
 
 def _gather_around(context: Context, node: fx.Node, reason: str) -> Result:
-    """Run ``node`` in full on every rank, and go back to a rank's own tokens where the result shows which they are."""
+    """Run ``node`` in full on every rank; shard the result again where it has one dimension with tokens."""
     replaced: dict[fx.Node, fx.Node] = {}
     layouts: list[Layout] = []
     moved: Size = sympy.S.Zero
@@ -349,17 +235,17 @@ def random_op(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
     if "dropout_p" in names:
         return False  # attention: its rule looks at the probability
-    return not ("p" in names and (given.get("train") is False or given.get("p") == 0))
+    return not ("p" in names and (arguments.get("train") is False or arguments.get("p") == 0))
 
 
 def _submodule(node: fx.Node) -> fx.GraphModule | None:
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
-    found = getattr(node.graph.owning_module, str(node.target), None)
-    return found if isinstance(found, fx.GraphModule) else None
+    module = getattr(node.graph.owning_module, str(node.target), None)
+    return module if isinstance(module, fx.GraphModule) else None
 
 
 def _place(node: fx.Node) -> Span | None:

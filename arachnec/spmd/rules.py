@@ -1,8 +1,8 @@
 """The table of rules: which ops commute with sharding the tokens, and under what condition.
 
-A rule takes a traced call of which at least one operand is sharded, and writes what stands for it on one rank. It
-raises MixesTokens where it cannot prove that this is right; then the operands are gathered. An op that is not in
-``RULES`` is pointwise where torch says so (``torch.Tag.pointwise``), else unknown.
+A rule takes a traced call with at least one sharded operand and adds its counterpart on one rank. It raises MixesTokens
+where it cannot prove that this is right; then the operands are gathered. An op that is not in ``RULES`` is pointwise
+where torch says so (``torch.Tag.pointwise``), else unknown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a sharded graph calls: slices and gathers of dimensions that are made of parts, and distributed attention.
+"""Functions that a sharded graph calls: slices and gathers of dimensions made of parts, and distributed attention.
 
-``parts`` of a dimension stand in order: None is the sharded sequence, a number that many replicated positions.
+``parts`` of a dimension are in order: None is the sharded sequence, a number that many replicated positions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def shard_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: 
     lengths = [shard.total if part is None else part for part in parts]
     split = _unmerge(x, dim, (outer, sum(lengths), inner))
     pieces = torch.split(split, lengths, dim + 1)
-    held = [shard_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
-    return _merge(torch.cat(held, dim + 1), dim)
+    local = [shard_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
+    return _merge(torch.cat(local, dim + 1), dim)
 
 
 def gather_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
@@ -47,8 +47,8 @@ def gather_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer:
     lengths = [shard.local if part is None else part for part in parts]
     split = _unmerge(x, dim, (outer, sum(lengths), inner))
     pieces = torch.split(split, lengths, dim + 1)
-    whole = [gather_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
-    return _merge(torch.cat(whole, dim + 1), dim)
+    gathered = [gather_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
+    return _merge(torch.cat(gathered, dim + 1), dim)
 
 
 def attention_over_tokens(

@@ -1,6 +1,6 @@
-"""Rules for ops that move positions about without computing: reshape, permute, join, cut.
+"""Rules for ops that move positions without computing: reshape, permute, concatenate, slice.
 
-Each proves that taking a rank's positions before the op or after it is the same, or raises MixesTokens.
+Each proves that the op commutes with sharding, or raises MixesTokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _reshaped(value: Value, dim: int, sizes: Sequence[Size]) -> Layouts:
         before, after = quotient(outer, product(sizes[:place])), quotient(inner, product(sizes[place + 1 :]))
         if before is None or after is None or not same(size, product((before, layout.length, after))):
             continue
-        found = Layout(layout.parts, before, after)
-        return tuple(found if i == place else None for i in range(len(sizes)))
+        reshaped = Layout(layout.parts, before, after)
+        return tuple(reshaped if i == place else None for i in range(len(sizes)))
     raise MixesTokens(f"splits the token dimension: {list(value.sizes)} becomes {list(sizes)}")
 
 
@@ -168,12 +168,12 @@ def slice_(context: Context, node: fx.Node) -> Result:
 
 def _range(context: Context, node: fx.Node, layout: Layout) -> tuple[Size, Size]:
     def bound(name: str, absent: Size) -> Size:
-        given = context.argument(node, name)
-        if given is None:
+        position = context.argument(node, name)
+        if position is None:
             return absent
-        if isinstance(given, int) and given >= sys.maxsize:
+        if isinstance(position, int) and position >= sys.maxsize:
             return layout.size
-        size = context.expression(given)
+        size = context.expression(position)
         return sympy.expand(layout.size + size) if size.is_negative else size
 
     return bound("start", sympy.S.Zero), bound("end", layout.size)

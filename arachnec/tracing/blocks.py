@@ -1,8 +1,8 @@
-"""Finds the repeated blocks of a model, captures one graph per structure, and says what every dimension in it is.
+"""Block capture. In: a model and example calls. Out: one graph per block structure, its dimensions in B, S and T.
 
 The blocks are the classes that the model names in ``_repeated_blocks`` or ``_no_split_modules`` (a convention of
-Diffusers), else whatever fills its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters,
-buffers and scalar settings are equal; such blocks share one graph, run with each one's own parameters.
+Diffusers), else the members of its ``ModuleList``s. Two blocks have one structure when class, module tree, parameters,
+buffers and scalar settings are equal. They share one graph, which runs with each block's own parameters.
 """
 
 from __future__ import annotations
@@ -198,15 +198,15 @@ def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dic
     for node, dims in zip(nodes, shapes, strict=True):
         for size, expression in zip(node.meta["val"].shape, dims, strict=True):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                known = symbols.setdefault(size.node.expr, expression)
-                if known != expression:
-                    reason = f"it requires {known} = {expression}, which the recordings do not bear out"
+                earlier = symbols.setdefault(size.node.expr, expression)
+                if earlier != expression:
+                    reason = f"it requires {earlier} = {expression}, which the recordings do not bear out"
                     raise UserError(CannotCapture(None, name, reason))
     for node, dims in zip(nodes, shapes, strict=True):
         for size, expression in zip(node.meta["val"].shape, dims, strict=True):
-            found = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(symbols)
-            if sympy.expand(found - expression) != 0:
-                reason = f"it fixes a size that changes with the clip ({expression} = {found})"
+            captured = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(symbols)
+            if sympy.expand(captured - expression) != 0:
+                reason = f"it fixes a size that changes with the clip ({expression} = {captured})"
                 raise UserError(CannotCapture(None, name, reason))
     return symbols
 

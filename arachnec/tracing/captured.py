@@ -1,4 +1,4 @@
-"""What capturing gives: a graph per block structure, the calls of the blocks, and the graph as a function."""
+"""The result of capture: a graph per block structure, the calls of the blocks, and a graph as a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attributes of the stages: what was traced, as formulas in B, S and T."""
+"""Stage attributes. In: a captured model, or an encoder. Out: a ``Stage`` with formulas in B, S and T."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def trained_stage(
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             traffic=_traffic(every, numbers),
-            state=Quantity((held_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
+            state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
             optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
         ),
     )
@@ -82,21 +82,21 @@ def _layers(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int],
     return tuple(zip(paths, counts, strict=True))
 
 
-def held_bytes(model: nn.Module) -> int:
-    """What every rank that computes must have: parameters, gradients of the trained ones, buffers."""
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes on every rank that computes: parameters, gradients of the trained ones, buffers."""
     parameters = sum(p.numel() * p.dtype.itemsize * (2 if p.requires_grad else 1) for p in model.parameters())
     return parameters + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
 
 
 def optimizer_bytes(model: nn.Module) -> int:
-    """What the update needs beside that: moments and, below fp32, master copies. One rank may do it for all."""
+    """Bytes that the update needs besides: moments and, below fp32, master copies. They can be sharded."""
     return sum(
         p.numel() * (MOMENTS + (MASTER if p.dtype.itemsize < 4 else 0)) for p in model.parameters() if p.requires_grad
     )
 
 
 def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """Bytes kept by all blocks; kept if each is recomputed (its inputs, and one block's all); needed beside them."""
+    """Bytes saved by all blocks; saved with recomputation (all inputs, and one block in full); workspace."""
     zero = sympy.Integer(0)
     shared = _largest([memory.shared for memory in memories])
     saved = sum((n * memory.saved for n, memory in zip(counts, memories, strict=True)), zero)

@@ -1,4 +1,4 @@
-"""Which symbol a dimension is: an expression of clips B, tokens S and text tokens T that explains every recording."""
+"""Dimensions. In: one size in several recordings. Out: the expression in clips B, tokens S and text T that it is."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def fit_dimension(values: Sequence[int], sizes: Sequence[Sizes]) -> sympy.Expr |
     """
     if len(set(values)) == 1:
         return sympy.Integer(values[0])
-    still = {symbol for symbol in (B, S, T) if len({size.values[symbol] for size in sizes}) == 1}
+    constant = {symbol for symbol in (B, S, T) if len({size.values[symbol] for size in sizes}) == 1}
     for basis in CANDIDATES:
-        if any(term.free_symbols & still for term in basis):
+        if any(term.free_symbols & constant for term in basis):
             continue
         matrix = numpy.array([[int(term.subs(size.values)) for term in basis] for size in sizes], dtype=float)
         solution, _, rank, _ = numpy.linalg.lstsq(matrix, numpy.array(values, dtype=float), rcond=None)

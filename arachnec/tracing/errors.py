@@ -1,4 +1,4 @@
-"""What can be wrong with a model that is traced, and how a node of its graph points back at the user's source line."""
+"""Errors of tracing, and the source line of the user's model that a node of its graph comes from."""
 
 from __future__ import annotations
 
@@ -140,6 +140,7 @@ class CannotRecord(Diagnostic):
 @dataclass(frozen=True)
 class CannotTake(Diagnostic):
     title: ClassVar[str] = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
+    label: ClassVar[str] = "here"
     help: ClassVar[str] = "change the clip's size to one that the model's patches and strides divide, or leave it out"
     clip: str
     shape: str

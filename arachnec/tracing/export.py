@@ -1,4 +1,4 @@
-"""One block through ``torch.export``: flat tensors in and out, every moving dimension a symbol, nothing in place."""
+"""Export of one block. In: a block and its call. Out: a functional graph of flat tensors with symbolic dimensions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from arachnec.tracing.record import training_mode, unflatten_call
 
 aten = torch.ops.aten
 PREFIX = "block."
-PASSES = "arachnec/passes"
+OURS = Path(__file__).parent
 FIXED_SIZE = (
     "let the block follow its sizes from the shapes of its tensors, without int(), math functions or numbers that the "
     "model passes in beside the tensors: what those make, the model can compute and pass in as a tensor"
@@ -132,11 +133,11 @@ def _interleaved(graph: fx.Graph) -> None:
         _, odd, *start_odd = last.args
         assert isinstance(base, fx.Node) and isinstance(even, fx.Node) and isinstance(odd, fx.Node)
         dim = int(start_even[0]) if start_even else 0  # type: ignore[arg-type]
-        whole = base.meta["val"].shape[dim]
-        if base.target not in EMPTIES or not isinstance(whole, int) or whole % 2:
+        size = base.meta["val"].shape[dim]
+        if base.target not in EMPTIES or not isinstance(size, int) or size % 2:
             continue
         ends = ((dim, 0, 2), (dim, 1, 2))
-        if [_every(start_even, whole), _every(start_odd, whole)] != [*ends]:
+        if [_strided(start_even, size), _strided(start_odd, size)] != [*ends]:
             continue
         dim %= base.meta["val"].ndim
         with graph.inserting_before(last):
@@ -151,10 +152,10 @@ def _dead(node: fx.Node) -> int:
     return sum(not user.users for user in node.users)
 
 
-def _every(where: Sequence[Any], whole: int) -> tuple[int, int, int] | None:
-    """Dimension, start and step of a slice's arguments that reach to the end."""
-    dim, start, end, step = list(where) + [0, 0, None, 1][len(where) :]
-    return (dim, start or 0, step) if end is None or end >= whole else None
+def _strided(arguments: Sequence[Any], size: int) -> tuple[int, int, int] | None:
+    """Dimension, start and step of a slice that reaches to the end; None for another."""
+    dim, start, end, step = list(arguments) + [0, 0, None, 1][len(arguments) :]
+    return (dim, start or 0, step) if end is None or end >= size else None
 
 
 def _inserted(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -238,27 +239,28 @@ def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
 
 def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:
     """The stack at which export makes a number of a size, by exporting once more; None where torch does not tell."""
-    stacks: list[str] = []
+    stacks: list[list[str]] = []
     original = ShapeEnv._set_replacement
 
     def listening(env: ShapeEnv, symbol: Any, target: Any, message: str) -> None:
         if target.is_Integer:
-            stacks.append("".join(f'File "{f.filename}", line {f.lineno}\n' for f in traceback.extract_stack()))
+            stacks.append(_users(traceback.extract_stack()[:-1]))  # less this function
         original(env, symbol, target, message)
 
     with patch.object(ShapeEnv, "_set_replacement", listening), contextlib.suppress(Exception):
         torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
-    lines = [line for line in (stacks[0].splitlines(keepends=True) if stacks else []) if f"{PASSES}/trace_" not in line]
-    return "".join(lines) or None
+    return "".join(stacks[0]) or None if stacks else None
 
 
 def _frames(error: BaseException) -> list[str]:
     chain: list[BaseException] = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
-    return [
-        f'File "{f.filename}", line {f.lineno}\n'
-        for e in reversed(chain)
-        for f in traceback.extract_tb(e.__traceback__)
-        if "/torch/" not in f.filename and "/arachnec/passes/" not in f.filename
-    ]
+    return [line for e in reversed(chain) for line in _users(traceback.extract_tb(e.__traceback__))]
+
+
+def _users(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """The lines of a stack that lie inside the block: below the last one of the tracer itself, and not torch's."""
+    last = max((number for number, f in enumerate(frames) if Path(f.filename).parent == OURS), default=-1)
+    inside = [f for f in frames[last + 1 :] if "/torch/" not in f.filename]
+    return [f'File "{f.filename}", line {f.lineno}\n' for f in inside]

@@ -1,4 +1,4 @@
-"""A captured graph as text of the cascade IR: clean names, targets as strings, every shape in B, S and T."""
+"""A captured graph as a graph of the cascade IR: readable names, targets as strings, every shape in B, S and T."""
 
 from __future__ import annotations
 

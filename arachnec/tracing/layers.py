@@ -1,4 +1,4 @@
-"""Which of a model's parameters lie in which of its layers: what a bucket of gradients is made of."""
+"""The layer that every trained parameter belongs to; gradient buckets are runs of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def layer_of_parameters(model: nn.Module, layers: Sequence[str]) -> dict[str, int | None]:
     """For every parameter that trains, by its first name, the number of the layer that holds it.
 
-    None for one that lies outside the layers, or that another part of the model holds too: its gradient is whole only
+    None for a parameter outside the layers, or one that another part of the model shares: its gradient is complete only
     when a backward has ended.
     """
     names: dict[int, list[str]] = defaultdict(list)
@@ -21,7 +21,7 @@ def layer_of_parameters(model: nn.Module, layers: Sequence[str]) -> dict[str, in
         if parameter.requires_grad:
             names[id(parameter)].append(name)
     numbers = {path: number for number, path in enumerate(layers)}
-    return {same[0]: _one_of({_layer(name, numbers) for name in same}) for same in names.values()}
+    return {aliases[0]: _only({_layer(name, numbers) for name in aliases}) for aliases in names.values()}
 
 
 def _layer(name: str, numbers: dict[str, int]) -> int | None:
@@ -33,5 +33,5 @@ def _layer(name: str, numbers: dict[str, int]) -> int | None:
     return None
 
 
-def _one_of(found: set[int | None]) -> int | None:
-    return found.pop() if len(found) == 1 else None
+def _only(layers: set[int | None]) -> int | None:
+    return layers.pop() if len(layers) == 1 else None

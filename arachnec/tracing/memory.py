@@ -1,4 +1,7 @@
-"""What a captured graph keeps for its backward, and needs while it runs: measured on the meta device, then fitted."""
+"""Memory of a captured block: what it saves for the backward and needs while it runs.
+
+In: a captured block. Out: polynomials in B, S and T, fitted to runs on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -120,10 +123,10 @@ def _combined(coefficients: Sequence[float], terms: Sequence[sympy.Expr]) -> sym
 
 def _points(captured: CapturedBlock) -> list[Point]:
     """Sizes to measure at; where one is no combination of B, S and T, only recorded ones are known to go together."""
-    known = captured.examples
-    if set(known[0]) - {B, S, T}:
-        return list(known)
-    texts = (64, 224) if len({point[T] for point in known}) > 1 else (known[0][T],)
+    recorded = captured.examples
+    if set(recorded[0]) - {B, S, T}:
+        return list(recorded)
+    texts = (64, 224) if len({point[T] for point in recorded}) > 1 else (recorded[0][T],)
     sizes = [*itertools.product((1, 2, 4), (4096, 5120, 7168), texts), (2, 4096, sum(texts))]
     return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
 

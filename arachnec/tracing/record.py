@@ -1,4 +1,4 @@
-"""Runs the real model and writes down every call of its blocks: arguments, outputs, which are one tensor."""
+"""Recording. In: a model and an example call. Out: every call of its blocks, and which inputs are which outputs."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def _form(leaf: Any) -> Any:
 def _like(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    return made.requires_grad_(leaf.requires_grad)
+    empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return empty.requires_grad_(leaf.requires_grad)
 
 
 def run_once(model: nn.Module, call: ExampleCall) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the model for clips that need not exist: small ones to record with, large ones to count tokens of."""
+"""Calls of the model for clips that need not exist: small ones to record, large ones to count tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from arachnec.ir.span import Span
 from arachnec.models.file import ModelFile, line_span
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
+from arachnec.tracing.needs_values import needs_values
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, training_mode
 
 # Small pixel shapes that most models take: 8k + 1 frames, sides that are multiples of 32. All differ in everything.
@@ -43,7 +44,8 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Forward's keyword arguments for one clip; on the meta device nothing of the clip's size is allocated.
 
-    ``encoders`` are on the meta device: only the shapes of what they give are used. Raises ``UserError``.
+    ``encoders`` are on the meta device: only the shapes of what they give are used. A sample that looks at its numbers
+    gets numbers. Raises what ``sample`` raises.
     """
     shapes = {name: encoded_shape(encoder, clip) for name, encoder in encoders.items()}
     generator = torch.Generator("cpu").manual_seed(0)
@@ -55,10 +57,13 @@ def arguments_of(
                 encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
                 kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
             return _on(kwargs, device)
-        except Exception:  # a sample that looks at its numbers needs numbers
+        except Exception as error:
+            if not needs_values(error):
+                raise
             generator.manual_seed(0)
-    encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
-    kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
+    with torch.device("cpu"):  # numbers, also where the model is run on the meta device
+        encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
+        kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
     return _on(kwargs, device)
 
 
@@ -127,16 +132,16 @@ class _Probe:
         self.model, self.source, self.encoders, self.like = model, source, encoders, like
         self.device = "meta" if is_meta(model) else str(next(iter(model.parameters()), torch.empty(0)).device)
         self.repeats = Repeats(model, find_blocks(model))
-        self.made: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
+        self.calls: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
 
     def arguments(self, shape: tuple[int, ...], text: int) -> dict[str, Any]:
-        if (shape, text) not in self.made:
+        if (shape, text) not in self.calls:
             clip = replace(
                 self.like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
                 caption="a" * max(1, text - 1), encoded={},
             )  # fmt: skip
-            self.made[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
-        return self.made[shape, text]
+            self.calls[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
+        return self.calls[shape, text]
 
     def takes(self, shape: tuple[int, ...], text: int) -> Exception | None:
         """None if the model runs on such a clip, else what it raised."""
@@ -153,15 +158,15 @@ def _shapes(probe: _Probe, clips: Sequence[VideoClip]) -> tuple[tuple[int, ...],
     text = min((clip.text_tokens for clip in clips), default=CAPTIONS[0])
     error = None
     for shapes in _families(clips):
-        found = []
+        accepted = []
         for shape in shapes:
             error = probe.takes(shape, text)
             if error is None:
-                found.append(shape)
-            elif not found:
+                accepted.append(shape)
+            elif not accepted:
                 break
-        if len(found) > 1:
-            return found[0], found[1:]
+        if len(accepted) > 1:
+            return accepted[0], accepted[1:]
     if isinstance(error, UserError):  # it says itself what is wrong, and where
         raise error
     raise UserError(_cannot(probe.source, clips, error)) from error
@@ -178,21 +183,21 @@ def _families(clips: Sequence[VideoClip]) -> Iterator[Sequence[tuple[int, ...]]]
 
 def _texts(probe: _Probe, base: tuple[int, ...], clips: Sequence[VideoClip]) -> tuple[int, ...]:
     """Two caption lengths that the model takes, or the one that it takes."""
-    given = sorted({clip.text_tokens for clip in clips})
-    for pair in (CAPTIONS, tuple(given[:2])):
+    lengths = sorted({clip.text_tokens for clip in clips})
+    for pair in (CAPTIONS, tuple(lengths[:2])):
         if len(pair) == 2 and all(probe.takes(base, text) is None for text in pair):
             return pair
-    return (given[0],) if given else CAPTIONS[:1]
+    return (lengths[0],) if lengths else CAPTIONS[:1]
 
 
 def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
     shape = " x ".join(map(str, (clips[0].frames, clips[0].height, clips[0].width) if clips else SMALL[0]))
     message = " ".join(str(error).split("\n")[0].split())
     reason = f"{type(error).__name__}: {message}".rstrip(": ") if error else "it has only one size of clip"
-    return CannotRecord(_raised_at(source, error), shape, reason)
+    return CannotRecord(raised_at(source, error), shape, reason)
 
 
-def _raised_at(source: ModelSource, error: Exception | None) -> Span | None:
+def raised_at(source: ModelSource, error: Exception | None) -> Span | None:
     """The innermost line of the model file that the error went through; else its ``sample``."""
     if not isinstance(source, ModelFile):
         return None

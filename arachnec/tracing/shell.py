@@ -1,4 +1,4 @@
-"""Costs outside the blocks, and of encoders: run on the meta device, where only shapes are computed, and counted."""
+"""Costs of encoders and of what lies outside the blocks, counted in runs on the meta device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
 
 @contextlib.contextmanager
 def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Iterator[None]:
-    """Every captured block replaced by one that makes outputs of the right shape out of nothing."""
+    """Every captured block replaced by one that returns zeros of the right shape."""
     changed = []
     device = next(model.parameters()).device
     recorded = [(size.clip, size.batch, size.text) for size in captured.sizes]
@@ -66,10 +66,10 @@ def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall
         types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]
 
         def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
-            made = [
+            outputs = [
                 torch.zeros(s, dtype=t, device=device, requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
             ]
-            return _block.unflatten(made)
+            return _block.unflatten(outputs)
 
         for path in block.instances:
             module = model.get_submodule(path)

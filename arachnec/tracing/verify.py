@@ -1,4 +1,4 @@
-"""A captured graph is not believed before it has given eager's numbers at another shape."""
+"""Verification of a captured graph: its outputs and gradients must equal eager's at another shape."""
 
 from __future__ import annotations
 

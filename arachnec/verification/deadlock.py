@@ -1,67 +1,36 @@
-"""Rule 2: no deadlock.
+"""Rule 2: no deadlock, as a back end posts and connects. In: a lowered module and an execution model. Out: problems.
 
-Every collective, and every send with the receive it is matched to, is one event. The order of the events in each
-rank's list, taken over all ranks, must have no cycle. That is the strictest thing a back end may do: gloo's send, and
-NCCL's on one stream, complete only when the receive is there. Sends and receives are matched first in, first out per
-ordered pair of ranks, as both do; a mismatch there would not hang but swap the data.
+Every collective is one event. So is every send together with its matched receive, and every connection that two hosts
+make. Each rank comes to its events in one order: that in which its host *posts* them, which for a prefetched receive is
+not where it stands in the list. Over all ranks this order must have no cycle.
 
-A reduce that starts inside a backward (``early``) is an event inside it: what the backward does together with other
-ranks stands before that event and after it. So no back end needs to run the two beside each other for the program to
-go on, and a device that has to end one before it goes on with the other does not hang.
+Without a cycle nothing stands still, whatever a rank waits for. Take the first event, in an order of all events that
+every rank keeps, that has not happened. On each of its ranks all that was posted before has happened. So its host comes
+to it: no wait for the whole device, for a connection or for a full queue holds it. And its kernel comes to the head of
+its stream, though the stream is shared and has fences. With a cycle, device-to-device ranks that wait for their whole
+device after every operation do stand still. So the rule is exact for "a device-wide wait anywhere".
+
+A handoff over the host network occupies no device, and posting a receive holds up nobody. Its event stands where the
+receive stands in the list, the latest place that a back end may post it: a send may then even wait for it.
+
+A reduce with ``early`` starts inside a backward. It is an event inside that backward: the backward's own collectives
+stand before it and after it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
-import networkx as nx
-
-from arachnec.analysis.uses import Values, bucket_of, rank_list, sums_inside, written
+from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.receive_prefetch import Posted
+from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
-
-
-@dataclass(frozen=True)
-class UnmatchedSend(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
-    label: ClassVar[str] = "no receive for it"
-    help: ClassVar[str] = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class UnmatchedReceive(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
-    label: ClassVar[str] = "no send for it"
-    help: ClassVar[str] = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class SwappedHandoff(Diagnostic):
-    title: ClassVar[str] = (
-        "handoff number {number} from rank {source} to rank {target} is %{sent} where it is sent "
-        "and %{received} where it is received"
-    )
-    label: ClassVar[str] = "receives %{received} here"
-    help: ClassVar[str] = (
-        "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
-    )
-    number: int
-    source: int
-    target: int
-    sent: str
-    received: str
+from arachnec.verification.event_order import Event, Place, Step, find_cycle
+from arachnec.verification.handoffs import Handoff, match_handoffs
 
 
 @dataclass(frozen=True)
@@ -77,10 +46,22 @@ class GroupIncomplete(Diagnostic):
 @dataclass(frozen=True)
 class Deadlock(Diagnostic):
     title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other"
-    label: ClassVar[str] = "part of the circle"
-    help: ClassVar[str] = "{circle}; put these in one order on all of the ranks"
+    label: ClassVar[str] = "part of the cycle"
+    help: ClassVar[str] = "{cycle}; put these in one order on all of the ranks"
     ranks: str
-    circle: str
+    cycle: str
+
+
+@dataclass(frozen=True)
+class PrefetchDeadlock(Diagnostic):
+    title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places"
+    label: ClassVar[str] = "posted too early"
+    help: ClassVar[str] = (
+        "{cycle}; hand over on the host's network with connections made at the start, or post each receive after what "
+        "its send depends on"
+    )
+    ranks: str
+    cycle: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +69,7 @@ class StartsApart(Diagnostic):
     title: ClassVar[str] = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
     label: ClassVar[str] = "starts inside the backward"
     help: ClassVar[str] = (
-        "a rank that is held up in the sum holds up the others' backward: give the reduce `early` on all of these "
+        "a rank that waits in the all-reduce holds up the others' backward: give the reduce `early` on all of these "
         "ranks, or on none"
     )
     rank: int
@@ -97,76 +78,71 @@ class StartsApart(Diagnostic):
     others: str
 
 
-# Where something happens in a rank's list: the number of the instruction that it happens in, the how manieth thing in
-# it (sums may start inside a backward), and the number of the instruction that it is.
-Place = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A point at which ranks meet: where each of them stands in its own list."""
-
-    places: tuple[tuple[int, Place], ...]  # rank, and where in its list
-
-    def at(self, rank: int) -> int:
-        """The number of the instruction."""
-        return next(place[2] for member, place in self.places if member == rank)
-
-
-def check_deadlock(values: Values) -> Iterator[Diagnostic]:
+def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, Posted]) -> Iterator[Diagnostic]:
+    """``posted`` is where each rank starts its receives; it is read only where that matters to other ranks."""
     problems: list[Diagnostic] = list(_starts_apart(values))
     if problems:
         yield problems[0]
         return
-    events = [*_handoffs(values, problems), *_collectives(values, problems)]
+    handoffs, collectives = list(match_handoffs(values, problems)), list(_collectives(values, problems))
     if problems:
         yield from problems
         return
-    yield from _cycle(values, events)
+    places = _posted_places(values, posted) if model.posted_place_counts else {}
+    events = [*collectives, *_handoff_events(handoffs, places if model.handoffs == "device" else {})]
+    if model.connections == "first-use":
+        events += _connections(handoffs, places)
+    steps = find_cycle(events)
+    if steps:
+        yield _deadlock(values, events, steps)
 
 
-def _handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
-    sends: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+def _posted_places(values: Values, posted: Mapping[int, Posted]) -> dict[tuple[int, int], Place]:
+    """Where a rank comes to each of its receives, by the rank and the receive's index in its list."""
+    places: dict[tuple[int, int], Place] = {}
     for program in values.module.programs:
-        for index, instruction in enumerate(program.instructions):
-            if instruction.op == "send":
-                sends[program.rank, instruction.peers[0]].append((index, instruction))
-            elif instruction.op == "receive":
-                receives[instruction.peers[0], program.rank].append((index, instruction))
-    for pair in sorted({*sends, *receives}):
-        source, target = pair
-        sent, received = sends[pair], receives[pair]
-        surplus = Counter(i.target for _, i in sent)
-        surplus.subtract(i.target for _, i in received)
-        for name, count in surplus.items():
-            if count > 0:
-                last = [i for _, i in sent if i.target == name][-1]
-                problems.append(UnmatchedSend(last.span, source, target, written(last), name))
-            if count < 0:
-                last = [i for _, i in received if i.target == name][-1]
-                problems.append(UnmatchedReceive(last.span, target, source, written(last), name))
-        if any(surplus.values()):
-            continue
-        for number, ((i, send), (j, receive)) in enumerate(zip(sent, received, strict=True), 1):
-            if send.target != receive.target:
-                problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
-                break
-            yield Event(((source, (i, 0, i)), (target, (j, 0, j))))
+        indices: dict[tuple[str, tuple[int, ...]], deque[int]] = defaultdict(deque)
+        for index, step in enumerate(program.instructions):
+            if step.op == "receive":
+                indices[step.target, step.peers].append(index)
+        for place, receives in enumerate(posted[program.rank]):
+            for number, step in enumerate(receives):
+                index = indices[step.target, step.peers].popleft()
+                # even, and before the instruction's own 0: a connection that it makes comes right before it
+                places[program.rank, index] = (place, 2 * (number - len(receives)), index)
+    return places
+
+
+def _handoff_events(handoffs: list[Handoff], places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+    for one in handoffs:
+        receive = places.get((one.target, one.receive), (one.receive, 0, one.receive))
+        yield Event(((one.source, (one.send, 0, one.send)), (one.target, receive)))
+
+
+def _connections(handoffs: list[Handoff], places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+    """The first use of a pair of ranks, in either direction: both hosts wait there until the other calls too."""
+    first: dict[tuple[int, int], dict[int, Place]] = defaultdict(dict)
+    for one in handoffs:
+        pair = (min(one.source, one.target), max(one.source, one.target))
+        uses = (one.source, (one.send, 0, one.send)), (one.target, places[one.target, one.receive])
+        for rank, place in uses:
+            before = (place[0], place[1] - 1, place[2])
+            first[pair][rank] = min(before, first[pair].get(rank, before))
+    yield from (Event(tuple(ranks.items())) for ranks in first.values())
 
 
 def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
-    """The n-th time that a rank does one thing with one group is one event with the n-th time of the others."""
+    """A rank's n-th run of one collective in one group is one event with the n-th runs of the other ranks."""
     members: dict[tuple[object, ...], list[tuple[int, Place, Instruction]]] = defaultdict(list)
     for program in values.module.programs:
         times: Counter[tuple[object, ...]] = Counter()
-        for place, instruction, inside in _meetings(program):
+        for place, instruction, inside in _ordered(program):
             if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
             bucket = bucket_of(inside or instruction)
-            what = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
-            members[(*what, times[what])].append((program.rank, place, instruction))
-            times[what] += 1
+            collective = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
+            members[(*collective, times[collective])].append((program.rank, place, instruction))
+            times[collective] += 1
     for joined in members.values():
         rank, _, instruction = joined[0]
         peers = instruction.peers
@@ -176,13 +152,16 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         yield Event(tuple((rank, place) for rank, place, _ in joined))
 
 
-def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
-    """What a rank does, in order; a backward in parts, each but the last with the reduce that starts at its end."""
-    sums = sums_inside(program)
-    moved = {index for inside in sums.values() for index in inside}
+def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
+    """A rank's instructions in order. A backward is split where reduces start inside it.
+
+    The third element is the reduce that starts at the end of this part of a backward, else None.
+    """
+    overlapped = overlapped_reduces(program)
+    moved = {index for inside in overlapped.values() for index in inside}
     for index, instruction in enumerate(program.instructions):
         part = 0
-        for number in sums.get(index, ()):
+        for number in overlapped.get(index, ()):
             reduce = program.instructions[number]
             yield (index, part, index), instruction, reduce
             yield (index, part + 1, number), reduce, None
@@ -192,16 +171,16 @@ def _meetings(program: Program) -> Iterator[tuple[Place, Instruction, Instructio
 
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:
-    """Sums that some ranks of a backward start inside it and others do not."""
+    """Reduces that some ranks of a backward start inside it and others do not."""
     started: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
     for program in values.module.programs:
-        for index, numbers in sums_inside(program).items():
+        for index, numbers in overlapped_reduces(program).items():
             backward = program.instructions[index]
             for reduce in (program.instructions[number] for number in numbers):
-                each = (reduce.target, reduce.peers, bucket_of(reduce))
-                started[backward.target, backward.peers].setdefault(each, {})[program.rank] = reduce
-    for (target, peers), sums in started.items():
-        for ranks in sums.values():
+                bucket = (reduce.target, reduce.peers, bucket_of(reduce))
+                started[backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
+    for (target, peers), by_bucket in started.items():
+        for ranks in by_bucket.values():
             others = tuple(sorted(set(peers) - set(ranks)))
             if others:
                 rank, reduce = next(iter(ranks.items()))
@@ -209,72 +188,22 @@ def _starts_apart(values: Values) -> Iterator[StartsApart]:
                 yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
 
 
-def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
-    edges = _edges(events)
-    stuck = _unreachable(len(events), edges)
-    if not stuck:
-        return
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    for before, after, rank in edges:
-        if before in stuck and after in stuck:
-            graph.add_edge(before, after, rank=rank)
-    start = nx.find_cycle(graph)[0][0]
-    paths = (
-        nx.shortest_path(graph, after, start) for after in graph.successors(start) if nx.has_path(graph, after, start)
-    )
-    circle = [start, *min(paths, key=len)]
-    steps = [(a, b, graph.edges[a, b]["rank"]) for a, b in pairwise(circle)]
-    yield _deadlock(values, events, _merged(steps))
-
-
-def _edges(events: list[Event]) -> list[tuple[int, int, int]]:
-    """``(before, after, rank)`` for every two events that follow each other in a rank's list."""
-    lists: dict[int, list[tuple[Place, int]]] = defaultdict(list)
-    for number, event in enumerate(events):
-        for rank, place in event.places:
-            lists[rank].append((place, number))
-    return [(a, b, rank) for rank, items in lists.items() for (_, a), (_, b) in pairwise(sorted(items))]
-
-
-def _unreachable(count: int, edges: list[tuple[int, int, int]]) -> set[int]:
-    """The events that can never happen: what Kahn's algorithm leaves."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    waiting = [0] * count
-    for a, b, _ in edges:
-        after[a].append(b)
-        waiting[b] += 1
-    ready = [number for number in range(count) if waiting[number] == 0]
-    for number in ready:
-        for b in after[number]:
-            waiting[b] -= 1
-            if waiting[b] == 0:
-                ready.append(b)
-    return set(range(count)) - set(ready)
-
-
-def _merged(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Steps of one rank that follow each other, also over the seam of the circle, as one step."""
-    merged: list[tuple[int, int, int]] = []
-    for a, b, rank in steps:
-        if merged and merged[-1][2] == rank:
-            merged[-1] = (merged[-1][0], b, rank)
-        else:
-            merged.append((a, b, rank))
-    if len(merged) > 2 and merged[0][2] == merged[-1][2]:
-        merged[0] = (merged[-1][0], merged[0][1], merged[0][2])
-        merged.pop()
-    return merged
-
-
-def _deadlock(values: Values, events: list[Event], steps: list[tuple[int, int, int]]) -> Deadlock:
+def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Deadlock | PrefetchDeadlock:
     programs = {program.rank: program for program in values.module.programs}
 
-    def instruction(rank: int, number: int) -> Instruction:
-        return programs[rank].instructions[events[number].at(rank)]
+    def place(rank: int, event: int) -> tuple[Instruction, bool]:
+        """What the rank does there, and whether it is a receive ahead of its place."""
+        index, _, own = events[event].at(rank)
+        step = programs[rank].instructions[own]
+        return step, step.op == "receive" and index != own
 
-    circle = "; ".join(
-        f"rank {rank} has `{written(instruction(rank, a))}` before `{written(instruction(rank, b))}`"
-        for a, b, rank in steps
+    parts = [(rank, place(rank, a), place(rank, b)) for a, b, rank in steps]
+    cycle = "; ".join(
+        f"rank {rank} {'posts' if early else 'has'} `{written(a)}` before `{written(b)}`"
+        for rank, (a, early), (b, _) in parts
     )
-    first = instruction(steps[0][2], steps[0][0])
-    return Deadlock(first.span, rank_list(tuple(sorted({rank for _, _, rank in steps}))), circle)
+    ranks = rank_list(tuple(sorted({rank for _, _, rank in steps})))
+    prefetched = [step for _, *ends in parts for step, early in ends if early]
+    if prefetched:
+        return PrefetchDeadlock(prefetched[0].span, ranks, cycle)
+    return Deadlock(parts[0][1][0].span, ranks, cycle)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Span
-from arachnec.verification.gradient_sync import check_sums
+from arachnec.verification.gradient_sync import check_gradient_sync
 
 OPS = {
     Phase.TRAIN: ("forward", "backward"),
@@ -103,7 +103,7 @@ def check_gradient(values: Values) -> Iterator[Diagnostic]:
     yield from _clips(values)
     yield from _pairs(values)
     yield from _runs(values)
-    yield from check_sums(values)
+    yield from check_gradient_sync(values)
 
 
 def _clips(values: Values) -> Iterator[Diagnostic]:

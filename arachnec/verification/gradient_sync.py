@@ -1,4 +1,4 @@
-"""The end of rule 1: every parameter's gradient is summed once, over all ranks that have a part of it, and stepped."""
+"""Rule 1, last part: every parameter's gradient is all-reduced once over all ranks that compute it, then stepped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-9  # of a time that was computed twice
 
 @dataclass(frozen=True)
 class NotReduced(Diagnostic):
-    title: ClassVar[str] = "the gradient that rank {rank} has of @{stage} is not summed: {reason}"
+    title: ClassVar[str] = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
     label: ClassVar[str] = "{reason}"
     help: ClassVar[str] = (
         "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
@@ -28,8 +28,8 @@ class NotReduced(Diagnostic):
 
 
 @dataclass(frozen=True)
-class WrongParts(Diagnostic):
-    title: ClassVar[str] = "the buckets that rank {rank} sums the gradient of @{stage} in do not make it up: {reason}"
+class WrongBucketLayers(Diagnostic):
+    title: ClassVar[str] = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
     label: ClassVar[str] = "{reason}"
     help: ClassVar[str] = (
         "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
@@ -43,7 +43,7 @@ class WrongParts(Diagnostic):
 class WrongStart(Diagnostic):
     title: ClassVar[str] = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
     label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "drop its `early`: it then starts when the rank comes to it"
+    help: ClassVar[str] = "drop its `early`: it then starts where it stands in the rank's list"
     rank: int
     reduce: str
     reason: str
@@ -51,7 +51,7 @@ class WrongStart(Diagnostic):
 
 @dataclass(frozen=True)
 class NotStepped(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds the summed gradient of @{stage} and {reason}"
+    title: ClassVar[str] = "rank {rank} holds the all-reduced gradient of @{stage} and {reason}"
     label: ClassVar[str] = "{reason}"
     help: ClassVar[str] = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
     rank: int
@@ -59,8 +59,8 @@ class NotStepped(Diagnostic):
     reason: str
 
 
-def check_sums(values: Values) -> Iterator[Diagnostic]:
-    """Every parameter of a trained stage is summed once over all ranks with gradients, after the last; then stepped."""
+def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
+    """After the last backward of a stage, every rank with gradients of it joins one all-reduce, then one step."""
     with_gradient: dict[str, set[int]] = defaultdict(set)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     for program in values.module.programs:
@@ -78,15 +78,15 @@ def check_sums(values: Values) -> Iterator[Diagnostic]:
                 last[stage] = index
                 with_gradient[stage].add(program.rank)
         for stage in sorted({*last, *reduces, *steps}):
-            yield from _parts(values, program, stage, [program.instructions[i] for i in reduces[stage]])
+            yield from _buckets(values, program, stage, [program.instructions[i] for i in reduces[stage]])
             yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
     for (stage, peers), _ in groups.items():
         for rank in sorted(with_gradient[stage] - set(peers)):
             yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
 
 
-def _parts(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:
-    """One reduce of the whole stage, or buckets that hold every layer once and the rest once."""
+def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:
+    """Either one reduce of the stage, or buckets that hold every layer once and the rest once."""
     buckets = [(reduce, bucket) for reduce in reduces if (bucket := bucket_of(reduce)) is not None]
     if not buckets or len(buckets) < len(reduces):
         if len(reduces) != 1:
@@ -96,28 +96,29 @@ def _parts(values: Values, program: Program, stage: str, reduces: list[Instructi
     counts = Counter(layer for _, bucket in buckets for layer in bucket[0])
     for reduce, bucket in buckets:
         if bucket == ((), False):
-            yield WrongParts(reduce.span, program.rank, stage, "a bucket holds nothing")
+            yield WrongBucketLayers(reduce.span, program.rank, stage, "a bucket holds nothing")
         for layer in bucket[0]:
             if not 0 <= layer < layers:
                 reason = f"layer {layer} is not one of its {layers}"
-                yield WrongParts(reduce.span, program.rank, stage, reason)
+                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
             elif counts[layer] > 1:
-                yield WrongParts(reduce.span, program.rank, stage, f"layer {layer} is in {counts[layer]} buckets")
+                reason = f"layer {layer} is in {counts[layer]} buckets"
+                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
     for layer in range(layers):
         if not counts[layer]:
-            yield WrongParts(program.span, program.rank, stage, f"layer {layer} is in no bucket")
+            yield WrongBucketLayers(program.span, program.rank, stage, f"layer {layer} is in no bucket")
     rest = [reduce for reduce, bucket in buckets if bucket[1]]
     if len(rest) != 1:
         span = rest[1].span if rest else program.span
         count = len(rest) or "no"
         reason = f"what lies outside the layers is in {count} bucket{'s' if rest else ''}"
-        yield WrongParts(span, program.rank, stage, reason)
+        yield WrongBucketLayers(span, program.rank, stage, reason)
 
 
 def _order(
     values: Values, program: Program, stage: str, last: int, reduces: list[int], steps: list[int]
 ) -> Iterator[Diagnostic]:
-    """The sums come after the last gradient, or start inside its backward, and before the one step."""
+    """Reduces come after the last backward, or start inside it, and before the one step."""
     span, rank = program.span, program.rank
     if reduces and reduces[0] < last:
         yield NotReduced(span, rank, stage, "a backward comes after the reduce")
@@ -135,10 +136,10 @@ def _order(
         elif later is not None:
             yield WrongStart(reduce.span, rank, written(reduce), f"`{written(later)}` above it starts later")
         elif (bucket := bucket_of(reduce)) is None or bucket[1]:
-            yield WrongStart(reduce.span, rank, written(reduce), "what lies outside the layers is not whole before")
+            yield WrongStart(reduce.span, rank, written(reduce), "gradients outside the layers are complete last")
     if not reduces:
         return
     if len(steps) != 1:
         yield NotStepped(span, rank, stage, f"steps {len(steps)} times")
     elif steps[0] < reduces[-1]:
-        yield NotStepped(span, rank, stage, "steps before the sum")
+        yield NotStepped(span, rank, stage, "steps before the all-reduce")

@@ -95,11 +95,11 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
         if instruction.op == "free":
             held.discard(instruction.target)
             freed.add(instruction.target)
-        made = values.makes(instruction)
-        if made is not None:
-            if made in held or made in freed:
-                yield AlreadyThere(instruction.span, program.rank, written(instruction), made)
-            held.add(made)
+        value = values.makes(instruction)
+        if value is not None:
+            if value in held or value in freed:
+                yield AlreadyThere(instruction.span, program.rank, written(instruction), value)
+            held.add(value)
         if values.saves(instruction):
             saved.add(instruction.target)
 

@@ -1,4 +1,4 @@
-"""What must hold before the four rules can be asked: every rank has one program, and every name in it is known."""
+"""What the four rules take for granted: every rank has one program, and every name in it is known."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _phase(values: Values, rank: int, instruction: Instruction) -> Iterator[Diag
 
 
 def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int, ...]]) -> str | None:
-    """What is wrong with an instruction's ranks; ``sound`` remembers the groups that are known to be good."""
+    """What is wrong with an instruction's ranks, else None. ``sound`` collects the groups already checked."""
     peers, op = instruction.peers, instruction.op
     if op in ("send", "receive"):
         if len(peers) != 1:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
-from arachnec.ir.stage_sizes import considered, times_of
+from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_chain
 from arachnec.views.format import ms, ranges
@@ -218,13 +219,13 @@ def _degrees(module: Module, cost: CostModel) -> list[str]:
 
 def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     legal = cost.legal_degrees(cascade)
-    tried = legal if times_of(cascade) else considered(legal)
+    tried = cost.legal_degrees(cascade)
     below = [degree for degree in tried if degree < cascade.degree]
     above = [degree for degree in tried if degree > cascade.degree]
     said = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
     packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
-        elsewhere = "the fastest devices" if cost.kinds else "as few nodes as hold it"
+        elsewhere = "the fastest devices" if cost.devices.kinds else "as few nodes as hold it"
         said += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
     if len(legal) == 1:
         return f"{said} No other degree is legal."
@@ -242,12 +243,12 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
 def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: float) -> str:
     """What another degree would have cost; measured against what the cascade takes as it was placed."""
     where = _like(cascade, degree, cost)
-    recompute = cost.recompute_at(cascade, degree, where)
-    if recompute is None:
+    entry = cost.table.fitting(cascade, degree, where)
+    if entry is None:
         need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(where, degree)
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
     now = cascade.end - cascade.start
-    time = cost.time(cascade, degree, ranks=where, recompute=recompute)
+    time, recompute = entry.time, entry.recompute
     area = degree * time / (cascade.degree * now) - 1 if now > 0 else 0.0
     with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
     without = " without recomputing" if cascade.recompute and not recompute else ""
@@ -259,10 +260,10 @@ def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: floa
 
 def _like(cascade: Cascade, degree: int, cost: CostModel) -> tuple[int, ...] | None:
     """Where devices differ, so many ranks like those of the cascade, and then others; else any."""
-    if not cost.kinds:
+    if not cost.devices.kinds:
         return None
-    alike = [rank for kind in cost.kinds if set(kind) & set(cascade.ranks) for rank in kind]
-    others = [rank for kind in cost.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
+    alike = [rank for kind in cost.devices.kinds if set(kind) & set(cascade.ranks) for rank in kind]
+    others = [rank for kind in cost.devices.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
     return tuple(sorted([*alike, *others][:degree]))
 
 
@@ -297,7 +298,7 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
 
 def _rooms(cost: CostModel) -> str:
     """``42.9 GiB``, or where devices differ ``42.9 to 58 GiB``."""
-    rooms = sorted(cost.room_on(kind, 1) for kind in cost.kinds) or [cost.room]
+    rooms = sorted(cost.room_on(kind, 1) for kind in cost.devices.kinds) or [cost.room]
     return " to ".join(dict.fromkeys((f"{rooms[0]:.3g}", f"{rooms[-1]:.3g}"))) + " GiB"
 
 

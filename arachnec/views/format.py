@@ -1,8 +1,13 @@
-"""Times and ranks as a person reads them."""
+"""Times, ranks and titles as a person reads them, and the terminal they are printed to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from rich.console import Console
+
+from arachnec.ir.diagnostic import counted
+from arachnec.ir.nodes import Module
 
 
 def ms(value: float) -> str:
@@ -26,3 +31,30 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def title_of(module: Module) -> str:
+    """Model, clips and cluster: ``WanTransformer3DModel, 12 clips on 2 x 8 x h100-80g, iteration 0``.
+
+    The model is the class of what is trained; a module that does not know it is called by its own name.
+    """
+    models = [str(stage.attrs["source"]) for stage in module.stages if stage.trained and "source" in stage.attrs]
+    words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{_where(module)}"]
+    return ", ".join([*words, module.name.replace("_", " ")] if models else words)
+
+
+def _where(module: Module) -> str:
+    cluster = module.cluster
+    if cluster is None:
+        return ""
+    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
+    return f" on {nodes}{cluster.gpus} x {cluster.attrs.get('device', 'ranks')}"
+
+
+def terminal() -> Console:
+    """The person's terminal; where there is none, lines wide enough for the tables.
+
+    Text is printed as it is: what stands in brackets, in a path or a name, is no markup.
+    """
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(width=120, markup=False, emoji=False)

@@ -18,7 +18,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.values import Value
 from arachnec.views.critical_path import Link, critical_chain
-from arachnec.views.format import ms, runs
+from arachnec.views.format import ms, runs, title_of
 from arachnec.views.memory_curve import Curve, memory_curves
 from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, imbalance
 from arachnec.views.timeline_svg import boxes, stage_colours
@@ -71,7 +71,7 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
     colours = stage_colours(module, timelines)
     numbers = {cascade.name: number for number, cascade in enumerate(module.cascades)}
     return {
-        "name": module.name,
+        "name": title_of(module),
         "tiles": tiles(module, timelines, curves),
         "ranks": [program.rank for program in module.programs],
         "gpus": module.cluster.gpus,

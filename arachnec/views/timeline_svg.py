@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from arachnec.ir.nodes import Module
+from arachnec.views.format import title_of
 from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance
 
 WIDTH = 1200
@@ -112,7 +113,7 @@ def _head(module: Module, height: float, colours: dict[str, str]) -> list[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="26" font-size="15" font-weight="bold" fill="#1b1f24">{escape(module.name)}</text>',
+        f'<text x="{LEFT}" y="26" font-size="15" font-weight="bold" fill="#1b1f24">{escape(title_of(module))}</text>',
     ]
     x = float(WIDTH - RIGHT)
     entries = [*colours.items(), ("reduce, step", SYNCHRONISATION)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.text import Text
 
 from arachnec.ir.nodes import Module
@@ -11,7 +13,16 @@ from arachnec.views.timeline_svg import stage_colours, time_text
 WIDTH = 100
 MOST_ROWS = 32
 IDLE = "·"
-FILL = {"encode": "▒", "denoise": "█", "forward": "▓", "backward": "█", "weight": "▚", "reduce": "=", "step": "|"}
+# What an operation is drawn with: the first for the first stage that has it, the next for the next stage.
+FILL = {
+    "encode": "▒░▞◇",
+    "denoise": "█▉",
+    "forward": "▓▤▥",
+    "backward": "█▦▩",
+    "weight": "▚▟",
+    "reduce": "=",
+    "step": "|",
+}
 GREY = "#8a8f98"
 
 
@@ -29,6 +40,7 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     cells = width - left - len(" 100%")
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
     colours = stage_colours(module, (timeline,))
+    fills = _fills(timeline, stage_of)
     busy = {rank: timeline.busy_ms(rank) for rank in ranks}
     text = Text(no_wrap=True)
     text.append(timeline.title, style="bold")
@@ -37,21 +49,40 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     for name, group in zip(names, groups, strict=True):
         text.append(f"{name.rjust(left - 1)} ")
         row = [interval for rank in group for interval in timeline.lanes[rank] if interval.op in DRAWN]
-        for character, interval in _cells(row, cells, until, len(group)):
+        for character, interval in _cells(row, cells, until, len(group), fills, stage_of):
             stage = stage_of.get(interval.target) if interval else None
             text.append(character, style=colours[stage] if stage else GREY)
         share = sum(busy[rank] for rank in group) / len(group) / until
         text.append(f" {share:4.0%}\n")
     text.append(" " * left)
     for stage, colour in colours.items():
-        text.append("█ ", style=colour)
-        text.append(f"{stage}  ")
-    ops = sorted({i.op for i in timeline.intervals if i.op in DRAWN}, key=list(FILL).index)
-    text.append("  ".join(f"{FILL[op]} {op}" for op in ops), style="dim")
+        own = "  ".join(f"{fill} {op}" for (op, target), fill in fills.items() if target == stage)
+        text.append(f"{stage}: ", style=colour)
+        text.append(f"{own}    ", style=colour)
+    both = dict.fromkeys(f"{fill} {op}" for (op, target), fill in fills.items() if target is None)
+    text.append("  ".join(both), style="dim")
     return text
 
 
-def _cells(intervals: list[Interval], cells: int, until: float, ranks: int) -> list[tuple[str, Interval | None]]:
+def _fills(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[tuple[str, str | None], str]:
+    """The character of every operation of every stage; of what belongs to no cascade, of the operation alone."""
+    drawn = {(i.op, stage_of.get(i.target)) for i in timeline.intervals if i.op in DRAWN}
+    stages = list(dict.fromkeys(stage_of.values()))
+    fills: dict[tuple[str, str | None], str] = {}
+    for op, characters in FILL.items():
+        owners = [stage for stage in (*stages, None) if (op, stage) in drawn]
+        fills |= {(op, stage): characters[n % len(characters)] for n, stage in enumerate(owners)}
+    return fills
+
+
+def _cells(
+    intervals: list[Interval],
+    cells: int,
+    until: float,
+    ranks: int,
+    fills: Mapping[tuple[str, str | None], str],
+    stage_of: Mapping[str, str],
+) -> list[tuple[str, Interval | None]]:
     """A character and what it stands for, for each cell; names where they fit."""
     size = until / cells
     shares: list[dict[tuple[str, str], float]] = [{} for _ in range(cells)]
@@ -69,7 +100,7 @@ def _cells(intervals: list[Interval], cells: int, until: float, ranks: int) -> l
         idle = ranks * size - sum(share.values())
         best = max(share, key=lambda key: share[key]) if share else None
         winners.append(kept[best] if best is not None and share[best] >= idle / 2 else None)
-    characters = [FILL[winner.op] if winner else IDLE for winner in winners]
+    characters = [fills[winner.op, stage_of.get(winner.target)] if winner else IDLE for winner in winners]
     _write_names(characters, winners)
     return list(zip(characters, winners, strict=True))
 

@@ -45,6 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = torch.device("cuda")
 CHECKED = {"batch 1": 1560, "batch 4": 1560, "packed": 1 + 1560 + 7 + 32760}  # tokens
 COPIED = 1 << 30  # bytes
+WARM_UP, FEWEST, MOST = 3, 5, 30  # calls before a time, and that it is the median of
 
 
 def main() -> None:
@@ -131,7 +132,7 @@ class Stopwatch:
         self.source, self.target = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
 
     def ms(self, run: Callable[[], Any]) -> float:
-        for _ in range(3):
+        for _ in range(WARM_UP):
             run()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -141,7 +142,7 @@ class Stopwatch:
         both = time.perf_counter() - started
         cycles = int(2e9 * (1.5 * (launched - started) + 1e-4))
         marks = []
-        for _ in range(max(5, min(30, int(0.1 / both)))):
+        for _ in range(max(FEWEST, min(MOST, int(0.1 / both)))):
             self.cold.sum()
             torch.cuda._sleep(cycles)
             marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from arachnec.cli import run
-from arachnec.cluster.device_specs import DATA_SHEETS, find_data_sheet
+from arachnec.cluster.device_specs import DEVICE_SPECS, find_device_specs
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.nvidia_tools import parse_matrix
 from arachnec.ir.nodes import Cluster, quantity
 
-MACHINES = Path(__file__).parents[1] / "passes" / "machines"
+MACHINES = Path(__file__).parent / "machines"
 
 
 def detected(tmp_path: Path, *files: str) -> tuple[Cluster, str]:
@@ -48,7 +48,7 @@ def test_an_older_matrix_names_its_nics_in_the_header(tmp_path: Path) -> None:
 def test_gpus_on_pcie_share_the_host(tmp_path: Path) -> None:
     cluster, text = detected(tmp_path, "l20x8.topo.txt", "l20x8.csv")
     assert cluster.attrs["device"] == "l20-48g"
-    assert quantity(cluster.attrs["host"]) == DATA_SHEETS["l20-48g"].host
+    assert quantity(cluster.attrs["host"]) == DEVICE_SPECS["l20-48g"].host
     assert cluster.attrs["nics"] == "AAAAAAAA"
     assert "4 pairs PIX" in text
     assert "16 pairs SYS" in text
@@ -71,7 +71,7 @@ def test_a_matrix_alone_leaves_the_device_to_a_guess_that_says_so(tmp_path: Path
 
 def test_a_list_of_devices_alone_leaves_the_links_to_the_data_sheet(tmp_path: Path) -> None:
     cluster, text = detected(tmp_path, "a100x8.csv")
-    assert quantity(cluster.attrs["intra"]) == DATA_SHEETS["a100-80g"].intra
+    assert quantity(cluster.attrs["intra"]) == DEVICE_SPECS["a100-80g"].intra
     assert "joined is not known" in text
 
 
@@ -205,9 +205,9 @@ def test_the_drivers_library_is_asked_where_it_answers(
 
 
 def test_every_device_with_a_data_sheet_has_a_short_form() -> None:
-    for sheet in DATA_SHEETS.values():
+    for sheet in DEVICE_SPECS.values():
         assert parse_cluster(f"2x4:{sheet.name}").attrs["device"] == sheet.name
-        assert find_data_sheet(sheet.name.split("-")[0]) is sheet
+        assert find_device_specs(sheet.name.split("-")[0]) is sheet
 
 
 def test_nearest_nics_are_those_that_no_other_is_nearer_than() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.cluster.device_specs import DATA_SHEETS, find_data_sheet
+from arachnec.cluster.device_specs import DEVICE_SPECS, find_device_specs
 from arachnec.cluster.file import parse_cluster
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
@@ -32,12 +32,12 @@ def test_a_short_form_without_nodes_is_one_node() -> None:
 def test_an_unknown_device_is_answered_with_all_there_are_the_nearest_first() -> None:
     said = message("2x8:h20x")
     assert "Known are h20-96g, " in said
-    assert all(name in said for name in DATA_SHEETS)
+    assert all(name in said for name in DEVICE_SPECS)
 
 
 def test_a_device_is_found_by_its_short_name_in_either_case() -> None:
     assert parse_cluster("1x8:H100").attrs["device"] == "h100-80g"
-    assert find_data_sheet("A100") is DATA_SHEETS["a100-80g"]
+    assert find_device_specs("A100") is DEVICE_SPECS["a100-80g"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -51,12 +51,12 @@ def test_a_file_overrides_the_data_sheet(tmp_path: Path) -> None:
     cluster = parse_cluster(file)
     assert cluster.name == "pod"
     assert quantity(cluster.attrs["inter"]) == 12.5
-    assert quantity(cluster.attrs["intra"]) == DATA_SHEETS["h100-80g"].intra
+    assert quantity(cluster.attrs["intra"]) == DEVICE_SPECS["h100-80g"].intra
     assert "nics" not in cluster.attrs, "the data sheet's map is of a node of eight"
 
 
 def test_sustained_flops_are_a_stated_part_of_the_peak() -> None:
-    for sheet in DATA_SHEETS.values():
+    for sheet in DEVICE_SPECS.values():
         assert 0 < sheet.efficiency < 1
         assert sheet.source
 

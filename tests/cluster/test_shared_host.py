@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import group_link, handoff_time, host_of, ring_link, ulysses_link
 from arachnec.ir.diagnostic import UserError, render
@@ -33,7 +33,7 @@ def test_devices_with_links_of_their_own_share_none() -> None:
     assert group_link(parse_cluster("1x8:h100"), tuple(range(8))).host == math.inf
     assert host_of(parse_cluster("4:cpu"), 0) == math.inf
     mixed = parse_cluster("1x4:h100+1x4:l20")
-    assert [host_of(mixed, rank) for rank in (0, 4)] == [math.inf, DATA_SHEETS["l20-48g"].host]
+    assert [host_of(mixed, rank) for rank in (0, 4)] == [math.inf, DEVICE_SPECS["l20-48g"].host]
 
 
 def test_transfers_of_a_node_share_its_host(tmp_path: Path) -> None:

@@ -1,20 +1,12 @@
-"""Runs a part of the generated kernels in Triton's interpreter, in a process of its own: prints errors as JSON."""
+"""Runs a part of the generated kernels in Triton's interpreter; ``main`` gives {case: {output: error}}."""
 
-import json
-import os
-import sys
-import tempfile
-
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-
+import pytest
 import torch
 
 from arachnec.codegen.triton import text as generated_text
 from arachnec.codegen.triton import tiles as generated_tiles
 from arachnec.codegen.triton.region import Generated
 from tests.codegen.generated_cases import CASES, region, sized
-from tests.kernels.triton_interpreter import let_one_element_be_an_index
 
 
 def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, float]:
@@ -65,18 +57,13 @@ def in_blocks(name: str, sizes: dict[str, int]) -> dict[str, float]:
         generated_text.tilings_of_symbol = widths
 
 
-def main(part: str) -> None:
-    let_one_element_be_an_index()
-    if part == "narrow":
-        found = narrow()
-    elif part == "blocks":
-        found = blocks()
-    else:
+def main(part: str, cache: str) -> dict[str, dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        if part == "narrow":
+            return narrow()
+        if part == "blocks":
+            return blocks()
         first, parts = (int(number) for number in part.split("/"))
         sizes = {"B": 2, "S": 5, "T": 3}
-        found = {f"fp64 {name}": errors(name, torch.float64, sizes) for name in [*CASES][first::parts]}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        return {f"fp64 {name}": errors(name, torch.float64, sizes) for name in [*CASES][first::parts]}

@@ -1,15 +1,9 @@
-"""Runs blocks whose regions are generated in Triton's interpreter, in a process of its own: prints errors as JSON."""
+"""Runs blocks whose regions are generated in Triton's interpreter; ``main`` gives {model: {what: error}}."""
 
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-
+import pytest
 import torch
 from torch import fx
 
@@ -58,10 +52,9 @@ def errors(name: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    fused_block.WORTH_COMPILING = fused_block.FEWEST = 0
-    print(json.dumps({name: errors(name) for name in sys.argv[1:]}))
-
-
-if __name__ == "__main__":
-    main()
+def main(cache: str, *names: str) -> dict[str, dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        patch.setattr(fused_block, "WORTH_COMPILING", 0)
+        patch.setattr(fused_block, "FEWEST", 0)
+        return {name: errors(name) for name in names}

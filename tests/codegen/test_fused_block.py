@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
+import functools
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +25,8 @@ from arachnec.tracing.blocks import CapturedBlock, CapturedModel, capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.graph import block_graph
+from tests.kernels.triton_interpreter import in_interpreter
 from tests.spmd.sequence_models import HEADS, MODELS, WIDTH, FusedBlock, ModelCase, PlainModel, Size, user_written
-
-HERE = Path(__file__).parent
 
 
 class HalfRotatedBlock(FusedBlock):
@@ -141,13 +137,22 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", params=TESTED)
-def case(request: pytest.FixtureRequest) -> tuple[ModelCase, nn.Module, CapturedModel, list[Graph]]:
+Captured = tuple[ModelCase, nn.Module, CapturedModel, list[Graph]]
+
+
+@functools.cache
+def captured_case(name: str) -> Captured:
+    """No test changes the model or its graphs."""
     torch.manual_seed(0)
-    case = CASES[request.param]
+    case = CASES[name]
     model = randomised(case.build())
     captured = capture_blocks(model, case.examples(), verify=False)
     return case, model, captured, [fuse_graph(block_graph(block)) for block in captured.blocks]
+
+
+@pytest.fixture(scope="module", params=TESTED)
+def case(request: pytest.FixtureRequest) -> Captured:
+    return captured_case(request.param)
 
 
 def step(case: ModelCase, model: nn.Module, size: Size) -> tuple[Tensor, dict[str, Tensor]]:
@@ -160,9 +165,7 @@ def step(case: ModelCase, model: nn.Module, size: Size) -> tuple[Tensor, dict[st
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])
-def test_output_and_every_gradient_are_those_of_the_model(
-    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]], kernels: bool
-) -> None:
+def test_output_and_every_gradient_are_those_of_the_model(case: Captured, kernels: bool) -> None:
     made, model, captured, graphs = case
     assert any(graph.fused for graph in graphs)
     for size in SIZES:
@@ -180,7 +183,7 @@ def test_output_and_every_gradient_are_those_of_the_model(
 
 
 def test_what_a_row_of_a_diffusers_block_needs_is_by_hand_except_where_tokens_are_joined(
-    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]],
+    case: Captured,
 ) -> None:
     for graph in case[3]:
         if not graph.name.startswith(DIFFUSERS):
@@ -199,8 +202,8 @@ def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_cou
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    captured = capture_blocks(CASES[name].build(), CASES[name].examples(), verify=False).blocks[0]
-    graph = fuse_graph(block_graph(captured))
+    _, _, whole, (graph, *_) = captured_case(name)
+    captured = whole.blocks[0]
     module = fuse_block(captured, graph, kernels=True, compiler=generated)
     counted = {r.name: r.attrs["launches_after"] for r in graph.fused if r.attrs["kernel"] == "generated"}
     assert counted
@@ -210,19 +213,16 @@ def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_cou
         assert len(region._compiled.forward.launchers) == launches
 
 
-def test_generated_joins_of_tokens_have_the_models_output_and_gradients() -> None:
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_joins.py"), "hunyuan-video", "cogvideox-sincos"]
-    path = {"PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == {"hunyuan-video", "cogvideox-sincos"}
+def test_generated_joins_of_tokens_have_the_models_output_and_gradients(tmp_path: Path) -> None:
+    names = ("hunyuan-video", "cogvideox-sincos")
+    found = in_interpreter("tests.codegen.interpreted_joins", str(tmp_path), *names)
+    assert tuple(found) == names
     assert all(errors["generated"] >= 2 for errors in found.values())
     assert all(errors["output"] <= 1e-5 and errors["gradients"] <= 1e-5 for errors in found.values())
 
 
 def test_the_models_own_forward_is_back_afterwards(
-    case: tuple[ModelCase, nn.Module, CapturedModel, list[Graph]],
+    case: Captured,
 ) -> None:
     _, model, captured, graphs = case
     with fused_blocks(model, captured, graphs):
@@ -233,11 +233,9 @@ def test_the_models_own_forward_is_back_afterwards(
 
 @pytest.fixture(scope="module")
 def wan() -> tuple[CapturedBlock, Graph, nn.Module]:
-    name = next(name for name in MODELS if name.startswith("wan"))
-    torch.manual_seed(0)
-    model = randomised(MODELS[name].build())
-    captured = capture_blocks(model, MODELS[name].examples(), verify=False).blocks[0]
-    return captured, fuse_graph(block_graph(captured)), model.get_submodule(captured.instances[0])
+    _, model, whole, (graph, *_) = captured_case(next(name for name in MODELS if name.startswith("wan")))
+    captured = whole.blocks[0]
+    return captured, graph, model.get_submodule(captured.instances[0])
 
 
 def inputs_of(captured: CapturedBlock, batch: int, tokens: int, text: int) -> list[Tensor]:
@@ -348,14 +346,9 @@ def test_small_regions_run_as_they_are(
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])
 def test_in_bfloat16_it_is_as_near_to_float64_as_eager_is(kernels: bool) -> None:
-    torch.manual_seed(0)
-    case = MODELS["wan-3-heads"]
-    model = randomised(case.build()).to(torch.bfloat16)
-    examples = [replace(e, arguments=_halved(e.arguments)) for e in case.examples()]
-    captured = capture_blocks(model, examples, verify=False).blocks[0]
-    graph = fuse_graph(block_graph(captured))
+    captured, graph, block = captured_in_bfloat16("wan-3-heads")
     assert [region.attrs["kernel"] for region in graph.fused].count("gate_residual_norm_modulate") == 2
-    block = model.get_submodule(captured.instances[0])
+    torch.manual_seed(0)
     nodes = captured.input_nodes
     inputs = [x.detach().to(n.meta["val"].dtype) for x, n in zip(inputs_of(captured, 2, 24, 7), nodes, strict=True)]
     module = fuse_block(captured, graph, kernels=kernels, compiler=lambda region: region)
@@ -366,6 +359,15 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_eager_is(kernels: bool) -> None
     for truth, mine, theirs in zip(exact, fused, eager, strict=True):
         error, usual = (torch.linalg.vector_norm(found.double() - truth) for found in (mine, theirs))
         assert error <= 1.1 * usual + 1e-3 * torch.linalg.vector_norm(truth)
+
+
+@functools.cache
+def captured_in_bfloat16(name: str) -> tuple[CapturedBlock, Graph, nn.Module]:
+    torch.manual_seed(0)
+    model = randomised(CASES[name].build()).to(torch.bfloat16)
+    examples = [replace(e, arguments=_halved(e.arguments)) for e in CASES[name].examples()]
+    captured = capture_blocks(model, examples, verify=False).blocks[0]
+    return captured, fuse_graph(block_graph(captured)), model.get_submodule(captured.instances[0])
 
 
 def _halved(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,18 +24,14 @@ from arachnec.kernels.rowwise.norm_plain import Vectors
 from arachnec.kernels.rowwise.row_groups import RowGroups
 from tests.codegen.generated_cases import CASES, sized
 from tests.codegen.generated_cases import region as case_region
+from tests.kernels.triton_interpreter import in_interpreter
 
-HERE = Path(__file__).parent
 ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"])
-def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str) -> None:
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted_generated.py"), part]
-    path = {"PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str, tmp_path: Path) -> None:
+    found = in_interpreter("tests.codegen.interpreted_generated", part, str(tmp_path))
     assert len(found) >= 6
     wrong = {(case, k): e for case, errors in found.items() for k, e in errors.items() if not e <= ROUNDING[case[:4]]}
     assert not wrong

@@ -11,7 +11,7 @@ import pytest
 
 from arachnec.backends.simulator import model_flops_utilization
 from arachnec.cli import run
-from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.commands.tables import comparison_bars
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
@@ -45,7 +45,7 @@ def test_the_report_has_every_figure_and_the_drawing_every_pipeline(
         assert (row["clips_dropped"], row["clips_repeated"]) == (0, 0)
         assert row["iteration_ms"] >= row["makespan_ms"] >= row["bound_ms"] * (1 - 1e-6)
         assert 0 < row["mfu"] < 1
-        assert 0 < row["peak_memory_gib"] <= row["memory_limit_gib"] == DATA_SHEETS["h100-80g"].memory
+        assert 0 < row["peak_memory_gib"] <= row["memory_limit_gib"] == DEVICE_SPECS["h100-80g"].memory
     assert {row["pipeline"] for row in rows if row["original_clips"]} == {"data-parallel", "same-bucket"}
     words = [node.text for node in ET.parse(svg).iter() if node.text]
     assert all(sum(word == name for word in words) == 2 for name in PIPELINES)  # a bar and a chart each
@@ -66,7 +66,7 @@ def test_memory_is_held_against_the_fullest_device_where_devices_differ(files: t
     (only,), _ = compare(files[0], files[1], "1x1:h100+1x1:h20", {"default": Pipeline.parse("default")})
     held = only.simulation.peak_memory_gib
     fullest = max(range(2), key=held.__getitem__)
-    limits = [DATA_SHEETS[device].memory for device in ("h100-80g", "h20-96g")]
+    limits = [DEVICE_SPECS[device].memory for device in ("h100-80g", "h20-96g")]
     assert only.report["memory_limit_gib"] == limits[fullest]
     swapped = dataclasses.replace(only.simulation, peak_memory_gib=held[::-1])
     assert dataclasses.replace(only, simulation=swapped).report["memory_limit_gib"] == limits[1 - fullest]
@@ -78,7 +78,7 @@ def test_mfu_counts_three_forwards_a_clip_and_no_recomputation(files: tuple[Path
     module, row = only.module, only.report
     flops = next(stage for stage in module.stages if stage.trained).attrs["flops"]
     needed = 3 * sum(flops(B=c.batch, S=c.tokens, T=c.text) for c in module.cascades if c.phase is Phase.TRAIN)
-    peak = DATA_SHEETS["h100-80g"].peak
+    peak = DEVICE_SPECS["h100-80g"].peak
     assert row["mfu"] == pytest.approx(needed / (row["iteration_ms"] / 1e3 * 2 * peak))
     assert model_flops_utilization(module, 2 * row["iteration_ms"]) == pytest.approx(row["mfu"] / 2)
 

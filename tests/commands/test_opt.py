@@ -86,7 +86,7 @@ def test_opt_reads_standard_input() -> None:
         (["opt", str(PLACED), "--passes", "rename", "--print-ir-after", "renam"], "did you mean `rename`?"),
         (["opt", str(PLACED), "--passes", "rename", "--load", "gone.py"], "there is no file gone.py"),
         (["opt"], "Missing argument"),
-        (["optt"], "No such command"),
+        (["optt"], "did you mean `opt`?"),
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(
@@ -136,7 +136,12 @@ def test_bisect_by_a_command(load: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_passes_lists_loaded_and_built_in_passes_and_pipelines(load: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["passes", "--load", load]) == 0
     shown = capsys.readouterr().out
-    for part in ("rename  (traced)", "Renames the module.", "to = string, default other", "schedule-z3  (costed ->"):
+    for part in (
+        "rename  (traced, once per iteration)",
+        "Renames the module.",
+        "to = string, default other",
+        "schedule-z3  (costed ->",
+    ):
         assert part in shown
     assert "data-parallel" in shown
 
@@ -154,8 +159,10 @@ def test_what_should_answer_at_once_imports_nothing_heavy(arguments: list[str]) 
 
 
 def test_help_imports_no_command() -> None:
+    commands = [f"arachnec.commands.{name}" for name in COMMANDS]
     script = (
-        "import sys; from arachnec.cli import run; run(['--help']); print([m for m in sys.modules if 'commands.' in m])"
+        "import sys; from arachnec.cli import run; run(['--help']); "
+        f"print([name for name in {commands} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.endswith("[]\n")

@@ -7,7 +7,8 @@ import pytest
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import nic_of, numa_of, packed_ranks, penalty, topology
-from arachnec.cost.model import Attention, CostModel
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 
@@ -98,6 +99,35 @@ def test_the_chosen_product_is_the_cheapest() -> None:
             if degree % u == 0
         ]
         assert cost.time(cascade(), degree) == min(times)
+
+
+def test_a_grid_has_its_own_time_whatever_was_asked_for_before() -> None:
+    cost = model("4x8:h100-80g")
+    grids = [(8, 1), (4, 2), (2, 4), (1, 8)]
+    cheapest = cost.time(cascade(), 8)
+    times = [cost.time(cascade(), 8, ulysses=u, ring=r) for u, r in grids]
+    assert len(set(times)) == len(grids)
+    assert min(times) == cheapest
+    assert [cost.time(cascade(), 8, ring=r) for _, r in grids] == times
+    assert [cost.time(cascade(), 8, ulysses=u) for u, _ in reversed(grids)] == times[::-1]
+
+
+@pytest.mark.parametrize("grid", [{"ulysses": 8, "ring": 2}, {"ulysses": 3}, {"ring": 3}, {"ulysses": 0}])
+def test_a_grid_that_is_not_the_degree_is_refused_also_where_its_time_is_known(grid: dict[str, int]) -> None:
+    cost = model("4x8:h100-80g")
+    cost.time(cascade(), 8, ulysses=8)
+    with pytest.raises(ValueError, match="is not degree 8"):
+        cost.time(cascade(), 8, **grid)
+
+
+def test_rows_of_one_shape_differ_by_what_their_inputs_hand_off() -> None:
+    vae = Stage("vae", False, Attributes.of(output=formula("GiB", (1e-4, BS))))
+    clips = [Cascade(name, Phase.ENCODE, "vae", (0,), 1, 24_000, 100) for name in ("a", "b")]
+    one, both = (replace(cascade(), name=str(len(names)), inputs=names) for names in (("a",), ("a", "b")))
+    module = Module("m", Level.COSTED, parse_cluster("8:h100-80g"), stages=(vae, stage()), cascades=(*clips, one, both))
+    table = CostModel(module).table
+    assert table.entry(both, 4).memory - table.entry(one, 4).memory == pytest.approx(2.4)
+    assert table.entry(both, 4).time == table.entry(one, 4).time
 
 
 def test_more_ranks_than_heads_need_a_ring() -> None:

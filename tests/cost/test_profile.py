@@ -11,13 +11,17 @@ import pytest
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import (
+    LinkProfile,
     Measurement,
     Profile,
     Synchronisation,
+    exponent_of,
     find_clip_time,
     fit,
     fit_profile,
     formula_of,
+    only_length,
+    predict,
     read_profile,
     write_profile,
 )
@@ -156,3 +160,25 @@ def test_cpu_ranks_of_a_short_form_share_the_cores_of_this_machine(monkeypatch: 
     assert "cores" not in parse_cluster("3:cpu").attrs
     assert parse_cluster("4:cpu").attrs["cores"] == 3
     assert "cores" not in parse_cluster("4:h100-80g").attrs
+
+
+ONE_SHAPE = [alone(1, 300), alone(4, 300), alone(2, 300)]
+
+
+def test_clips_of_one_shape_are_costed_as_measured(tmp_path: Path) -> None:
+    made = fit_profile([("dit", "forward", ONE_SHAPE), ("dit", "backward", ONE_SHAPE)], machine="m", device="cpu")
+    for entry in made.stages:
+        assert only_length(entry) == 300
+        assert entry.fit.residuals == pytest.approx([0.0] * 3, abs=1e-6)
+    assert only_length(profile(tmp_path / "p.json").stages[0]) is None
+    assert exponent_of(made, "dit") is None
+
+
+def test_messages_of_one_size_leave_the_bandwidth_to_plain_messages() -> None:
+    runs = [*ONE_SHAPE, shared(300, 9, 3e5), shared(300, 9, 3e5), shared(300, 9, 3e5)]
+    plain = LinkProfile(latency=40.0, intra=1.5)
+    made = fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu", links=plain)
+    assert made.links is not None
+    assert made.links.intra == 1.5
+    beyond = runs[3].ms - predict(made.stages[0].fit.coefficients, runs[3])
+    assert made.links.latency == pytest.approx((beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6)  # the rest is the messages'

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
@@ -23,6 +26,9 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
+from arachnec.tracing import blocks
+from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.record import ExampleCall
 from tests.distributed.harness import run_ranks
 
 MODEL = """
@@ -240,6 +246,31 @@ def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subproces
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+_CAPTURED: dict[Hashable, CapturedModel] = {}
+
+
+@contextlib.contextmanager
+def captured_once() -> Iterator[None]:
+    """A rank keeps what it captures for later tests with the same model file, precision and examples.
+
+    Ranks that ``arachnec run`` starts capture for themselves.
+    """
+    capture = blocks.capture_blocks
+
+    def kept(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
+        digest = type(model).__module__.rpartition("_")[2]  # of the model file
+        weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters())
+        calls = tuple((call.clip, call.batch, call.text) for call in examples)
+        key = (digest, weights, calls, verify)
+        if key not in _CAPTURED:
+            _CAPTURED[key] = capture(model, examples, verify=verify)
+        return _CAPTURED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "capture_blocks", kept)
+        yield
+
+
 def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
     """The executor without its launcher, on ranks that are there already; the report."""
     run_ranks(ranks, _train, folder, RunOptions(**options))  # type: ignore[arg-type]
@@ -252,7 +283,8 @@ def _train(folder: Path, options: RunOptions) -> None:
     from arachnec.backends.torch_distributed.training_run import train
     from arachnec.executable.folder import read_executable
 
-    train(read_executable(folder), options, torch.device("cpu"))
+    with captured_once():
+        train(read_executable(folder), options, torch.device("cpu"))
 
 
 def plain_loop(

@@ -1,7 +1,7 @@
 """Running a function on several gloo ranks, for tests.
 
 Ranks are processes that are started once per degree and kept. They are forked from a server that has imported torch
-and nothing else has run in, so a pool is up in well under a second.
+and the executor, and that nothing else has run in, so a pool is up in well under a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ["torch", "torch.distributed", "pytest", "hypothesis"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "pytest",
+    "hypothesis",
+    "arachnec.backends.torch_distributed.training_run",
+    "arachnec.spmd.sharded_model",
+    "arachnec.tracing.blocks",
+]
 
 
 class RankError(AssertionError):

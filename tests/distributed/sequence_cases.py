@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import multiprocessing
 import os
 import random
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
 from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
 from arachnec.spmd.sharded_model import SequenceModel, install
-from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from tests.distributed.harness import PRELOAD, ROOT
 from tests.spmd.sequence_models import MODELS, Size
 
@@ -121,16 +122,18 @@ def _serve(pipe: Connection) -> None:
 
 def _captured(name: str, fused: bool) -> tuple[SequenceModel, nn.Module]:
     """The model that runs on shards, and the model as it was."""
+    whole, captured = _model(name)
+    how = fuse_as_planned((), kernels=True, compiler=lambda region: region) if fused else None
+    return install(copy.deepcopy(whole), captured, how), whole
+
+
+@functools.cache
+def _model(name: str) -> tuple[nn.Module, CapturedModel]:
     torch.manual_seed(0)
     model = MODELS[name].build()
     for parameter in model.parameters():  # gates that start at zero would hide what is wrong behind them
         nn.init.normal_(parameter, std=0.3)
-    whole = copy.deepcopy(model)
-    captured = capture_blocks(model, MODELS[name].examples(), verify=False)
-    if not fused:
-        return install(model, captured), whole
-    how = fuse_as_planned((), kernels=True, compiler=lambda region: region)
-    return install(model, captured, how), whole
+    return model, capture_blocks(model, MODELS[name].examples(), verify=False)
 
 
 def _forked(name: str, steps: tuple[Step, ...], models: tuple[SequenceModel, nn.Module], timeout: float) -> list[Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arachnec.kernels.rowwise.norm_rope import norm_rope, qk_norm_rope
+from arachnec.kernels.rowwise.norm_rope import norm_rope
 
 SHAPE = (2, 5, 3, 8)
 
@@ -86,13 +86,6 @@ def test_heads_first_tensors_keep_their_order_in_memory() -> None:
     y = norm_rope(x, torch.randn(8), None, *tables(5))
     assert y.stride() == x.stride()
     torch.testing.assert_close(y, norm_rope(x.contiguous(), None, None, *tables(5)).new_tensor(y.tolist()))
-
-
-def test_queries_and_keys_are_turned_by_one_table() -> None:
-    query, key, cos_sin = torch.randn(SHAPE), torch.randn(SHAPE), tables(5)
-    found = qk_norm_rope(query, key, None, torch.ones(8), *cos_sin)
-    for got, x in zip(found, (query, key), strict=True):
-        torch.testing.assert_close(got, norm_rope(x, None, None, *cos_sin))
 
 
 @pytest.mark.parametrize("width", [8, 24])

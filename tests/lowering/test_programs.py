@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, quantity
 from arachnec.ir.values import Quantity
 from arachnec.ir.verify import verify
 from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.lower import Lower
-from tests.passes.plans import cluster, module_of, placed_modules, timed
+from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
 
 def words(module: Module, rank: int) -> list[str]:
@@ -33,7 +33,7 @@ def one_encode_one_train(ranks: tuple[int, ...]) -> Module:
         timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0,)),
         timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), ranks),
     ]
-    return module_of(cluster(), [Clip(0, 17, 480, 832, 0, 1000)], cascades)
+    return module_of(cluster(), equal_clips(), cascades)
 
 
 @given(placed_modules())
@@ -114,7 +114,7 @@ def test_an_encoder_on_several_ranks_names_its_group_and_one_rank_none() -> None
         timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0, 1)),
         timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), (1, 2)),
     ]
-    lowered = lower(module_of(cluster(), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    lowered = lower(module_of(cluster(), equal_clips(), cascades))
     assert lowered.programs[0].instructions[0].peers == (0, 1)
     assert words(lowered, 1)[:2] == ["encode e", "forward t"]
     assert words(lowered, 2)[:2] == ["receive e", "forward t"]
@@ -127,7 +127,7 @@ def test_the_nearest_holder_sends() -> None:
         timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 2.0), (0, 4)),
         timed("t", Phase.TRAIN, 0, 1000, ("e",), (2.0, 32.0), (1, 5)),
     ]
-    lowered = lower(module_of(cluster(nodes=2), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    lowered = lower(module_of(cluster(nodes=2), equal_clips(), cascades))
     assert {(rank, i.peers[0]) for rank, i in instructions(lowered, "send")} == {(0, 1), (4, 5)}
 
 

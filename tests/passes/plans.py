@@ -49,6 +49,11 @@ DIT = Stage(
 )
 
 
+def equal_clips(count: int = 1) -> list[Clip]:
+    """Clips of 1000 tokens, numbered from 0."""
+    return [Clip(number, 17, 480, 832, 0, 1000) for number in range(count)]
+
+
 def timed(name: str, phase: Phase, clip: int, tokens: int, inputs: tuple[str, ...], when: tuple[float, float],
           ranks: tuple[int, ...]) -> Cascade:  # fmt: skip
     attrs = Attributes.of(

@@ -193,6 +193,24 @@ def test_partition_takes_its_exponent_from_a_profile(tmp_path: Path) -> None:
     assert Partition(p="profile", profile=str(path))
 
 
+def test_a_profile_of_one_length_leaves_the_exponent_to_the_flops(tmp_path: Path) -> None:
+    path = str(tmp_path / "p.json")
+    runs = [measured(b, 1000, 16) for b in (1, 2, 4)]
+    write_profile(fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu"), path)
+    begin = replace(module(), level=Level.TRACED, cascades=())
+    equal = replace(begin, clips=tuple(Clip(n, 17, 48, 64, 16, 1000) for n in range(4)))
+    mixed = replace(begin, clips=(*equal.clips, Clip(4, 33, 48, 64, 16, 4000)))
+    for clips in (equal, mixed):
+        partitioned = Partition(profile=path).run(clips)
+        assert partitioned == Partition().run(clips)
+        costed = Annotate(path).run(partitioned)
+        assert costed.stages[0].attrs["costs"] == "profile"
+        assert CostModel(costed).time(costed.cascades[0], 1) > 0
+    assert Partition(p="profile", profile=path).run(equal) == Partition().run(equal)
+    with pytest.raises(UserError, match="one length only"):
+        Partition(p="profile", profile=path).run(mixed)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", '{"machine": "m"}', '{"machine": "m", "device": "cpu", "stages": [], "x": 1}']
 )

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from arachnec.analysis.uses import bucket_of, sums_inside
+from arachnec.analysis.uses import bucket_of, overlapped_reduces
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import contents
+from arachnec.ir.gradient_buckets import buckets_of
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer, quantity
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.ir.verify import verify
-from arachnec.lowering.buckets import MOST, best_buckets, can_turn, finish, turned
+from arachnec.lowering.buckets import MOST_BUCKETS, best_buckets, can_reverse, finish, time_reversed
 from arachnec.lowering.gradient_sync import WrongBuckets
 from arachnec.lowering.programs import lower
 from arachnec.passes.bucket import Bucket
 from arachnec.passes.check import find_problems
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
-from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongParts, WrongStart
+from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongBucketLayers, WrongStart
 from arachnec.views.timeline import planned
-from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
+from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=100_000_000))
@@ -47,7 +47,7 @@ def sums(program: Program) -> list[Instruction]:
 
 ALL_CUTS = [
     tuple(b - a for a, b in pairwise((0, *chosen, 9)))
-    for count in range(MOST)
+    for count in range(MOST_BUCKETS)
     for chosen in combinations(range(1, 10), count)
 ]
 
@@ -71,7 +71,7 @@ def test_a_plan_in_any_buckets_verifies_and_passes_check(module: Module, buckets
 
 @given(cuts())
 def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tuple[int, ...]) -> None:
-    found = contents(STAGE, buckets)
+    found = buckets_of(STAGE, buckets)
     assert sorted(layer for bucket in found for layer in bucket.layers) == list(range(len(LAYERS)))
     assert [bucket.rest for bucket in found] == [False] * (len(buckets) - 1) + [True]
     assert sum(bucket.size for bucket in found) == gradient_bytes(STAGE)
@@ -83,7 +83,7 @@ def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) ->
     assert not verify(cut_up)
     lowered = lower(cut_up)
     assert not find_problems(lowered)
-    assert all(len(sums(program)) <= MOST for program in lowered.programs) or mib is not None
+    assert all(len(sums(program)) <= MOST_BUCKETS for program in lowered.programs) or mib is not None
     assert sum(integer(i.attrs["bytes"]) for i in sums(lowered.programs[0])) == gradient_bytes(STAGE)
 
 
@@ -107,7 +107,7 @@ def test_no_cut_of_so_many_buckets_is_through_earlier(
         return latency + size / 1e6 / speed
 
     def through(buckets: tuple[int, ...]) -> float:
-        return finish(contents(stage, buckets), 9, ends, time)
+        return finish(buckets_of(stage, buckets), 9, ends, time)
 
     chosen = best_buckets(stage, ends, time)
     assert sum(chosen) == 9
@@ -121,11 +121,11 @@ def test_nothing_is_cut_where_nothing_runs_behind_the_sum() -> None:
 
 @given(placed_modules())
 def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module) -> None:
-    assume(can_turn(module))
-    there = turned(with_layers(module))
+    assume(can_reverse(module))
+    there = time_reversed(with_layers(module))
     assert not verify(there)
     assert not find_problems(lower(Bucket().run(there)))
-    back = turned(there)
+    back = time_reversed(there)
     for cascade, again in zip(module.cascades, back.cascades, strict=True):
         assert again.start == pytest.approx(cascade.start, abs=1e-6)
         assert again.ranks == cascade.ranks
@@ -139,7 +139,7 @@ def test_a_plan_is_turned_round_where_that_ends_with_longer_backwards() -> None:
         timed("short", Phase.TRAIN, 1, 900, (), (300.0, 301.0), (0, 1)),
     ]
     module = with_layers(module_of(cluster(gpus=2), clips, cascades))
-    found, kept = Bucket().run(module), Bucket(turn=False).run(module)
+    found, kept = Bucket().run(module), Bucket(reverse=False).run(module)
     assert [cascade.start for cascade in found.cascades] == [1.0, 0.0]
     assert [cascade.start for cascade in kept.cascades] == [0.0, 300.0]
     assert simulate(lower(found)).iteration_ms < simulate(lower(kept)).iteration_ms
@@ -152,7 +152,7 @@ def test_a_plan_in_which_a_cascade_reads_another_stays_as_it_is() -> None:
         timed("t", Phase.TRAIN, 0, 9000, ("e",), (9.0, 300.0), (0, 1)),
     ]
     module = with_layers(module_of(cluster(gpus=2), clips, cascades))
-    assert not can_turn(module)
+    assert not can_reverse(module)
     assert Bucket().run(module).cascades == module.cascades
 
 
@@ -164,12 +164,12 @@ def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
         timed("c", Phase.TRAIN, 2, 1000, (), (0.0, 30.0), (3,)),
     ]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
-    inside = [{program.instructions[at].target for at in sums_inside(program)} for program in lowered.programs]
+    inside = [{program.instructions[at].target for at in overlapped_reduces(program)} for program in lowered.programs]
     assert inside == [set(), {"b"}, {"b"}, {"c"}]  # rank 0 ends with `a`, but rank 1 does not
 
 
 def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
-    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    clips = equal_clips()
     cascades = [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
     first, rest = sums(lowered.programs[0])
@@ -207,7 +207,7 @@ def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets
 
 
 def test_buckets_that_do_not_add_up_to_the_layers_are_refused() -> None:
-    clips = [Clip(0, 17, 480, 832, 0, 1000)]
+    clips = equal_clips()
     module = module_of(cluster(), clips, [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
     for buckets in ((3, 3), (11, -1), (11,), (5, 0, 5), (5, 5, -1, 1), ()):
         with pytest.raises(UserError) as caught:
@@ -247,12 +247,12 @@ def nothing(items: list[Instruction], at: int) -> None:
 
 
 BROKEN: list[tuple[Callable[[list[Instruction], int], None], set[type[Diagnostic]]]] = [
-    (drop_one, {WrongParts, NotReduced}),
-    (twice, {WrongParts}),
-    (nothing, {WrongParts}),
+    (drop_one, {WrongBucketLayers, NotReduced}),
+    (twice, {WrongBucketLayers}),
+    (nothing, {WrongBucketLayers}),
     (swap, {Deadlock, WrongStart}),
     (step_first, {NotStepped}),
-    (unknown_layer, {WrongParts}),
+    (unknown_layer, {WrongBucketLayers}),
     (late, {StartsApart, Deadlock, WrongStart}),
 ]
 
@@ -266,7 +266,7 @@ def test_one_rank_with_other_buckets_is_found(
     data: st.DataObject,
 ) -> None:
     lowered = lower(with_buckets(module, (4, 4, 2)))
-    shared = [p for p in lowered.programs if len(p.instructions) and sums_inside(p)] if change is late else None
+    shared = [p for p in lowered.programs if len(p.instructions) and overlapped_reduces(p)] if change is late else None
     programs = shared if shared is not None else list(lowered.programs)
     assume(programs and len(lowered.programs) > 1)
     program = data.draw(st.sampled_from(programs))

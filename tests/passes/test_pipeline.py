@@ -16,7 +16,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra import errors as pipeline_errors
-from arachnec.passes.infra.base import Duration, Pass, pass_name
+from arachnec.passes.infra.base import Duration, Pass, Scope, pass_name
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
 from arachnec.passes.infra.named_pipelines import PIPELINES
@@ -70,7 +70,19 @@ class Keep(Pass):
         return module.with_attrs(nonsense=1) if self.harm else module
 
 
-REGISTRY = Registry(()).with_passes(Cut, Keep)
+@dataclass(frozen=True)
+class Decide(Pass):
+    """Decides for the whole model."""
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
+
+    def run(self, module: Module) -> Module:
+        return module
+
+
+REGISTRY = Registry(()).with_passes(Cut, Keep, Decide)
 CLUSTER = Cluster(
     "pod",
     Attributes.of(
@@ -246,8 +258,8 @@ def test_a_file_adds_its_passes_and_the_registry_before_knows_nothing_of_it(tmp_
         "        return module\n"
     )
     more = load_file(path, REGISTRY)
-    assert list(more) == ["cut", "keep", "do-nothing"]
-    assert list(REGISTRY) == ["cut", "keep"]
+    assert list(more) == ["cut", "keep", "decide", "do-nothing"]
+    assert list(REGISTRY) == ["cut", "keep", "decide"]
     assert str(Pipeline.parse("do-nothing{times=3},cut", more)) == "do-nothing{times=3},cut"
 
 
@@ -287,6 +299,43 @@ def test_instruments_see_before_after_and_failed() -> None:
         "before 1 keep of keep{crash=true}",
         "failed 1 keep: told to",
     ]
+
+
+def test_the_parts_of_a_pipeline_are_the_pipeline_with_the_same_numbers() -> None:
+    pipeline, recorder = parse("decide,decide,keep,cut"), Recorder()
+    model = pipeline.run_model_part(MODULE, [recorder])
+    for _ in range(2):
+        assert pipeline.run_iteration_part(model, [recorder]) == pipeline.run(MODULE)
+    numbers = [event.split(" of ")[0] for event in recorder.events if event.startswith("before")]
+    assert numbers == [
+        "before 0 decide",
+        "before 1 decide",
+        *["before 2 keep", "before 3 cut"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("text", ["keep,decide", "decide,keep,cut,decide", "keep, decide ,cut"])
+def test_a_pass_of_the_model_behind_one_of_an_iteration_is_refused_where_it_stands(text: str) -> None:
+    with pytest.raises(UserError, match="pass `decide` is of scope `model` and stands after") as error:
+        parse(text)
+    (diagnostic,) = error.value.diagnostics
+    assert diagnostic.span is not None
+    assert text[diagnostic.span.column - 1 :].startswith("decide")
+    ordered = diagnostic.text(diagnostic.help).rpartition(": ")[2]
+    assert str(parse(ordered)) == ordered
+
+
+def test_a_pipeline_in_the_wrong_order_made_without_text_is_refused_when_it_runs() -> None:
+    pipeline = Pipeline((Keep(), Decide()))
+    for run in (pipeline.run, pipeline.run_model_part, pipeline.run_iteration_part):
+        with pytest.raises(UserError, match="scope"):
+            run(MODULE)
+
+
+def test_what_decides_for_the_model_comes_first_in_every_named_pipeline() -> None:
+    scopes = {name: [step.scope.value for step in Pipeline.parse(name).passes] for name in PIPELINES}
+    assert all(found == sorted(found, reverse=True) for found in scopes.values())
+    assert scopes["fused"][:3] == ["model", "model", "iteration"]
 
 
 def test_a_crash_leaves_a_file_that_repeats_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from arachnec.backends.simulator import simulate
 from arachnec.backends.torch_distributed.background_planner import cluster_for
-from arachnec.cluster.device_specs import DATA_SHEETS
+from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import kinds_of_ranks, machines
 from arachnec.cost.model import CostModel
@@ -21,7 +21,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.validate import validate_schedule
 
 MIXED = "1x4:h100-80g+1x4:a100-80g"
-SLOWDOWN = DATA_SHEETS["h100-80g"].sustained / DATA_SHEETS["a100-80g"].sustained
+SLOWDOWN = DEVICE_SPECS["h100-80g"].sustained / DEVICE_SPECS["a100-80g"].sustained
 PASSES = "schedule-z3{budget=0ms},place,lower,check"
 
 
@@ -57,7 +57,7 @@ def test_nodes_keep_the_order_in_which_the_groups_are_written() -> None:
     cluster = parse_cluster("1x4:a100+2x4:h100")
     assert [machine.device for machine in machines(cluster)] == ["a100-80g", "h100-80g", "h100-80g"]
     assert cluster.attrs["device"] == "h100-80g", "the fastest, which costs are for"
-    assert quantity(cluster.attrs["intra"]) == DATA_SHEETS["a100-80g"].intra
+    assert quantity(cluster.attrs["intra"]) == DEVICE_SPECS["a100-80g"].intra
     assert kinds_of_ranks(parse_cluster("2x4:h100")) == (tuple(range(8)),)
 
 

@@ -186,7 +186,7 @@ def test_a_link_is_never_idle_and_never_faster_than_it_is(sizes: list[float]) ->
     left, ends = list(flows), {}
     while left:
         first = min(left, key=lambda flow: flow.end)
-        ends[first.what] = now = first.end
+        ends[first.subject] = now = first.end
         left.remove(first)
         network.finish(first)
         network.settle(now)
@@ -279,7 +279,7 @@ def test_whatever_came_and_went_no_link_carries_more_than_it_can(
             network.finish(running.pop(leaving))
         network.settle(0.0)
         for link, capacity in capacities.items():
-            carried = sum(100.0 / flow.takes for flow in running if link in flow.what)
+            carried = sum(100.0 / flow.takes for flow in running if link in flow.subject)
             assert carried <= 1.05 * capacity
         assert all(flow.takes >= 0.999 * flow.work.alone for flow in running)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.kernels.attention.sequence_shard import SequenceShard
-from arachnec.spmd.rewrite import CannotShard, NoShardedInput, ShardedBlock, shard_block
+from arachnec.spmd.inputs import NoShardedInput
+from arachnec.spmd.rewrite import CannotShard, ShardedBlock, shard_block
 from arachnec.spmd.sharded_model import install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from arachnec.tracing.record import ExampleCall

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.attention.sequence_shard import SequenceShard
-from arachnec.spmd.sharded_model import SequenceModel, ShardedTokens, install
+from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.sharded_tokens import ShardedTokens
 from arachnec.tracing.blocks import capture_blocks
 from tests.spmd.sequence_models import MODELS, Size
 
@@ -93,7 +94,7 @@ def test_anything_else_gets_the_whole_tensor_gathered_once(monkeypatch: pytest.M
         gathered.append(dim)
         return torch.cat([torch.zeros(2, 5, 4), x], dim)
 
-    monkeypatch.setattr("arachnec.spmd.sharded_model.gather_tokens", gather)
+    monkeypatch.setattr("arachnec.spmd.sharded_tokens.gather_tokens", gather)
     tokens = ShardedTokens(torch.ones(2, 3, 4), 1, SequenceShard((0, 1), 1, (5, 3), 2, 1))
     assert (tokens + 1).sum().item() == 2 * 8 * 4 + 24
     assert torch.cat([tokens, tokens], -1)[0, -1].tolist() == [1.0] * 8
@@ -102,7 +103,7 @@ def test_anything_else_gets_the_whole_tensor_gathered_once(monkeypatch: pytest.M
 
 
 def test_a_look_without_gradients_does_not_cut_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arachnec.spmd.sharded_model.gather_tokens", lambda x, dim, shard: torch.cat([x, x], dim))
+    monkeypatch.setattr("arachnec.spmd.sharded_tokens.gather_tokens", lambda x, dim, shard: torch.cat([x, x], dim))
     local = torch.ones(2, 3, 4, requires_grad=True)
     tokens = ShardedTokens(local, 1, SequenceShard((0, 1), 1, (3, 3), 2, 1))
     with torch.no_grad():
@@ -122,7 +123,7 @@ def test_a_custom_autograd_function_may_not_lose_the_gradient_of_a_shard(monkeyp
         def backward(ctx: object, gradient: Tensor) -> Tensor:
             return gradient * 2
 
-    monkeypatch.setattr("arachnec.spmd.sharded_model.gather_tokens", lambda x, dim, shard: torch.cat([x, x], dim))
+    monkeypatch.setattr("arachnec.spmd.sharded_tokens.gather_tokens", lambda x, dim, shard: torch.cat([x, x], dim))
     local = torch.ones(2, 3, 4, requires_grad=True)
     tokens = ShardedTokens(local, 1, SequenceShard((0, 1), 1, (3, 3), 2, 1))
     with pytest.raises(RuntimeError, match="custom autograd function"):

@@ -14,11 +14,12 @@ from arachnec.ir.printer import print_module
 from arachnec.tracing import errors as trace_errors
 from arachnec.tracing.blocks import Origin, call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.export import FlatBlock, export_block
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.memory import block_memory
-from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.record import ExampleCall, flatten_call
 
 WIDTH, HEADS = 24, 3
 
@@ -83,17 +84,23 @@ def refused(kind, **changes):
     return diagnostic
 
 
-def test_nested_lists_of_blocks_are_found_and_are_one_structure():
+@pytest.fixture(scope="module")
+def plain():
+    """A model and what was captured of it, for tests that only read."""
     model = Model()
+    return model, capture_blocks(model, examples())
+
+
+def test_nested_lists_of_blocks_are_found_and_are_one_structure(plain):
+    model, captured = plain
     assert list(find_blocks(model)) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
-    captured = capture_blocks(model, examples())
     assert [block.name for block in captured.blocks] == ["Block"]
     assert captured.chains == ((0, 1, 2, 3),)
     assert captured.calls[1].origins == (Origin(0, 0), Origin(0, 1))
 
 
-def test_inputs_are_named_and_shaped_whatever_way_they_are_passed():
-    (block,) = capture_blocks(Model(), examples()).blocks
+def test_inputs_are_named_and_shaped_whatever_way_they_are_passed(plain):
+    (block,) = plain[1].blocks
     assert block.input_names == ("text", "video")
     assert block.input_dims == ((B, T, WIDTH), (B, S, WIDTH))
     assert block.output_dims == ((B, T, WIDTH), (B, S, WIDTH))
@@ -157,16 +164,16 @@ def test_an_output_that_the_model_reads_itself_ends_the_chain(use):
     assert captured.calls[2].origins == (Origin(1, 0), None)
 
 
-def test_a_call_of_another_form_is_refused():
-    model = Model()
-    (block,) = capture_blocks(model, examples()).blocks
+def test_a_call_of_another_form_is_refused(plain):
+    model, captured = plain
+    (block,) = captured.blocks
     text, video = torch.randn(1, 7, WIDTH), torch.randn(1, 9, WIDTH)
     with pytest.raises(UserError, match="was called with"):
         block.flatten(model.stages[0][0], (text,), {"video": video, "scale": 2.0})
 
 
-def test_flops_are_those_of_the_formula_in_the_literature():
-    (block,) = capture_blocks(Model(), examples()).blocks
+def test_flops_are_those_of_the_formula_in_the_literature(plain):
+    (block,) = plain[1].blocks
     joint = S + T
     assert (block_flops(block) - (8 * B * joint * WIDTH**2 + 4 * B * joint**2 * WIDTH)).expand() == 0
     (attention,) = token_attentions(block)
@@ -174,8 +181,8 @@ def test_flops_are_those_of_the_formula_in_the_literature():
     assert (attention.traffic - 4 * 4 * B * joint * WIDTH).expand() == 0
 
 
-def test_fused_attention_keeps_no_scores_and_the_saved_bytes_are_autograd_s():
-    (block,) = capture_blocks(Model(), examples()).blocks
+def test_fused_attention_keeps_no_scores_and_the_saved_bytes_are_autograd_s(plain):
+    (block,) = plain[1].blocks
     memory = block_memory(block, (True, True))
     token = 4 * (
         WIDTH + 3 * WIDTH + WIDTH + HEADS
@@ -208,8 +215,8 @@ def _run(model, video, text):
     return video
 
 
-def test_graph_text_names_every_dimension_and_parses_back():
-    (block,) = capture_blocks(Model(), examples()).blocks
+def test_graph_text_names_every_dimension_and_parses_back(plain):
+    (block,) = plain[1].blocks
     module = Module("traced", Level.TRACED, graphs=(block_graph(block),))
     text = print_module(module)
     assert parse_module(text) == module
@@ -284,3 +291,11 @@ def test_a_model_whose_blocks_see_no_clip_is_refused():
     model.forward = lambda video, text: model.stages[0][0](model.embed(text), video=model.embed(text))
     with pytest.raises(UserError, match="grows with the clip"):
         capture_blocks(model, examples())
+
+
+def test_a_size_fixed_by_torch_alone_is_not_laid_on_a_line_of_the_caller() -> None:
+    x = torch.randn(2, 5)
+    block = nn.Linear(5, 3)
+    with pytest.raises(UserError, match="fixes a size") as refused:
+        export_block("linear", FlatBlock(block, *flatten_call(block, (x,), {})), [x], [[1]])
+    assert [diagnostic.span for diagnostic in refused.value.diagnostics] == [None]

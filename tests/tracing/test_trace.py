@@ -13,7 +13,9 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.models.file import load_model_file
 from arachnec.passes.trace import trace_model
+from tests.commands.small_model import MODEL as SMALL_MODEL
 
 CLIPS = [
     VideoClip(0, 17, 64, 96, 40),
@@ -196,11 +198,65 @@ def drawn_in_place(clip, generator):
     return {"video": noise, "text": torch.ones(1, clip.text_tokens, 16, device="cpu")}, noise
 
 
-@pytest.mark.parametrize("function", [sample, values_needed, drawn_in_place])
+def numpy_needed(clip, generator):
+    kwargs, target = sample(clip, generator)
+    return {**kwargs, "scale": 1.0 + 0.0 * float(kwargs["video"].numpy().mean())}, target
+
+
+def printed(clip, generator):
+    kwargs, target = sample(clip, generator)
+    assert f"{kwargs['video'].sum():.2f}"
+    return kwargs, target
+
+
+@pytest.mark.parametrize("function", [sample, values_needed, drawn_in_place, numpy_needed, printed])
 def test_any_sample_that_works_on_the_cpu_works_in_planning(function):
     traced = trace_model(source(function), CLIPS)
     assert traced.tokens(CLIPS[2]) == math.prod(latent(CLIPS[2])) // 4
     assert next(iter(traced.counter.model.parameters())).is_meta
+
+
+def test_a_sample_of_a_model_file_that_looks_at_its_numbers_works_in_planning(tmp_path):
+    looking = "\n\ndef sample(clip, generator):\n    assert float(usual(clip, generator)[1].sum()) < 1e6\n"
+    text = SMALL_MODEL.replace("def sample", "def usual") + looking + "    return usual(clip, generator)\n"
+    (tmp_path / "model.py").write_text(text)
+    assert trace_model(load_model_file(tmp_path / "model.py"), [VideoClip(0, 9, 32, 32, 1)]).stages
+
+
+def test_a_mistake_in_a_sample_of_no_file_names_the_clip():
+    def late(clip, generator):
+        if clip.frames > 50:
+            raise KeyError("latents")
+        return sample(clip, generator)
+
+    with pytest.raises(UserError, match=r"cannot take clip 2 .*KeyError: 'latents'"):
+        trace_model(source(late), CLIPS).tokens(CLIPS[2])
+
+
+BROKEN = """
+
+def sample(clip, generator):
+    CALLED.append(clip.frames)
+    if clip.frames > 50:
+        raise {error}
+    return usual(clip, generator)
+
+
+CALLED = []
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('too long')", "KeyError('latents')", "NotImplementedError('later')"])
+def test_a_mistake_in_sample_is_told_at_its_line_and_sample_is_not_called_again_with_numbers(tmp_path, error):
+    (tmp_path / "model.py").write_text(SMALL_MODEL.replace("def sample", "def usual") + BROKEN.format(error=error))
+    model_file = load_model_file(tmp_path / "model.py")
+    short, long = VideoClip(0, 9, 32, 32, 1), VideoClip(1, 81, 32, 32, 1)
+    traced = trace_model(model_file, [short])
+    with pytest.raises(UserError, match=r"in sample\(\)") as refused:
+        traced.tokens(long)
+    (diagnostic,) = refused.value.diagnostics
+    assert "raise" in (tmp_path / "model.py").read_text().splitlines()[diagnostic.span.line - 1]
+    assert model_file.sample.__wrapped__.__globals__["CALLED"].count(81) == 1
 
 
 def test_a_caption_of_constant_length_is_a_number():

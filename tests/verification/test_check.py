@@ -18,10 +18,11 @@ from arachnec.passes.check import Check, find_problems
 from arachnec.verification import deadlock as deadlock
 from arachnec.verification import gradient as gradient
 from arachnec.verification import gradient_sync as sums
+from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
 from arachnec.verification import structure as structure
-from tests.passes.plans import cluster, module_of, placed_modules, timed
+from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
 Lists = dict[int, list[Instruction]]
 Places = list[tuple[int, int, Instruction]]
@@ -139,9 +140,9 @@ def start_too_early(lists: Lists, data: st.DataObject) -> None:
 
 
 MUTATIONS = [
-    (drop("receive"), {deadlock.UnmatchedSend}),
-    (drop("send"), {deadlock.UnmatchedReceive}),
-    (swap_sends, {deadlock.SwappedHandoff}),
+    (drop("receive"), {handoffs.UnmatchedSend}),
+    (drop("send"), {handoffs.UnmatchedReceive}),
+    (swap_sends, {handoffs.SwappedHandoff}),
     (drop("forward"), {gradient.WrongRunCount}),
     (drop("backward"), {gradient.WrongRunCount}),
     (drop_everywhere("forward"), {gradient.WrongRunCount}),
@@ -202,7 +203,7 @@ def test_a_clip_left_out_or_counted_twice_is_found(module: Module, data: st.Data
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    clips = equal_clips(2)
     cascades = [
         timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), ranks),
         timed("b", Phase.TRAIN, 1, 1000, (), (30.0, 60.0), ranks),
@@ -210,18 +211,18 @@ def two_cascades_on(ranks: tuple[int, ...]) -> Module:
     return lower(module_of(cluster(), clips, cascades))
 
 
-def test_collectives_in_another_order_on_one_rank_deadlock_and_the_circle_is_named() -> None:
+def test_collectives_in_another_order_on_one_rank_deadlock_and_the_cycle_is_named() -> None:
     module = two_cascades_on((1, 2))
     lists = lists_of(module)
     lists[2] = [*lists[2][2:4], *lists[2][:2], *lists[2][4:]]
     found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
     assert found.ranks == "[1, 2]"
-    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.circle
-    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.circle
+    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.cycle
+    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.cycle
 
 
-def test_a_circle_over_three_ranks_is_found() -> None:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(3)]
+def test_a_cycle_over_three_ranks_is_found() -> None:
+    clips = equal_clips(3)
     groups = ((0, 1), (1, 2), (0, 2))
     when = ((0.0, 30.0), (30.0, 60.0), (60.0, 90.0))
     cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), when[n], groups[n]) for n in range(3)]
@@ -233,7 +234,7 @@ def test_a_circle_over_three_ranks_is_found() -> None:
 
 
 def test_ranks_that_send_to_each_other_first_deadlock() -> None:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    clips = equal_clips(2)
     cascades = [
         timed("e0", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
         timed("e1", Phase.ENCODE, 1, 1000, (), (0.0, 1.0), (1,)),

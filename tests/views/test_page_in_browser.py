@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Clip, Phase
+from arachnec.ir.nodes import Phase
 from arachnec.lowering.programs import lower
 from arachnec.views.executable_page import executable_page
-from tests.passes.plans import cluster, module_of, timed
+from tests.passes.plans import cluster, equal_clips, module_of, timed
 from tests.views.browser import MISSING, Browser, browser
 from tests.views.page_plans import large, slower, small
 
@@ -347,7 +347,7 @@ def test_a_plan_of_1024_ranks_and_4096_cascades_opens_scrolls_zooms_and_filters(
 
 def test_one_rank_and_one_cascade_are_a_page_too(chromium: Browser, tmp_path: Path) -> None:
     alone = timed("t0", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))
-    module = lower(module_of(cluster(gpus=1), [Clip(0, 17, 480, 832, 0, 1000)], [alone]))
+    module = lower(module_of(cluster(gpus=1), equal_clips(), [alone]))
     page = show(chromium, tmp_path, executable_page(module))
     assert page.texts("#chain b")[0] == "%t0"
     assert page.run("return document.getElementById('chains').hidden")

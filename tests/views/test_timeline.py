@@ -14,18 +14,21 @@ from rich.console import Console
 
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Clip, Module, Phase
+from arachnec.ir.nodes import Module, Phase
+from arachnec.ir.parser import parse_module
 from arachnec.lowering.programs import lower
+from arachnec.views.executable_page import executable_page
+from arachnec.views.format import title_of
 from arachnec.views.timeline import Interval, Timeline, planned, read_measured
 from arachnec.views.timeline_svg import draw, ticks
 from arachnec.views.timeline_terminal import MOST_ROWS, gantt
-from tests.passes.plans import cluster, module_of, placed_modules, timed
+from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def wide(ranks: int) -> Module:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(ranks)]
+    clips = equal_clips(ranks)
     cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), (0.0, 30.0), (n,)) for n in range(ranks)]
     return lower(module_of(cluster(gpus=ranks), clips, cascades))
 
@@ -60,7 +63,7 @@ def test_the_drawing_is_xml_and_every_box_lies_inside(module: Module) -> None:
 
 def test_ranks_next_to_each_other_in_one_cascade_are_one_box_and_measured_ones_apart_are_not() -> None:
     cascades = [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
-    lowered = lower(module_of(cluster(), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    lowered = lower(module_of(cluster(), equal_clips(), cascades))
     assert draw(lowered, planned(lowered)).count("<title>forward t ") == 1
     measured = Timeline("measured", tuple(Interval(r, "forward", "t", 5.0 * r, 10.0 + 5.0 * r) for r in range(4)))
     assert draw(lowered, measured).count("<title>forward t ") == 4
@@ -77,7 +80,7 @@ def test_names_are_escaped_in_the_drawing() -> None:
     odd = Timeline("a < b & c", (Interval(0, "forward", "t0", 0.0, 60.0),))
     root = ElementTree.fromstring(draw(replace(wide(1), name="<m> & 'n'"), odd))
     words = [node.text for node in root.iter(f"{SVG}text")]
-    assert "<m> & 'n'" in words
+    assert "<m> & 'n', 1 clip on 1 x h100-80g" in words
     assert any(word is not None and word.startswith("a < b & c") for word in words)
 
 
@@ -89,9 +92,31 @@ def test_the_terminal_chart_fits_its_width_and_a_screen(ranks: int) -> None:
     assert len(lines) <= MOST_ROWS + 3
 
 
+def test_the_title_says_model_clips_and_cluster() -> None:
+    module = replace(wide(2), name="iteration_3")
+    known = tuple(replace(s, attrs=s.attrs.updated(source="Net" if s.trained else None)) for s in module.stages)
+    module = replace(module, stages=known)
+    device = module.cluster.attrs["device"] if module.cluster else ""
+    title = f"Net, 2 clips on 2 x {device}, iteration 3"
+    assert title_of(module) == title
+    assert title in draw(module, planned(module))
+    assert title in executable_page(module)
+
+
+def test_stages_can_be_told_apart_without_colour() -> None:
+    text = (Path(__file__).parents[1] / "golden" / "check" / "pipeline_1f1b.cascade").read_text()
+    module = parse_module(text)
+    *_, first, second, legend = in_terminal(module, planned(module))
+    entries = [entry for entry in legend.replace("|", "").split("  ") if entry.strip()]
+    characters = [entry.split()[-2] for entry in entries if entry.split()[-1] in ("forward", "backward")]
+    assert len(characters) == len(set(characters)) == 4
+    assert not set(first) & set(second) & set(characters)
+    assert set(characters) < set(first) | set(second)
+
+
 def test_ranks_without_anything_to_do_have_a_row_and_count_as_imbalance() -> None:
     cascades = [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))]
-    lowered = lower(module_of(cluster(gpus=4), [Clip(0, 17, 480, 832, 0, 1000)], cascades))
+    lowered = lower(module_of(cluster(gpus=4), equal_clips(), cascades))
     idle = replace(lowered, programs=tuple(replace(p, instructions=p.instructions[:-2]) for p in lowered.programs))
     lines = in_terminal(idle, planned(idle))
     assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
@@ -100,7 +125,7 @@ def test_ranks_without_anything_to_do_have_a_row_and_count_as_imbalance() -> Non
 
 
 def test_the_terminal_chart_names_cascades_and_shows_idle_ranks() -> None:
-    clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
+    clips = equal_clips(2)
     cascades = [
         timed("long", Phase.TRAIN, 0, 1000, (), (0.0, 100.0), (0,)),
         timed("half", Phase.TRAIN, 1, 1000, (), (0.0, 50.0), (1,)),

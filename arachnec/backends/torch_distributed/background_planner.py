@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -22,6 +23,9 @@ from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
+
+if TYPE_CHECKING:
+    from arachnec.passes.infra.pipeline import Pipeline
 
 NICENESS = 10
 PLANNER = "arachnec.backends.torch_distributed.background_planner"
@@ -77,21 +81,33 @@ def _first(cluster: Cluster, count: int) -> str | None:
     return nics[:count] if isinstance(nics, str) else None
 
 
-def plan_iteration(executable: Executable, number: int, world: int) -> Module:
-    """The lowered module of one iteration on ``world`` ranks, by the executable's own pipeline.
+@dataclass
+class IterationPlanner:
+    """Plans the iterations of an executable on ``world`` ranks, by its own pipeline."""
 
-    Raises ``UserError`` for clips that cannot be planned on so many ranks.
-    """
-    from arachnec.passes.infra.pipeline import Pipeline
-    from arachnec.passes.infra.registry import installed, load_file
+    executable: Executable
+    world: int
 
-    registry = installed()
-    for name in executable.header.load:
-        registry = load_file(executable.folder / name, registry)
-    batch = iteration_of(executable.traced, number)
-    assert batch.cluster is not None
-    batch = replace(batch, cluster=cluster_for(batch.cluster, world))
-    return Pipeline.parse(executable.header.pipeline, registry).run(batch)
+    def plan(self, number: int) -> Module:
+        """The lowered module of one iteration. Raises ``UserError`` for what cannot be planned on so many ranks."""
+        return self._pipeline.run_iteration_part(iteration_of(self._model, number))
+
+    @cached_property
+    def _pipeline(self) -> Pipeline:
+        from arachnec.passes.infra.pipeline import Pipeline
+        from arachnec.passes.infra.registry import installed, load_file
+
+        registry = installed()
+        for name in self.executable.header.load:
+            registry = load_file(self.executable.folder / name, registry)
+        return Pipeline.parse(self.executable.header.pipeline, registry)
+
+    @cached_property
+    def _model(self) -> Module:
+        """The module after the passes of scope ``model``, for the ranks that run: once for all iterations."""
+        traced = self.executable.traced
+        assert traced.cluster is not None
+        return self._pipeline.run_model_part(replace(traced, cluster=cluster_for(traced.cluster, self.world)))
 
 
 class BackgroundPlanner:
@@ -132,17 +148,6 @@ class BackgroundPlanner:
             raise UserError(PlanningFailed(None, iteration, answer.error or ""))
         return answer.text
 
-    def fetch_ready(self, iteration: int) -> str | None:
-        """The plan as text if it is there; asked for if it was not. A mistake is left for ``fetch``."""
-        self.ask(iteration)
-        with self._changed:
-            answer = self._answers.get(iteration)
-            if answer is None or answer.text is None:
-                return None
-            del self._answers[iteration]
-            self._asked.discard(iteration)
-        return answer.text
-
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -176,9 +181,9 @@ def main(folder: str, world: str) -> None:
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     os.nice(NICENESS)
     os.chdir(folder)  # where the pipeline finds its profile
-    executable = read_executable(Path(folder))
+    planner = IterationPlanner(read_executable(Path(folder)), int(world))
     for line in sys.stdin:
-        reply = answer(lambda number: plan_iteration(executable, number, int(world)), int(line))
+        reply = answer(planner.plan, int(line))
         answers.write(msgspec.json.encode(reply) + b"\n")
         answers.flush()
 

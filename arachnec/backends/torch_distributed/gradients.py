@@ -2,7 +2,8 @@
 
 An all-reduce is started and not waited for. Its buckets start in one order on every rank, in process groups of their
 own, so that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
-(docs/check.md). Nothing here makes the host wait for its device: who had a gradient at all is told from host to host.
+(docs/check.md, "Gradient buckets beside
+the backward"). Nothing here makes the host wait for its device: who had a gradient at all is told from host to host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
-and one sum over the ranks, at ``reduce``, makes them whole (docs/architecture.md, "Partial gradients").
+and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.analysis.receive_prefetch import posting_order
-from arachnec.analysis.uses import Values, sums_inside
+from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
@@ -31,35 +31,22 @@ from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, Ten
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
+from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
 
+POLL_S = 2e-4
+
 
 class SequenceParallel(Protocol):
     """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
 
     def use(self, shard: SequenceShard | None, recompute: bool) -> AbstractContextManager[object]: ...
-
-
-@dataclass(frozen=True)
-class NotExecutable(Diagnostic):
-    title: ClassVar[str] = "`{op} {target}` cannot be executed by this back end"
-    label: ClassVar[str] = "in the program of rank {rank}"
-    help: ClassVar[str] = "the simulator runs it; here run {known}"
-    op: str
-    target: str
-    rank: int
-    known: str
-
-
-POLL_S = 2e-4
-EXECUTABLE = ("encode", "forward", "backward", "send", "receive", "reduce", "step", "free")
 
 
 @dataclass(frozen=True)
@@ -110,14 +97,10 @@ class Iteration:
     ) -> Iteration:
         """Raises ``UserError`` for an instruction that this back end does not know."""
         program = program_of(module, rank)
-        for instruction in program.instructions:
-            if instruction.op not in EXECUTABLE:
-                raise UserError(
-                    NotExecutable(instruction.span, instruction.op, instruction.target, rank, ", ".join(EXECUTABLE))
-                )
+        demand_supported(module, [program])
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
-        return cls(module, program, clips, specs, step, posting_order(Values(module), program, limit, given), given)
+        return cls(module, program, clips, specs, step, prefetch_receives(Values(module), program, limit, given), given)
 
 
 @dataclass
@@ -287,7 +270,7 @@ class _Walk:
     @cached_property
     def _reduces_inside(self) -> dict[str, list[Instruction]]:
         """The all-reduces that start inside the backward of a cascade."""
-        steps, found = self.iteration.program.instructions, sums_inside(self.iteration.program)
+        steps, found = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
         return {steps[index].target: [steps[number] for number in numbers] for index, numbers in found.items()}
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.display import Display
@@ -15,6 +14,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.views.executable_page import PAGE
+from arachnec.views.format import terminal
 
 
 def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
@@ -33,7 +33,7 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
     assert cluster is not None
     world = ranks or cluster.world
     cluster_for(cluster, world)
-    console = Console()
+    console = terminal()
     crashed = None
     with Display(console) as display:
         try:

@@ -15,8 +15,8 @@ from arachnec.ir.nodes import Graph, Module
 from arachnec.models.file import ModelFile
 
 if TYPE_CHECKING:
+    from arachnec.spmd.block_forward import FusedForms
     from arachnec.spmd.rewrite import ShardedBlock
-    from arachnec.spmd.sharded_model import FusedForms
 
 
 @dataclass
@@ -57,7 +57,7 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
     """
     from arachnec.codegen.fused_block import fuse_block, fuse_sharded
     from arachnec.passes.fuse import fuse_graph
-    from arachnec.spmd.sharded_model import FusedForms
+    from arachnec.spmd.block_forward import FusedForms
     from arachnec.tracing.graph import block_graph
 
     def fused(block: ShardedBlock) -> FusedForms:

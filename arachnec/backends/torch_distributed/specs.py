@@ -13,6 +13,7 @@ from arachnec.backends.torch_distributed.handoffs import TensorSpec
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, Program
 from arachnec.models.file import ModelFile
+from arachnec.tracing.needs_values import needs_values
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Specs:
                     self._meta.update(self.model_file.encoders())
             with meta:
                 return encode(self._meta[stage].to(meta).eval(), [clip], meta)
-        except (NotImplementedError, RuntimeError):
+        except Exception as error:
+            if not needs_values(error):
+                raise
             # An encoder whose forward looks at values has no meta form: here its own output says its shape.
             return encode(self.encoders[stage], [clip], self.device)

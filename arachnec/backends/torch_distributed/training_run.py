@@ -123,7 +123,7 @@ class Trainer:
         model = shared_model(model_file, training, device)
         parameters = trained_parameters(model)
         self._executable = executable
-        self._plans = Plans(executable, rank, world, device)
+        self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)

@@ -24,7 +24,7 @@ TILE = 1 << 24  # scores or mask values that exist at one time
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query may look at: a global mask, the causal triangle, or (neither) all of them."""
+    """The keys that a query may attend to: by a global mask, the causal triangle, or (neither) all."""
 
     mask: Tensor | None  # [B or 1, H or 1, all queries or 1, all keys], boolean or additive
     is_causal: bool
@@ -39,14 +39,14 @@ class Block:
     keys: Ranges
 
     @property
-    def nothing(self) -> bool:
-        """No query sees any key, whatever their values."""
+    def empty(self) -> bool:
+        """No query sees any key."""
         if not self.queries or not self.keys:
             return True
         return self.visibility.is_causal and self.keys[0][0] >= self.queries[-1][1]
 
     @property
-    def everything(self) -> bool:
+    def full(self) -> bool:
         """Every query sees every key."""
         if self.visibility.is_causal:
             return self.keys[-1][1] - 1 <= self.queries[0][0]
@@ -59,7 +59,7 @@ class Block:
 
     def bias(self, rows: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """What is added to the scores of these rows, [B or 1, H or 1, rows or 1, keys]; None for nothing."""
-        if self.everything:
+        if self.full:
             return None
         if self.visibility.is_causal:
             row, column = positions(self.queries, device)[rows], positions(self.keys, device)
@@ -76,12 +76,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
 
     Rows that see nothing give 0 and -inf. The log-sum-exp is in 32 bits at least.
     """
-    if block.nothing or query.numel() == 0:
+    if block.empty or query.numel() == 0:
         shape = query.shape[:3]
         lse = query.new_full(shape, -math.inf, dtype=accumulator(query.dtype))
         return query.new_zeros(*shape, value.shape[3]), lse
     fused = has_kernel(query, key, value)
-    if fused and (block.everything or block.triangle):
+    if fused and (block.full or block.triangle):
         return fused_forward(query, key, value, None, block.triangle, scale)
     outs, lses = [], []
     for rows in _tiles(query, key, block, fused):
@@ -107,10 +107,10 @@ def attend_backward(
 
     ``lse`` is finite: 0 stands for rows that see nothing in any block. None where the block has no part in it.
     """
-    if block.nothing or query.numel() == 0:
+    if block.empty or query.numel() == 0:
         return None
     fused = has_kernel(query, key, value)
-    if fused and (block.everything or block.triangle):
+    if fused and (block.full or block.triangle):
         return fused_backward(grad, query, key, value, out, lse, None, block.triangle, scale)
     dtype = accumulator(query.dtype)
     grad_query = []
@@ -193,11 +193,11 @@ def select(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 def within(ranges: Ranges, rows: slice) -> Ranges:
     """The positions of a slice of the local tokens."""
-    kept = []
+    selected = []
     start = 0
     for first, end in ranges:
         lo, hi = max(rows.start - start, 0), min(rows.stop - start, end - first)
         if lo < hi:
-            kept.append((first + lo, first + hi))
+            selected.append((first + lo, first + hi))
         start += end - first
-    return tuple(kept)
+    return tuple(selected)

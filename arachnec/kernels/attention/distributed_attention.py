@@ -1,9 +1,9 @@
 """Attention over a sequence that is sharded over ranks: Ulysses, ring, and their product.
 
-Every part of the sequence is first sharded by tokens (what is replicated, a caption, is sliced). Inside a Ulysses
-group an all-to-all then trades tokens for heads (DeepSpeed Ulysses, arXiv 2309.14509); between Ulysses groups keys and
+Every part of the sequence is first sharded by tokens; replicated parts, such as a caption, are sliced. Inside a Ulysses
+group an all-to-all then trades tokens for heads (DeepSpeed Ulysses, arXiv 2309.14509). Between Ulysses groups keys and
 values pass round a ring (Ring Attention, arXiv 2310.01889; the product: USP, arXiv 2405.07719). Heads and tokens are
-split as evenly as they go, so every degree is legal: where there are more ranks than heads, some hold none.
+split as evenly as possible, so every degree is legal: with more ranks than heads, some ranks hold none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def distributed_attention(
         mask = mask[:, slice(*query_heads[me])]
     head_map = _head_map(query_heads[me], key_heads[me], sharing, query.device)
     if shard.ring == 1:
-        out = _whole_attention(query, key, value, head_map, mask, is_causal, scale)
+        out = _local_attention(query, key, value, head_map, mask, is_causal, scale)
     else:
         out = ring_attention(
             query,
@@ -91,7 +91,7 @@ def distributed_attention(
     return _gather_parts(out, query_parts, queries, shard)
 
 
-def _whole_attention(
+def _local_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -156,11 +156,11 @@ def _gather_parts(x: Tensor, parts: Parts, counts: Counts, shard: SequenceShard)
     if all(part is None for part in parts):
         return x
     pieces = x.split_with_sizes([sizes[shard.index] for sizes in counts], 2)
-    whole = [
+    gathered = [
         piece if part is None else gather_pieces(piece, 2, sizes, shard)
         for (piece, part), sizes in zip(_pairs(pieces, parts), counts, strict=True)
     ]
-    return torch.cat(whole, 2)
+    return torch.cat(gathered, 2)
 
 
 def _pairs(pieces: Sequence[Tensor], parts: Parts) -> list[tuple[Tensor, int | None]]:

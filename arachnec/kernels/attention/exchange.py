@@ -1,8 +1,8 @@
 """Moving tokens and heads between the ranks of a cascade, with the gradients of each move.
 
-Everything is one collective, an all-to-all of ragged pieces, which gloo and NCCL both have: gathers and their
-reduce-scatters too, because neither backend gathers uneven shards as one operation. Sums are then made here, in the
-order of the positions and in at least 32 bits, so they are the same on every run.
+Every move is one collective, an all-to-all of ragged pieces, which gloo and NCCL both have. Gathers and their
+reduce-scatters are all-to-alls too, because neither backend gathers uneven shards in one operation. Pieces are added
+here, in the order of the positions and in at least 32 bits, so every run gives the same sums.
 
 Gradients are *partial*: every rank weighs its loss by 1/degree, and the gradient of what is replicated is summed over
 the ranks once, at the end. Hence a slice of a replicated tensor has a zero-padded gradient and no communication, and

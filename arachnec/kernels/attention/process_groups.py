@@ -68,8 +68,10 @@ class ProcessGroups:
         """This rank's view of a cascade on ``ranks``, whose ``subgroups`` exist."""
         index = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         heads = tuple(ranks[p] for p in ulysses_positions(index, ulysses))
-        circle = tuple(ranks[p] for p in ring_positions(index, ulysses, ring))
-        return SequenceShard(ranks, index, tokens, ulysses, ring, self.get(ranks), self.get(heads), self.get(circle))
+        ring_ranks = tuple(ranks[p] for p in ring_positions(index, ulysses, ring))
+        return SequenceShard(
+            ranks, index, tokens, ulysses, ring, self.get(ranks), self.get(heads), self.get(ring_ranks)
+        )
 
     def close(self) -> None:
         """Destroy the groups. Every rank closes when it needs none of them any more."""

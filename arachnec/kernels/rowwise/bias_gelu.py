@@ -12,6 +12,7 @@ from arachnec.kernels.rowwise.gelu_rows import gelu_backward, gelu_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.row_groups import RowGroups
 from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
+from arachnec.kernels.rowwise.row_views import rows_of
 
 APPROXIMATIONS = ("none", "tanh")
 TILE, ROWS, WARPS = 512, 4, 4
@@ -72,11 +73,6 @@ def launch_backward(
     return dx, sum_partials(partials, groups, run, (torch.float32,))[0][0]
 
 
-def _rows(x: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
 def _plain_slope(u: Tensor, tanh: bool) -> Tensor:
     if not tanh:
         return 0.5 * (1 + torch.erf(u * math.sqrt(0.5))) + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
@@ -89,7 +85,7 @@ def _plain_slope(u: Tensor, tanh: bool) -> Tensor:
 def _bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if x.is_cuda:
         with on_device_of(x):
-            return launch_forward(_rows(x), None if bias is None else bias.contiguous(), tanh).view(x.shape)
+            return launch_forward(rows_of(x), None if bias is None else bias.contiguous(), tanh).view(x.shape)
     dtype = accumulation(x)
     u = x.to(dtype) if bias is None else x.to(dtype) + bias.to(dtype)
     return torch.nn.functional.gelu(u, approximate="tanh" if tanh else "none").to(x.dtype).contiguous()
@@ -102,7 +98,7 @@ def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, 
     if x.is_cuda:
         dense = None if bias is None else bias.contiguous()
         with on_device_of(x):
-            dx, total = launch_backward(_rows(dy), _rows(x), dense, tanh, wanted)
+            dx, total = launch_backward(rows_of(dy), rows_of(x), dense, tanh, wanted)
     else:
         dtype = accumulation(x)
         u = x.to(dtype) if bias is None else x.to(dtype) + bias.to(dtype)

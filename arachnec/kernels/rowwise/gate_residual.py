@@ -12,6 +12,7 @@ from arachnec.kernels.rowwise.gate_rows import gate_backward, gate_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.row_groups import RowGroups, group_vectors, row_groups
 from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
+from arachnec.kernels.rowwise.row_views import dense, rows_of
 
 TILE, ROWS, WARPS = 512, 4, 4
 RESIDENT = 4  # programs of a multiprocessor
@@ -76,19 +77,13 @@ def launch_backward(
     return dbranch, branch.new_empty(0) if dgate is None else dgate
 
 
-def _rows(x: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
 @torch.library.custom_op("arachnec::gate_residual", mutates_args=())
 def _gate_residual(branch: Tensor, residual: Tensor, gate: Tensor, cu_seqlens: Tensor | None, per_row: bool) -> Tensor:
-    side, rows = _rows(branch), _rows(residual)
+    side, rows = rows_of(branch), rows_of(residual)
     groups = row_groups(rows.shape[0], (gate,), cu_seqlens, per_row)
     if residual.is_cuda:
-        dense = gate if gate.stride(-1) == 1 else gate.contiguous()
         with on_device_of(residual):
-            return launch_forward(side, rows, dense, groups).view(residual.shape)
+            return launch_forward(side, rows, dense(gate), groups).view(residual.shape)
     dtype = accumulation(residual)
     h = rows.to(dtype) + groups.spread(gate.to(dtype)) * side.to(dtype)
     return h.to(residual.dtype).reshape(residual.shape)
@@ -99,12 +94,11 @@ def _gate_residual_backward(
     dh: Tensor, branch: Tensor, gate: Tensor, cu_seqlens: Tensor | None, per_row: bool, summed: bool
 ) -> tuple[Tensor, Tensor]:
     """dbranch, and dgate as large as the gate (empty unless ``summed``)."""
-    side, outer = _rows(branch), _rows(dh)
+    side, outer = rows_of(branch), rows_of(dh)
     groups = row_groups(side.shape[0], (gate,), cu_seqlens, per_row)
     if branch.is_cuda:
-        dense = gate if gate.stride(-1) == 1 else gate.contiguous()
         with on_device_of(branch):
-            dbranch, dgate = launch_backward(outer, side, dense, groups, summed)
+            dbranch, dgate = launch_backward(outer, side, dense(gate), groups, summed)
         return dbranch.view(branch.shape), dgate
     dtype = accumulation(branch)
     dbranch = (outer.to(dtype) * groups.spread(gate.to(dtype))).to(branch.dtype).reshape(branch.shape)

@@ -100,26 +100,28 @@ def backward(
             STAGES=launch.stages, SUM_PRODUCT=sum_product, SUM_GRAD=sum_grad, SUM_GATE=sum_gate,
             **launch.options,
         )  # fmt: skip
-    found = Gradients(dx, *(t if t is not None else h.new_empty(0) for t in (dbranch, dgate, dscale)), *empties(h, 3))
+    grads = Gradients(dx, *(t if t is not None else h.new_empty(0) for t in (dbranch, dgate, dscale)), *empties(h, 3))
     if not kinds:
-        return found
+        return grads
     product_dtype = scale.dtype if grouped and scale is not None and weight is None and bias is None else torch.float32
     grad_dtype = shift.dtype if grouped and shift is not None and bias is None else torch.float32
     gate_dtype = torch.float32 if gate is None else gate.dtype
     chosen = ((sum_product, product_dtype), (sum_grad, grad_dtype), (sum_gate, gate_dtype))
     columns = list(sum_partials(partials, groups, run, tuple(dtype for wanted, dtype in chosen if wanted)))
     if sum_gate:
-        found = found._replace(dgate=columns.pop())
+        grads = grads._replace(dgate=columns.pop())
     if weight is not None and sum_product:
-        found = found._replace(dweight=_total(columns[0], scale, per_row).to(weight.dtype))
+        grads = grads._replace(dweight=_total(columns[0], scale, per_row).to(weight.dtype))
     if bias is not None and sum_grad:
-        found = found._replace(dbias=_total(columns[-1], scale, per_row).to(bias.dtype))
+        grads = grads._replace(dbias=_total(columns[-1], scale, per_row).to(bias.dtype))
     if grouped and scale is not None:
-        whole = columns[0] if weight is None else columns[0] * weight.float()
-        found = found._replace(dscale=(whole if bias is None else whole + columns[-1] * bias.float()).to(scale.dtype))
+        product = columns[0] if weight is None else columns[0] * weight.float()
+        grads = grads._replace(
+            dscale=(product if bias is None else product + columns[-1] * bias.float()).to(scale.dtype)
+        )
     if grouped and shift is not None and sum_grad:
-        found = found._replace(dshift=columns[-1].to(shift.dtype))
-    return found
+        grads = grads._replace(dshift=columns[-1].to(shift.dtype))
+    return grads
 
 
 def _total(columns: Tensor, scale: Tensor | None, per_row: bool) -> Tensor:

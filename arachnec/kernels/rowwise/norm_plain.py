@@ -24,7 +24,7 @@ class Vectors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Empty (of no elements) where there is none; those of vectors are as large as the vectors."""
+    """Gradients of a row operator. Empty where there is none; a vector's is as large as the vector."""
 
     dx: Tensor
     dbranch: Tensor
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 def empties(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Tensors of no elements, one each: an operator's results share no storage."""
+    """Tensors of no elements. Separate ones: the results of an operator share no storage."""
     return tuple(x.new_empty(0) for _ in range(count))
 
 
@@ -106,17 +106,17 @@ def backward(
         dx = dx + dh.to(dtype)
     gated = branch is not None and vectors.gate is not None
     dbranch = (dx * groups.spread(vectors.gate.to(dtype))).to(branch.dtype) if gated else h.new_empty(0)  # type: ignore[union-attr]
-    found = Gradients(dx.to(h.dtype), dbranch, *empties(h, 5))
+    grads = Gradients(dx.to(h.dtype), dbranch, *empties(h, 5))
     if not sums:
-        return found
+        return grads
     if branch is not None and vectors.gate is not None:
-        found = found._replace(dgate=groups.sum(dx * branch.to(dtype)).to(vectors.gate.dtype))
+        grads = grads._replace(dgate=groups.sum(dx * branch.to(dtype)).to(vectors.gate.dtype))
     if vectors.scale is not None:
-        found = found._replace(dscale=groups.sum(outer * normed).to(vectors.scale.dtype))
+        grads = grads._replace(dscale=groups.sum(outer * normed).to(vectors.scale.dtype))
     if vectors.shift is not None and not groups.per_row:
-        found = found._replace(dshift=groups.sum(outer).to(vectors.shift.dtype))
+        grads = grads._replace(dshift=groups.sum(outer).to(vectors.shift.dtype))
     if vectors.weight is not None:
-        found = found._replace(dweight=(modulated * xhat).sum(0).to(vectors.weight.dtype))
+        grads = grads._replace(dweight=(modulated * xhat).sum(0).to(vectors.weight.dtype))
     if vectors.bias is not None:
-        found = found._replace(dbias=modulated.sum(0).to(vectors.bias.dtype))
-    return found
+        grads = grads._replace(dbias=modulated.sum(0).to(vectors.bias.dtype))
+    return grads

@@ -11,6 +11,7 @@ from arachnec.kernels.rowwise import rope_launch, rope_plain
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.rope_plain import Rope
 from arachnec.kernels.rowwise.row_launch import on_device_of
+from arachnec.kernels.rowwise.row_views import dense
 
 NORMS = ("layer", "rms")
 
@@ -26,10 +27,10 @@ def norm_rope(
     interleaved: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The norm of x [B, S, heads, D] over D (``weight`` [D]) or over all heads (``weight`` [heads * D]), turned.
+    """The norm of x [B, S, heads, D] over D (``weight`` [D]) or over all heads (``weight`` [heads * D]), rotated.
 
-    ``cos`` and ``sin`` [S, D / 2], or [B * S, D / 2] where samples or packed segments have their own, turn the pairs of
-    neighbours (``interleaved``) or of halves of a head; a token with cos 1 and sin 0 keeps its place. With D columns
+    ``cos`` and ``sin`` [S, D / 2], or [B * S, D / 2] where samples or packed segments have their own, rotate the pairs
+    of neighbours (``interleaved``) or of halves of a head; a token with cos 1 and sin 0 is not rotated. With D columns
     each place of a pair has its own: x * cos + (-hi, lo) * sin. They have no gradients.
     The result has x's dtype and order of strides, so heads-first tensors are passed as their transpose.
     Norms without weight and bias are over D. Raises ValueError for other shapes.
@@ -41,9 +42,9 @@ def norm_rope(
     _, _, heads, size = x.shape
     vector = weight if weight is not None else bias
     across = vector is not None and heads != 1 and vector.shape[0] == heads * size
-    for given in (weight, bias):
-        if given is not None and tuple(given.shape) != (heads * size if across else size,):
-            raise ValueError(f"weight and bias have {size} or {heads * size} values, not {tuple(given.shape)}")
+    for affine in (weight, bias):
+        if affine is not None and tuple(affine.shape) != (heads * size if across else size,):
+            raise ValueError(f"weight and bias have {size} or {heads * size} values, not {tuple(affine.shape)}")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin come together")
     for table in (cos, sin):
@@ -53,23 +54,6 @@ def norm_rope(
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
     y: Tensor = torch.ops.arachnec.norm_rope(x, weight, bias, cos, sin, across, norm == "layer", interleaved, eps)[0]
     return y
-
-
-def qk_norm_rope(
-    query: Tensor,
-    key: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    **how: Any,
-) -> tuple[Tensor, Tensor]:
-    """``norm_rope`` of queries and of keys with one table of angles; ``how``: norm, interleaved, eps."""
-    return norm_rope(query, query_weight, None, cos, sin, **how), norm_rope(key, key_weight, None, cos, sin, **how)
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def _table(x: Tensor, table: Tensor | None) -> Tensor | None:
@@ -94,9 +78,8 @@ def _norm_rope(
     rope = Rope(across, layer, interleaved)
     tables = _table(x, cos), _table(x, sin)
     if x.is_cuda:
-        flat = x if x.stride(-1) == 1 else x.contiguous()
         with on_device_of(x):
-            y, mean, rstd = rope_launch.forward(flat, _dense(weight), _dense(bias), *tables, rope, eps)
+            y, mean, rstd = rope_launch.forward(dense(x), dense(weight), dense(bias), *tables, rope, eps)
     else:
         y, mean, rstd = rope_plain.forward(x, weight, bias, *tables, rope, eps)
     like = torch.empty_like(x)
@@ -122,11 +105,11 @@ def _norm_rope_backward(
     rope = Rope(across, layer, interleaved)
     weighted, biased = sums and weight is not None, sums and bias is not None
     if x.is_cuda:
-        flat, grad = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dy))
+        flat, grad = dense(x), dense(dy)
         tables = _table(x, cos), _table(x, sin)
         with on_device_of(x):
             dx, product, total = rope_launch.backward(
-                grad, flat, mean, rstd, _dense(weight), *tables, rope, weighted, biased
+                grad, flat, mean, rstd, dense(weight), *tables, rope, weighted, biased
             )
     else:
         center = mean if layer else torch.zeros_like(rstd)
@@ -158,8 +141,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[1:3]
     dx, *vectors = torch.ops.arachnec.norm_rope_backward(dy, *ctx.saved_tensors, *ctx.how, any(wanted))
-    kept = (vector if want else None for vector, want in zip(vectors, wanted, strict=True))
-    return dx, *kept, None, None, None, None, None, None
+    returned = (vector if want else None for vector, want in zip(vectors, wanted, strict=True))
+    return dx, *returned, None, None, None, None, None, None
 
 
 _norm_rope.register_autograd(_gradients, setup_context=_save)

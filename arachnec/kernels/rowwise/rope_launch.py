@@ -50,8 +50,8 @@ def forward(
     """As ``rope_plain.forward``; the mean has no elements for RMSNorm."""
     batch, sequence, heads, size = x.shape
     count, pairs = head_tile(heads, size)
-    kept = rope.across * ((weight is not None) + (bias is not None))
-    launch = launch or rope_launch(x, 3 + kept, 1, batch * sequence)
+    resident = rope.across * ((weight is not None) + (bias is not None))
+    launch = launch or rope_launch(x, 3 + resident, 1, batch * sequence)
     y = torch.empty_like(x)
     units = (batch, sequence, 1 if rope.across else heads)
     mean = torch.empty(units if rope.layer else 0, dtype=torch.float32, device=x.device)
@@ -84,8 +84,8 @@ def backward(
     """dx, and in fp32 the sums for weight and bias where wanted (else empty)."""
     batch, sequence, heads, size = x.shape
     count, pairs = head_tile(heads, size)
-    kept = rope.across * ((weight is not None) + sum_product + sum_grad)
-    launch = launch or rope_launch(x, 5 + kept, 2)
+    resident = rope.across * ((weight is not None) + sum_product + sum_grad)
+    launch = launch or rope_launch(x, 5 + resident, 2)
     dx = torch.empty_like(x)
     groups = RowGroups(batch * sequence, 1)
     run = groups.run(launch.slots)

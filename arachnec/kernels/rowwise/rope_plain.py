@@ -34,8 +34,8 @@ def _angles(table: Tensor, x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor
     return _split(rows, interleaved) if table.shape[1] == x.shape[3] else (rows, rows)
 
 
-def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *, transposed: bool = False) -> Tensor:
-    """x [B, S, heads, D] with each pair turned by its token's angle; cos and sin [S or B * S, D / 2 or D].
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *, transposed: bool = False) -> Tensor:
+    """x [B, S, heads, D] with each pair rotated by its token's angle; cos and sin [S or B * S, D / 2 or D].
 
     ``transposed``: by the transpose of that matrix, for gradients.
     """
@@ -46,8 +46,8 @@ def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *
     if transposed:
         sin_lo, sin_hi = -sin_hi, -sin_lo
     lo, hi = _split(x, interleaved)
-    turned = (lo * cos_lo - hi * sin_lo, hi * cos_hi + lo * sin_hi)
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (lo * cos_lo - hi * sin_lo, hi * cos_hi + lo * sin_hi)
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
 
 
 def _units(x: Tensor, rope: Rope) -> Tensor:
@@ -75,7 +75,7 @@ def forward(
         values = values * weight.to(dtype)
     if bias is not None:
         values = values + bias.to(dtype)
-    y = turn(values.reshape(x.shape), cos, sin, rope.interleaved)
+    y = rotate(values.reshape(x.shape), cos, sin, rope.interleaved)
     return y.to(x.dtype), mean[..., 0], rstd[..., 0]
 
 
@@ -91,7 +91,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of weight and bias in the precision of the sums."""
     dtype = accumulation(x)
-    outer = _units(turn(dy.to(dtype), cos, sin, rope.interleaved, transposed=True), rope)
+    outer = _units(rotate(dy.to(dtype), cos, sin, rope.interleaved, transposed=True), rope)
     xhat = (_units(x.to(dtype), rope) - mean[..., None]) * rstd[..., None]
     inner = outer if weight is None else outer * weight.to(dtype)
     dx = inner - xhat * (inner * xhat).mean(-1, keepdim=True)

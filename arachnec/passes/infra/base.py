@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, NewType
 
 from arachnec.ir.nodes import Level, Module
@@ -16,9 +17,19 @@ Duration = NewType("Duration", float)
 """An option that is a time: ms in Python, written with its unit in a pipeline (``500ms``, ``20s``, ``2min``)."""
 
 
+class Scope(Enum):
+    """What a pass decides for, and so how often it runs."""
+
+    MODEL = "model"  # once, on the traced module: every clip of the manifest, and the block graphs
+    ITERATION = "iteration"  # for each global batch, on a module of its clips, without graphs
+
+
 @dataclass(frozen=True)
 class Pass(ABC):
     """Module in, module out.
+
+    A pass of scope ``MODEL`` takes a traced module, and stands before every pass of scope ``ITERATION``. It may read
+    the cluster: where another number of ranks runs than was compiled for, it runs again for those.
 
     A pass that raises the level (``gives > needs``) takes a module of exactly the level it needs. One that keeps it
     (``gives == needs``) takes that level or any later one, and gives back the level it was given.
@@ -29,6 +40,7 @@ class Pass(ABC):
 
     needs: ClassVar[Level]
     gives: ClassVar[Level]
+    scope: ClassVar[Scope] = Scope.ITERATION
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -38,6 +50,10 @@ class Pass(ABC):
     @abstractmethod
     def run(self, module: Module) -> Module:
         """The module after this pass. Never changes its argument; a user's mistake is raised as UserError."""
+
+    def informed(self, following: tuple[Pass, ...]) -> Pass:
+        """This pass, knowing which passes follow in its pipeline; one whose work does not depend on them is itself."""
+        return self
 
     def accepts(self, level: Level) -> bool:
         return level == self.needs if self.gives > self.needs else level >= self.needs

@@ -84,6 +84,16 @@ class WrongLevel(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongOrder(Diagnostic):
+    title: ClassVar[str] = "pass `{name}` is of scope `model` and stands after `{earlier}`, of scope `iteration`"
+    label: ClassVar[str] = "too late"
+    help: ClassVar[str] = "what is decided once for the model comes first: {ordered}"
+    name: str
+    earlier: str
+    ordered: str
+
+
+@dataclass(frozen=True)
 class BrokenModule(Diagnostic):
     title: ClassVar[str] = "pass `{name}` gave a module that is not right: {count}"
     help: ClassVar[str] = "the errors are listed after this one; `arachnec passes` says what the pass should give"

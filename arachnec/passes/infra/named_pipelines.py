@@ -7,7 +7,7 @@ _STATE = "shard-optimizer"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # Every rival sums its gradients in buckets behind its last backward, as PyTorch's DDP does for all of them; which
 # backward is the last one is their schedule's business.
-_END = "place,bucket{turn=false},lower,check"
+_END = "place,bucket{reverse=false},lower,check"
 _OUR_END = "place,bucket,lower,check"
 # Plans as another does, so comparing it says nothing.
 NOT_COMPARED = frozenset({"fused"})

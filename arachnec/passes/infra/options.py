@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Union
 
 from arachnec.passes.infra.base import Duration, Pass
@@ -147,8 +147,14 @@ def _read_tuple(item: Any, text: str) -> tuple[Any, ...]:
 
 
 def split(text: str) -> list[str]:
-    """Cut at the commas that stand outside brackets, braces and quotes; blanks around the parts are dropped."""
-    parts, depth, start, quoted, at = [], 0, 0, False, 0
+    """Cut at the commas that ``elements`` cuts at; blanks around the parts are dropped."""
+    parts = [text[start:end].strip() for start, end in elements(text)]
+    return parts if parts != [""] else []
+
+
+def elements(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each part between the commas outside brackets, braces and quotes."""
+    depth, start, quoted, at = 0, 0, False, 0
     while at < len(text):
         char = text[at]
         if quoted:
@@ -161,11 +167,10 @@ def split(text: str) -> list[str]:
         elif char in "]}":
             depth -= 1
         elif char == "," and depth == 0:
-            parts.append(text[start:at].strip())
+            yield start, at
             start = at + 1
         at += 1
-    last = text[start:].strip()
-    return [*parts, last] if last or parts else []
+    yield start, len(text)
 
 
 _READERS: dict[Any, Callable[[str], Any]] = {

@@ -20,7 +20,7 @@ from arachnec.ir.span import Span
 from arachnec.ir.verify import verify
 from arachnec.passes.infra import errors as pipeline_errors
 from arachnec.passes.infra import options
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.instruments import Instrument, Moment
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.registry import Registry, installed
@@ -38,9 +38,13 @@ class Pipeline:
     def parse(cls, text: str, registry: Registry | None = None) -> Pipeline:
         """The pipeline that ``text`` says; passes are found in ``registry``, else among the installed ones.
 
-        Raises UserError, with the place in ``text``, for an unknown pass, option or value.
+        Raises UserError, with the place in ``text``, for an unknown pass, option or value, and for a pass of scope
+        ``model`` behind one of scope ``iteration``.
         """
-        return cls(tuple(_parse(text, installed() if registry is None else registry)))
+        steps = list(_parse(text, installed() if registry is None else registry))
+        passes = tuple(step for step, _ in steps)
+        _demand_order(passes, [span for _, span in steps])
+        return cls(passes)
 
     def __str__(self) -> str:
         """Only options that differ from their defaults are written; ``parse`` reads it back to an equal pipeline."""
@@ -52,16 +56,35 @@ class Pipeline:
         Raises UserError where the module's level is not what a pass needs, where the module is not right, and for
         whatever mistake a pass finds. A built-in pass that gives a wrong module is a bug: BrokenPass.
         """
+        return self._run(range(len(self.passes)), module, instruments)
+
+    def run_model_part(self, traced: Module, instruments: Iterable[Instrument] = ()) -> Module:
+        """The module after the passes of scope ``model``: once for all iterations. Raises what ``run`` raises."""
+        return self._run(range(self._model_passes), traced, instruments)
+
+    def run_iteration_part(self, iteration: Module, instruments: Iterable[Instrument] = ()) -> Module:
+        """The module of one iteration after the other passes. Raises what ``run`` raises."""
+        return self._run(range(self._model_passes, len(self.passes)), iteration, instruments)
+
+    @property
+    def _model_passes(self) -> int:
+        """How many of the passes, from the first on, are of scope ``model``."""
+        return sum(step.scope is Scope.MODEL for step in self.passes)
+
+    def _run(self, indices: range, module: Module, instruments: Iterable[Instrument]) -> Module:
         instruments = tuple(instruments)
-        _demand_levels(self.passes, module)
+        _demand_order(self.passes)
+        _demand_levels([self.passes[index] for index in indices], module)
         if problems := verify(module):
             raise UserError(*problems)
-        for index, step in enumerate(self.passes):
+        for index in indices:
+            step = self.passes[index].informed(self.passes[index + 1 :])
             module = _run_one(self, index, step, module, instruments)
         return module
 
     def demand(self, begins: Level, ends: Level) -> None:
         """Raises UserError where these passes do not lead from one level to the other; runs none of them."""
+        _demand_order(self.passes)
         level = _demand_levels(self.passes, Module("", begins))
         if level != ends:
             raise UserError(pipeline_errors.WrongEnd(None, pipeline=str(self), level=level.word, ends=ends.word))
@@ -133,6 +156,25 @@ def _blame(step: Pass, error: UserError) -> Exception:
     return BrokenPass(str(error)) if ours else error
 
 
+def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
+    """What is decided once for the model stands before what is planned for each iteration."""
+    late = next(
+        (i for i in range(1, len(passes)) if passes[i].scope is Scope.MODEL and passes[i - 1].scope is Scope.ITERATION),
+        None,
+    )
+    if late is None:
+        return
+    ordered = sorted(passes, key=lambda step: step.scope is Scope.ITERATION)
+    raise UserError(
+        pipeline_errors.WrongOrder(
+            spans[late] if spans else None,
+            name=passes[late].name,
+            earlier=passes[late - 1].name,
+            ordered=",".join(map(pass_text, ordered)),
+        )
+    )
+
+
 def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
     """The level that the module will have after them."""
     level = module.level
@@ -161,10 +203,11 @@ def _remedy(step: Pass, level: Level) -> str:
 # from text
 
 
-def _parse(text: str, registry: Registry) -> Iterator[Pass]:
+def _parse(text: str, registry: Registry) -> Iterator[tuple[Pass, Span]]:
+    """Every pass and where it is named."""
     if not text.strip():
         raise UserError(pipeline_errors.MalformedPipeline(_span(text, 0, len(text)), expected="a pass"))
-    for start, end in _elements(text):
+    for start, end in options.elements(text):
         found = re.match(r"\s*([A-Za-z0-9_-]+)\s*", text[start:end])
         if found is None:
             raise UserError(pipeline_errors.MalformedPipeline(_span(text, start, end), expected="the name of a pass"))
@@ -175,12 +218,13 @@ def _parse(text: str, registry: Registry) -> Iterator[Pass]:
                 pipeline_errors.MalformedPipeline(_span(text, after, end), expected="`,` or `{` after a pass's name")
             )
         if name in registry:
-            yield _build(text, name, name_at, body, after, registry)
+            yield _build(text, name, name_at, body, after, registry), _span(text, name_at, name_at + len(name))
         elif name in PIPELINES:
             if body:
                 span = _span(text, after, end)
                 raise UserError(pipeline_errors.OptionsOfPipeline(span, name=name, written=PIPELINES[name]))
-            yield from _parse(PIPELINES[name], registry)
+            span = _span(text, name_at, name_at + len(name))
+            yield from ((step, span) for step, _ in _parse(PIPELINES[name], registry))
         else:
             remedy = did_you_mean(name, [*registry, *PIPELINES], "passes are")
             raise UserError(
@@ -193,7 +237,7 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
     kinds = options.option_types(kind)
     given: dict[str, Any] = {}
     inside = body[1:-1]
-    for start, end in _elements(inside) if inside.strip() else ():
+    for start, end in options.elements(inside) if inside.strip() else ():
         item = inside[start:end]
         lead = len(item) - len(item.lstrip())
         begin = body_at + 1 + start + lead
@@ -221,27 +265,6 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
     except ValueError as error:  # from the pass's own __post_init__
         end = body_at + len(body) if body else at + len(name)
         raise UserError(pipeline_errors.RefusedOptions(_span(text, at, end), name=name, reason=str(error))) from None
-
-
-def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each part between the commas outside brackets, braces and quotes."""
-    depth, start, quoted, at = 0, 0, False, 0
-    while at < len(text):
-        char = text[at]
-        if quoted:
-            at += char == "\\"
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char in "[{":
-            depth += 1
-        elif char in "]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            yield start, at
-            start = at + 1
-        at += 1
-    yield start, len(text)
 
 
 def did_you_mean(word: str, known: list[str], fallback: str) -> str:

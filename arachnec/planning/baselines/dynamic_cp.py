@@ -3,7 +3,7 @@
 Every sequence gets the smallest power of two of GPUs that holds it; its work is estimated as S^2 / cp. Then rounds are
 filled greedily: the heaviest sequence opens a group and sets the pace; others join the least loaded group of their size
 while that stays within the pace, or open a group while GPUs are free; the rest waits for the next round. GPUs that are
-left over double a group. All ranks meet between rounds, because groups change. `docs/rivals.md` says what differs.
+left over double a group. All ranks meet between rounds, because groups change. `docs/baselines.md` says what differs.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ whether it exists, and x_qp how many sequences of bucket q it runs::
                         x_qp = 0                     where d_p GPUs do not hold a sequence of bucket q
 
 solved by HiGHS. The sequences may be cut by length into several micro-batches with groups of their own; each number of
-micro-batches is tried. `docs/rivals.md` says what differs from the original.
+micro-batches is tried. `docs/baselines.md` says what differs from the original.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An individual is a degree and a priority for every cascade. It is decoded by lis
 highest priority takes the GPUs that let it start first, preferring one node; a cascade on several nodes takes longer by
 Arachne's contention penalty (``topology.penalty``). Fitness is the makespan so decoded. Tournaments choose parents,
 uniform crossover mixes them, mutation moves a degree by one place or draws a priority anew, and the best two survive.
-`docs/rivals.md` says what differs from the original.
+`docs/baselines.md` says what differs from the original.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bags of GPUs of fixed sizes, filled greedily to equal load, as KnapFormer balances (arXiv 2508.06001).
 
 The GPUs are cut into bags; a sequence runs in one bag, shared by its GPUs. Longest first, every sequence goes to the
-bag that would be done with it first. `docs/rivals.md` says what differs from the original.
+bag that would be done with it first. `docs/baselines.md` says what differs from the original.
 """
 
 from __future__ import annotations

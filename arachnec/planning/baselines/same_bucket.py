@@ -2,7 +2,7 @@
 
 Every data-parallel rank draws its micro-batch from the same bucket, so that all take equally long; then all go on to
 the next bucket. One context-parallel degree holds for the whole run. What is lost: GPUs for which a bucket has no
-micro-batch left wait, and a bucket of few long clips keeps few of them busy. `docs/rivals.md` says what differs from
+micro-batch left wait, and a bucket of few long clips keeps few of them busy. `docs/baselines.md` says what differs from
 the original.
 """
 

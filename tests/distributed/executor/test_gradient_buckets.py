@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.analysis.uses import sums_inside
+from arachnec.analysis.uses import overlapped_reduces
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
@@ -74,7 +74,7 @@ def run_plan(
 def test_gradients_in_buckets_are_those_of_a_plain_loop(tmp_path: Path, world: int, buckets: tuple[int, ...]) -> None:
     module = bucketed(lowered(traced(world, [CLIPS]), UNEVEN[world]), buckets)
     assert not find_problems(module)
-    assert any(sums_inside(program) for program in module.programs)
+    assert any(overlapped_reduces(program) for program in module.programs)
     found, (loss,) = run_plan(tmp_path / "run", module, world)
     expected, gradients = plain_loop(tmp_path / "run", CLIPS)
     assert_same_gradients(found, gradients)
@@ -200,4 +200,4 @@ def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_sums() -> None
 
 
 def _inside(program: Program) -> dict[str, int]:
-    return {program.instructions[index].target: len(sums) for index, sums in sums_inside(program).items()}
+    return {program.instructions[index].target: len(sums) for index, sums in overlapped_reduces(program).items()}

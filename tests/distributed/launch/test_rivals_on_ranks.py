@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.tracing import blocks as trace_blocks
 from tests.distributed.executor_cases import (
     ENCODER,
     MODEL,
     assert_same_gradients,
+    captured_once,
     clip,
     losses,
     plain_loop,
@@ -78,15 +77,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_all(place: Path) -> None:
-    """On every rank: each executable of the folder. The model is the same, so its blocks are captured once."""
-    real, captured = trace_blocks.capture_blocks, []
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        captured.extend([] if captured else [real(*args, **kwargs)])
-        return captured[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace_blocks, "capture_blocks", once)
+    """On every rank: each executable of the folder."""
+    with captured_once():
         for name in PIPELINES:
             options = RunOptions(steps=2, save_gradients=place / name / "g.safetensors")
             train(read_executable(place / name), options, torch.device("cpu"))

@@ -62,7 +62,7 @@ def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(mo
         measured.stages, machine="m", device="cpu", links=measured.links, synchronisation=measured.synchronisation
     )
     assert profile.links is not None
-    assert profile.links.sums is not None
+    assert profile.links.all_reduce is not None
 
 
 def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(model: Path) -> None:

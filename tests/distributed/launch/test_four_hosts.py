@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PASSES = "partition{policy=single},annotate,schedule-static{degree=2}"
 
 pytestmark = pytest.mark.root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.analysis.receive_prefetch import planned_memory, posting_order
+from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Stage
 from arachnec.ir.values import Attributes, Quantity
@@ -49,8 +49,8 @@ def test_what_a_weight_still_reads_takes_room() -> None:
     cascades = tuple(Cascade(name, phase, "dit", (0,), 1, 4, 0, inputs) for name, (phase, inputs) in phases.items())
     values = Values(Module("m", Level.LOWERED, stages=(Stage("dit", True),), cascades=cascades, programs=(SPLIT,)))
     assert planned_memory(values, SPLIT) == (5.0, 8.0, 4.0, 3.0, 3.0)
-    assert [len(posts) for posts in posting_order(values, SPLIT, 6.0)] == [0, 0, 1, 0, 0]
-    assert [len(posts) for posts in posting_order(values, SPLIT, 5.5)] == [0, 0, 0, 1, 0]
+    assert [len(posts) for posts in prefetch_receives(values, SPLIT, 6.0)] == [0, 0, 1, 0, 0]
+    assert [len(posts) for posts in prefetch_receives(values, SPLIT, 5.5)] == [0, 0, 0, 1, 0]
 
 
 def values_of(program: Program) -> Values:
@@ -61,7 +61,7 @@ def values_of(program: Program) -> Values:
 
 
 def places(limit: float) -> dict[str, int]:
-    posted = posting_order(values_of(PROGRAM), PROGRAM, limit)
+    posted = prefetch_receives(values_of(PROGRAM), PROGRAM, limit)
     return {post.target: index for index, posts in enumerate(posted) for post in posts}
 
 
@@ -108,4 +108,4 @@ def test_receives_are_posted_as_early_as_each_finds_room_behind_the_one_before(
         place = next(place for place in range(earliest, index + 1) if all(h + size <= limit for h in held[place:index]))
         held[place:index] = [h + size for h in held[place:index]]
         earliest = place
-        assert step in posting_order(values, program, float(limit))[place]
+        assert step in prefetch_receives(values, program, float(limit))[place]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.analysis.receive_prefetch import planned_memory, posting_order
+from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import training_run
 from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
@@ -20,7 +20,7 @@ from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from tests.distributed.executor_cases import Work, clip, executable, lowered, plain_loop, traced
+from tests.distributed.executor_cases import Work, captured_once, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
 
 CLIPS = [clip(name, frames) for name, frames in zip("abcd", (1, 2, 3, 2), strict=True)]
@@ -65,7 +65,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
             notes.write("|")
         return step(self)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))
         patch.setattr(Optimizer, "step", noted)
         training_run.train(read_executable(folder), options, torch.device("cpu"))
@@ -139,5 +139,5 @@ def test_receives_are_posted_later_where_values_from_the_last_step_take_the_room
     values = Values(module)
     assert planned_memory(values, program) == (3.0, 3.0, 5.0, 6.0)
     assert planned_memory(values, program, {"b"}) == (6.0, 6.0, 5.0, 6.0)
-    assert [len(posts) for posts in posting_order(values, program, 6.0)] == [1, 0, 0, 0]
-    assert [len(posts) for posts in posting_order(values, program, 6.0, {"b"})] == [0, 0, 1, 0]
+    assert [len(posts) for posts in prefetch_receives(values, program, 6.0)] == [1, 0, 0, 0]
+    assert [len(posts) for posts in prefetch_receives(values, program, 6.0, {"b"})] == [0, 0, 1, 0]

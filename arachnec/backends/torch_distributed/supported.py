@@ -1,0 +1,79 @@
+"""Which programs this back end can run: refused at load is what it would run as something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Instruction, Module, Phase, Program
+
+
+@dataclass(frozen=True)
+class NotExecutable(Diagnostic):
+    title: ClassVar[str] = "`{op} %{target}` cannot be executed by this back end: {reason}"
+    label: ClassVar[str] = "in the program of rank {rank}"
+    help: ClassVar[str] = "`arachnec simulate` runs it; `arachnec run` takes {known}"
+    op: str
+    target: str
+    reason: str
+    rank: int
+    known: str
+
+
+@dataclass(frozen=True)
+class SeveralTrainedStages(Diagnostic):
+    title: ClassVar[str] = "this back end trains a model as one stage, and {stages} are trained"
+    label: ClassVar[str] = "the second one"
+    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
+    stages: str
+
+
+# A forward runs the whole model to its loss, so it takes a cascade of phase `train`. What is handed on is one tensor
+# of an encoder.
+PHASES: dict[str, tuple[Phase, ...]] = {
+    "encode": (Phase.ENCODE,),
+    "forward": (Phase.TRAIN,),
+    "backward": (Phase.TRAIN,),
+    "send": (Phase.ENCODE,),
+    "receive": (Phase.ENCODE,),
+    "free": (Phase.ENCODE, Phase.TRAIN),
+}
+OF_STAGES = ("reduce", "step")
+
+
+def demand_supported(module: Module, programs: Sequence[Program]) -> None:
+    """Raises ``UserError`` where this back end cannot run ``programs``, of a lowered ``module``.
+
+    Names the first instruction of each operation and phase that it does not know.
+    """
+    trained = [stage for stage in module.stages if stage.trained]
+    problems: list[Diagnostic] = []
+    if len(trained) > 1:
+        names = " and ".join(f"`@{stage.name}`" for stage in trained)
+        problems.append(SeveralTrainedStages(trained[1].span, names))
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    refused: dict[tuple[str, Phase | None], NotExecutable] = {}
+    for program in programs:
+        for instruction in program.instructions:
+            phase = phases.get(instruction.target)
+            if not _known(instruction.op, phase):
+                refused.setdefault((instruction.op, phase), _refusal(instruction, phase, program.rank))
+    if problems or refused:
+        raise UserError(*problems, *refused.values())
+
+
+def _known(op: str, phase: Phase | None) -> bool:
+    return op in OF_STAGES or phase in PHASES.get(op, ())
+
+
+def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExecutable:
+    op = instruction.op
+    known = ", ".join(f"`{name}` of {' or '.join(p.value for p in phases)}" for name, phases in PHASES.items())
+    reason = (
+        "it does not know the operation" if op not in PHASES else f"its cascade is of phase `{phase and phase.value}`"
+    )
+    return NotExecutable(
+        instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and `reduce`, `step`"
+    )

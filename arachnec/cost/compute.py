@@ -1,0 +1,105 @@
+"""How long the ranks of a cascade compute: its stage's formulas, divided over them.
+
+Terms without S (launch overhead, what every rank does in full for the caption) are not divided, terms linear in S wait
+for the rank with the most tokens, terms in S^2 and S*T for the rank with the most heads. An encoder's ranks deal out
+whole clips and wait for the one with the most, which takes the formula's time for so many, or so many times the
+cascade's ``per_clip``, where that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from arachnec.cost.strategy import Attention
+from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
+
+# Forwards and backwards of its stage that a cascade is.
+PASSES = {
+    Phase.ENCODE: (1.0, 0.0),
+    Phase.FORWARD: (1.0, 0.0),
+    Phase.DENOISE: (1.0, 0.0),
+    Phase.BACKWARD: (0.0, 1.0),
+    Phase.WEIGHT: (0.0, 0.5),
+    Phase.TRAIN: (1.0, 1.0),
+}
+
+
+def passes_of(cascade: Cascade, recompute: bool) -> tuple[float, float]:
+    """How many forwards and backwards of its stage a cascade computes; recomputing repeats the forward."""
+    forward, backward = PASSES[cascade.phase]
+    return forward * 2 if recompute and backward else forward, backward
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """ms on one rank, by what divides them."""
+
+    fixed: float  # no size and no degree changes it
+    caption: float  # every rank computes it in full
+    linear: float  # tokens divide it
+    pairwise: float  # pairs of tokens divide it
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute times in ms of cascades of these stages."""
+
+    stages: Mapping[str, Stage]
+    _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
+
+    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float) -> float:
+        """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
+        forward, backward = passes_of(cascade, recompute)
+        total = 0.0
+        for count, name in ((forward, "forward"), (backward, "backward")):
+            if count:
+                total += count * self._one_pass(cascade, name, degree, attention, slowdown)
+        return total
+
+    def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
+        if cascade.phase is Phase.ENCODE:
+            busiest, clip = on_busiest_rank(cascade, degree), clip_time(cascade)
+            if clip is not None:
+                return busiest.batch * clip * slowdown
+            sizes = self._sizes_of(busiest, name)
+            return sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * slowdown
+        sizes = self._sizes_of(cascade, name)
+        heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
+        pairs = uneven(heads, attention.ulysses) / attention.ring
+        divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + sizes.pairwise * pairs
+        return sizes.fixed + divided * slowdown
+
+    def _sizes_of(self, cascade: Cascade, name: str) -> Sizes:
+        key = cascade.stage, name, cascade.batch, cascade.tokens, cascade.text
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._sizes[key] = sizes_of(cascade, self.stages[cascade.stage], name)
+        return sizes
+
+
+def sizes_of(cascade: Cascade, stage: Stage, name: str) -> Sizes:
+    """The stage's formula ``name`` for a cascade. Raises ValueError where the stage has none."""
+    formula = formula_in(stage, name)
+    if formula is None:
+        raise ValueError(f"stage {stage.name} has no `{name}` formula; run `annotate` first")
+    fixed = caption = linear = pairwise = 0.0
+    for term in formula.terms:
+        value = term_value(term, cascade)
+        powers = dict(term.powers)
+        if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
+            pairwise += value
+        elif "S" in powers:
+            linear += value
+        elif "T" in powers:
+            caption += value
+        else:
+            fixed += value
+    return Sizes(fixed, caption, linear, pairwise)
+
+
+def on_busiest_rank(cascade: Cascade, degree: int) -> Cascade:
+    """What the busiest of an encoder's ranks does: whole clips are dealt out."""
+    return replace(cascade, batch=math.ceil(cascade.batch / degree))

@@ -1,0 +1,41 @@
+"""Which degrees are legal for a cascade.
+
+One set: schedulers choose from it, lower bounds minimise over it, and a schedule by hand with another degree is
+refused (``planning.validate``). So no schedule that is accepted can end before the bound.
+"""
+
+from __future__ import annotations
+
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
+from arachnec.ir.stage_sizes import times_of
+
+# Every degree up to 64, then in steps: some 110 of 1024, each at most an eighth above the one before.
+EVERY, STEP, WIDE, WIDE_STEP = 64, 8, 256, 32
+
+
+def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
+    """Degrees at which a cascade may run, ascending; memory is not asked.
+
+    Those that were measured, else those that the stage lists, else those of ``wide_steps`` that leave no rank without a
+    token or, of an encoder, without a clip.
+    """
+    times = times_of(cascade)
+    if times:
+        return tuple(sorted(degree for degree in times if degree <= cluster.world))
+    listed = stage.attrs.get("degrees")
+    if listed is not None:
+        return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))
+    most = min(cluster.world, cascade.batch if cascade.phase is Phase.ENCODE else max(1, cascade.tokens))
+    return wide_steps(most, cluster.gpus)
+
+
+def wide_steps(most: int, gpus: int) -> tuple[int, ...]:
+    """Degrees up to ``most``: all to 64, then multiples of 8 and of 32, whole nodes of ``gpus``, and the last."""
+    return tuple(
+        degree
+        for degree in range(1, most + 1)
+        if degree <= EVERY
+        or degree == most
+        or degree % (STEP if degree <= WIDE else WIDE_STEP) == 0
+        or (gpus >= STEP and degree % gpus == 0)
+    )

@@ -1,0 +1,100 @@
+"""GiB that cascades hold on their ranks, and GiB that there are for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from arachnec.cluster.device_kinds import Devices
+from arachnec.cost.compute import on_busiest_rank
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
+
+GIB = 2**30
+RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What fits on the devices of a module's cluster."""
+
+    module: Module
+    devices: Devices
+
+    @cached_property
+    def stages(self) -> Mapping[str, Stage]:
+        return {stage.name: stage for stage in self.module.stages}
+
+    def of(self, cascade: Cascade, degree: int, recompute: bool) -> float:
+        """GiB that each of the cascade's ranks holds while it runs, beside its ``state``."""
+        stage = self.stages[cascade.stage]
+        if cascade.phase is Phase.ENCODE:
+            return divided(stage, "workspace", on_busiest_rank(cascade, degree), 1.0) + self.output(cascade)
+        share = uneven(cascade.tokens, degree)
+        total = 0.0
+        if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
+            saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
+            total += divided(stage, saved, cascade, share)
+        total += divided(stage, "workspace", cascade, share)
+        return total + self.received(cascade)
+
+    def received(self, cascade: Cascade) -> float:
+        """GiB of what its inputs hand off to each of its ranks."""
+        return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
+
+    @cached_property
+    def _outputs(self) -> dict[str, float]:
+        return {cascade.name: self.output(cascade) for cascade in self.module.cascades}
+
+    def output(self, cascade: Cascade) -> float:
+        """GiB of what an encoder hands off to each rank of a consumer."""
+        return evaluated(self.stages[cascade.stage], "output", cascade)
+
+    @cached_property
+    def resident(self) -> float:
+        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
+        return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages)
+
+    @cached_property
+    def state(self) -> float:
+        """GiB on every rank that no cascade may use: ``resident`` and a reserve."""
+        return self.resident + RESERVE * self.devices.cluster.memory
+
+    @cached_property
+    def room(self) -> float:
+        """GiB that cascades may use on every rank."""
+        return self.devices.cluster.memory - self.state
+
+    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
+        if not self.devices.kinds:
+            return self.room
+        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - self.resident
+
+    def can_recompute(self, cascade: Cascade) -> bool:
+        return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
+
+    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> bool | None:
+        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
+
+        Without ``ranks`` those with most memory count.
+        """
+        room = self.room_on(ranks, degree)
+        if self.of(cascade, degree, False) <= room:
+            return False
+        if self.can_recompute(cascade) and self.of(cascade, degree, True) <= room:
+            return True
+        return None
+
+
+def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:
+    """A stage's formula ``name`` for a cascade on a rank that has this ``share`` of the tokens; 0 without a formula."""
+    formula = formula_in(stage, name)
+    if formula is None:
+        return 0.0
+    return math.fsum(
+        term_value(term, cascade) * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
+        for term in formula.terms
+    )

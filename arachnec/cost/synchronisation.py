@@ -1,0 +1,42 @@
+"""The end of an iteration: the all-reduce of a stage's gradients, and the optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from arachnec.cluster.device_specs import find_device_specs
+from arachnec.cluster.topology import group_link, machines, penalty
+from arachnec.cost.communication import collective_time
+from arachnec.cost.memory import GIB
+from arachnec.ir.nodes import Cluster, Stage, integer, quantity
+from arachnec.ir.stage_sizes import gib, gradient_bytes, trained_bytes
+
+ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are not known
+
+
+def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
+    """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes).
+
+    ``size`` is the bytes of a bucket of them; without it they go all at once.
+    """
+    size = gradient_bytes(stage) if size is None else size
+    if len(ranks) < 2 or not size:
+        return 0.0
+    link, measured = group_link(cluster, ranks), cluster.attrs.get("all_reduce")
+    if measured is not None:
+        link = replace(link, intra=quantity(measured))
+    return 2 * collective_time(link, size, len(ranks), 1, penalty(cluster, ranks))
+
+
+def step_time(cluster: Cluster, stage: Stage) -> float:
+    """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
+    specs = [find_device_specs(name) for name in {machine.device for machine in machines(cluster)}]
+    bandwidth = min(known.bandwidth if known else ASSUMED_BANDWIDTH for known in specs)
+    update = 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
+    if "update" in stage.attrs:  # measured with the whole state on every rank
+        update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1))
+    if "sharded" not in stage.attrs:
+        return update
+    everyone = tuple(range(cluster.world))
+    link, contention = group_link(cluster, everyone), penalty(cluster, everyone)
+    return update + collective_time(link, trained_bytes(stage), len(everyone), 1, contention)

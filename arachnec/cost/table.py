@@ -1,0 +1,139 @@
+"""The cost table of a module: (stage, shape, degree, strategy) to ms, GiB and whether blocks are recomputed.
+
+::
+
+    table = CostModel(module).table
+    table.entry(cascade, 4)                       # on four ranks of one node, with the cheapest attention
+    table.entry(cascade, 4, (0, 1, 8, 9))         # on these ranks
+    table.entry(cascade, 4, strategy=Strategy(Attention(2, 2), recompute=True))
+    table.fitting(cascade, 4)                     # recomputing only where memory asks for it; None where nothing fits
+    table.options(cascade)                        # the degrees that a scheduler chooses from
+
+The scheduling problem, its bounds, placement, ``recost`` and ``explain`` read their numbers here. Rows are filled when
+they are first asked for, and cascades of one shape share them. A new dimension of planning is a field of ``Strategy``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from arachnec.cluster.device_kinds import Devices
+from arachnec.cluster.topology import node_of
+from arachnec.cost.communication import Communication
+from arachnec.cost.compute import Compute
+from arachnec.cost.degrees import legal_degrees
+from arachnec.cost.memory import Memory
+from arachnec.cost.strategy import CHEAPEST, CHEAPEST_RECOMPUTING, Attention, Strategy
+from arachnec.ir.nodes import Cascade, Stage
+from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row: what a cascade of a shape costs at a degree by a strategy."""
+
+    time: float  # ms that it holds its ranks
+    memory: float  # GiB on each of them while it runs, beside the rank's state
+    strategy: Strategy
+
+    @property
+    def recompute(self) -> bool:
+        return self.strategy.recompute
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The rows of one module's cascades."""
+
+    stages: Mapping[str, Stage]
+    devices: Devices
+    memory: Memory
+    _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict, repr=False, compare=False)
+    _options: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def compute(self) -> Compute:
+        return Compute(self.stages)
+
+    @cached_property
+    def communication(self) -> Communication:
+        return Communication(self.stages, self.devices.cluster)
+
+    def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
+        """Degrees at which the cascade may run on the cluster, ascending; memory is not asked."""
+        return legal_degrees(cascade, self.stages[cascade.stage], self.devices.cluster)
+
+    def entry(
+        self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None, strategy: Strategy = CHEAPEST
+    ) -> Entry:
+        """The row of a cascade at a degree. Without ``ranks`` they are packed on as few nodes as possible, or, where
+        devices differ, on the kind that is best for it. Measured ``times`` stand as they were measured.
+
+        Raises ValueError where the cascade was measured, and not at this degree.
+        """
+        if self.devices.kinds and ranks is None:
+            packed = (self.entry(cascade, degree, group, strategy) for group in self.devices.packed(degree))
+            return min(packed, key=lambda entry: entry.time)
+        ranks = self._alike(ranks, degree)
+        key = (*shape_of(cascade), self.memory.received(cascade), degree, ranks, strategy)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._new(cascade, degree, ranks, strategy)
+        return entry
+
+    def fitting(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Entry | None:
+        """The row at a degree where the cascade fits the memory, recomputing only where it must; None where it never
+        does. Without ``ranks`` those with most memory count."""
+        recompute = self.memory.recompute_at(cascade, degree, ranks)
+        if recompute is None:
+            return None
+        return self.entry(cascade, degree, ranks, CHEAPEST_RECOMPUTING if recompute else CHEAPEST)
+
+    def options(self, cascade: Cascade) -> Mapping[int, Entry]:
+        """Rows by degree, ascending: of the legal degrees those that fit and beat every smaller one."""
+        key = (*shape_of(cascade), self.memory.received(cascade))
+        options = self._options.get(key)
+        if options is None:
+            options = self._options[key] = {}
+            least = math.inf
+            for degree in self.legal_degrees(cascade):
+                entry = self.fitting(cascade, degree)
+                if entry is not None and entry.time < least:
+                    options[degree] = entry
+                    least = entry.time
+        return options
+
+    def _alike(self, ranks: tuple[int, ...] | None, degree: int) -> tuple[int, ...] | None:
+        """The ranks whose row these share: every node is like the first, or the first of its kind."""
+        if ranks is None or len({node_of(self.devices.cluster, rank) for rank in ranks}) > 1:
+            return ranks
+        return self.devices.like(ranks[0])[:degree] if self.devices.kinds else None
+
+    def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
+        memory = self.memory.of(cascade, degree, strategy.recompute)
+        attention = strategy.attention or self._cheapest(cascade, degree, ranks)
+        resolved = Strategy(attention, strategy.recompute)
+        times = times_of(cascade)
+        if not times:
+            return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
+        if degree not in times:
+            raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
+        return Entry(times[degree] * self.devices.slowdown(ranks), memory, resolved)
+
+    def _cheapest(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> Attention:
+        """The cheapest product of Ulysses and ring without recomputation; ties go to more Ulysses."""
+        stage = self.stages[cascade.stage]
+        heads = count_in(stage, "heads") or degree
+        grids = [Attention(u, degree // u) for u in range(1, degree + 1) if degree % u == 0 and u <= heads]
+        if not count_in(stage, "attentions") or "forward" not in stage.attrs:
+            return grids[-1]
+        return min(grids, key=lambda grid: (self._time(cascade, degree, grid, False, ranks), -grid.ulysses))
+
+    def _time(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, ranks: tuple[int, ...] | None
+    ) -> float:
+        computing = self.compute.time(cascade, degree, attention, recompute, self.devices.slowdown(ranks))
+        return computing + self.communication.time(cascade, degree, attention, recompute, ranks)

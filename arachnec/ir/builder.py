@@ -1,0 +1,305 @@
+"""Parse tree to nodes: lark calls one method of ``ModuleBuilder`` per rule of ``grammar.lark``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeAlias
+
+from lark import Token, Transformer
+
+from arachnec.ir import syntax_errors
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import (
+    NO_ATTRIBUTES,
+    Cascade,
+    Clip,
+    Cluster,
+    Fused,
+    Graph,
+    GraphInput,
+    GraphOp,
+    Instruction,
+    Level,
+    Module,
+    Phase,
+    Program,
+    Reduce,
+    Stage,
+    Step,
+)
+from arachnec.ir.span import Span
+from arachnec.ir.tokens import (
+    LONGEST_INTEGER,
+    PARSED,
+    integer_of,
+    integers_of,
+    name_of,
+    number_of,
+    range_of,
+    span_of,
+    string_of,
+    tensor_type_of,
+)
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
+
+LEVELS = ", ".join(level.word for level in Level)
+Parts: TypeAlias = list[Any]
+
+# One pair of a block that the grammar calls PLAIN, which has said that nothing else stands there.
+_PAIR = re.compile(
+    r"""([A-Za-z_][A-Za-z0-9_.\-]*)[ \t\r\n]*=[ \t\r\n]*(?P<value>
+        (?P<number>-?[0-9]+(?:(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\ +(?P<unit>[A-Za-z/]+)
+                             |\.[0-9]+(?:[eE][+-]?[0-9]+)?|[eE][+-]?[0-9]+))
+        |(?P<integer>-?[0-9]+)|(?P<word>true|false)|"(?:\\.|[^"\\\n])*"|\[[^\]]*\])""",
+    re.VERBOSE,
+)
+
+
+class ModuleBuilder(Transformer[Token, Module]):
+    """Called by lark once per rule, with the rule's parts in order; an absent optional part is None."""
+
+    # values
+
+    def integer(self, parts: Parts) -> int:
+        return integer_of(parts[0])
+
+    def floating(self, parts: Parts) -> float:
+        return number_of(parts[0], parts[0])
+
+    def quantity(self, parts: Parts) -> Quantity:
+        value, _, unit = parts[0].partition(" ")
+        return Quantity(number_of(parts[0], value), unit.strip())
+
+    def text(self, parts: Parts) -> str:
+        return string_of(parts[0], parts[0])
+
+    def true(self, parts: Parts) -> bool:
+        return True
+
+    def false(self, parts: Parts) -> bool:
+        return False
+
+    def reference(self, parts: Parts) -> Symbol:
+        return Symbol(name_of(parts[0]))
+
+    def integers(self, parts: Parts) -> tuple[int, ...]:
+        token = parts[0]
+        items = token[1:-1].split(",")
+        if ".." not in token:
+            return tuple(map(int, items))
+        return tuple(value for item in items for value in range_of(token, item.strip()))
+
+    def integer_range(self, parts: Parts) -> range:
+        return range_of(parts[0], parts[0])
+
+    def list(self, parts: Parts) -> tuple[Value, ...]:
+        items: Parts = []
+        for part in parts:
+            if isinstance(part, range):
+                items.extend(part)
+            elif part is not None:
+                items.append(part)
+        return tuple(items)
+
+    def formula(self, parts: Parts) -> Formula:
+        terms, unit = parts
+        return Formula(terms or (), str(unit))
+
+    def sum(self, parts: Parts) -> tuple[Term, ...]:
+        terms = [parts[0]]
+        for sign, term in zip(parts[1::2], parts[2::2], strict=True):
+            terms.append(term if sign == "+" else Term(-term.coefficient, term.powers))
+        return tuple(terms)
+
+    def sign(self, parts: Parts) -> str:
+        return str(parts[0])
+
+    def term(self, parts: Parts) -> Term:
+        coefficient, powers = 1.0, []
+        for part in parts:
+            if isinstance(part, tuple):
+                powers.append(part)
+            elif part.type == "VARIABLE":
+                powers.append((str(part), 1))
+            else:
+                coefficient *= number_of(part, part)
+        return Term(coefficient, tuple(powers))
+
+    def power(self, parts: Parts) -> tuple[str, int]:
+        return str(parts[0]), integer_of(parts[1])
+
+    def attr(self, parts: Parts) -> tuple[Token, Value]:
+        return parts[0], parts[1]
+
+    def attrs(self, parts: Parts) -> Attributes:
+        pairs, spans = [], []
+        seen = set()
+        for key, value in filter(None, parts):
+            name = string_of(key, key) if key.type == "STRING" else str(key)
+            if name in seen:
+                raise UserError(syntax_errors.TwiceGiven(span_of(key), what=f"attribute `{name}`"))
+            seen.add(name)
+            pairs.append((name, value))
+            spans.append(span_of(key))
+        return Attributes(tuple(pairs), tuple(spans))
+
+    def plain(self, parts: Parts) -> Attributes:
+        """A whole block that is one token: the same as ``attrs``, without a token for each brace, name and comma."""
+        block = parts[0]
+        file, source = PARSED.get()
+        line, first, last = block.line, -block.column, 0  # ``first`` is where the row begins, counted in the block
+        pairs, spans, names = [], [], set()
+        for pair in _PAIR.finditer(block):
+            at = pair.start()
+            breaks = block.count("\n", last, at)
+            if breaks:
+                line, first = line + breaks, block.rindex("\n", last, at)
+            last, column = at, at - first
+            name, number, unit, integer, word = pair.group(1, "number", "unit", "integer", "word")
+            span = Span(file, line, column, line, column + len(name), source)
+            value: Value
+            if number is not None and math.isfinite(amount := float(number.partition(" ")[0])):
+                value = amount if unit is None else Quantity(amount, unit)
+            elif integer is not None and len(integer) < LONGEST_INTEGER:
+                value = int(integer)
+            elif word is not None:
+                value = word == "true"
+            else:
+                value = self._plain_value(pair, line, first)
+            if name in names:
+                raise UserError(syntax_errors.TwiceGiven(span, what=f"attribute `{name}`"))
+            names.add(name)
+            pairs.append((name, value))
+            spans.append(span)
+        return Attributes(tuple(pairs), tuple(spans))
+
+    def _plain_value(self, pair: re.Match[str], line: int, first: int) -> Value:
+        """A string, a list, or a number that is none, by the rule for its token."""
+        start, end = pair.span("value")
+        token = Token("", pair["value"], line=line, column=start - first, end_line=line, end_column=end - first)
+        if token[0] == '"':
+            return self.text([token])
+        if token[0] == "[":
+            return self.integers([token])
+        if pair["integer"] is not None:
+            return self.integer([token])
+        return self.floating([token]) if pair["unit"] is None else self.quantity([token])
+
+    def values(self, parts: Parts) -> tuple[str, ...]:
+        return tuple(name_of(part) for part in parts if part is not None)
+
+    # nodes
+
+    def cluster(self, parts: Parts) -> Cluster:
+        word, name, attrs = parts
+        return Cluster(name_of(name), attrs or NO_ATTRIBUTES, span_of(word, name))
+
+    def clip(self, parts: Parts) -> Clip:
+        word, *numbers, attrs = parts
+        clip, frames, height, width, text, tokens = map(integer_of, numbers)
+        return Clip(clip, frames, height, width, text, tokens, attrs or NO_ATTRIBUTES, span_of(word, numbers[-1]))
+
+    def stage(self, parts: Parts) -> Stage:
+        word, name, kind, attrs = parts
+        return Stage(name_of(name), kind == "trained", attrs or NO_ATTRIBUTES, span_of(word, kind))
+
+    def graph(self, parts: Parts) -> Graph:
+        word, name, inputs, outputs, attrs, *body = parts
+        ops = tuple(item for item in body if isinstance(item, GraphOp))
+        fused = tuple(item for item in body if isinstance(item, Fused))
+        return Graph(name_of(name), inputs or (), ops, outputs, attrs or NO_ATTRIBUTES, span_of(word, name), fused)
+
+    def graph_inputs(self, parts: Parts) -> tuple[GraphInput, ...]:
+        return tuple(part for part in parts if part is not None)
+
+    def graph_input(self, parts: Parts) -> GraphInput:
+        return GraphInput(name_of(parts[0]), tensor_type_of(parts[1]))
+
+    def op(self, parts: Parts) -> GraphOp:
+        name, target, operands, kind, attrs = parts
+        result = None if kind is None else tensor_type_of(kind)
+        span = span_of(name, target)
+        return GraphOp(name_of(name), string_of(target, target), operands, result, attrs or NO_ATTRIBUTES, span)
+
+    def fused(self, parts: Parts) -> Fused:
+        word, name, ops, attrs = parts
+        return Fused(name_of(name), ops, attrs or NO_ATTRIBUTES, span_of(word, name))
+
+    def cascade(self, parts: Parts) -> Cascade:
+        name, phase, stage, clips, batch, tokens, text, inputs, attrs = parts
+        span = span_of(name, tokens if text is None else text)
+        return Cascade(
+            name_of(name),
+            Phase(str(phase)),
+            name_of(stage),
+            integers_of(clips, span),
+            integer_of(batch),
+            integer_of(tokens),
+            0 if text is None else integer_of(text),
+            inputs or (),
+            attrs or NO_ATTRIBUTES,
+            span,
+        )
+
+    def reduction(self, parts: Parts) -> Reduce:
+        word, stage, inputs, attrs = parts
+        return Reduce(name_of(stage), inputs or (), attrs or NO_ATTRIBUTES, span_of(word, stage))
+
+    def step(self, parts: Parts) -> Step:
+        word, stage, attrs = parts
+        return Step(name_of(stage), attrs or NO_ATTRIBUTES, span_of(word, stage))
+
+    def program(self, parts: Parts) -> Program:
+        word, rank, attrs, *instructions = parts
+        return Program(integer_of(rank), tuple(instructions), attrs or NO_ATTRIBUTES, span_of(word, rank))
+
+    def instruction(self, parts: Parts) -> Instruction:
+        word, target, peers, attrs = parts
+        span = span_of(word, target)
+        if isinstance(peers, Token):
+            peers = (integer_of(peers),)
+        elif peers is not None:
+            peers = integers_of(peers, span)
+        return Instruction(str(word), name_of(target), peers or (), attrs or NO_ATTRIBUTES, span)
+
+    def module(self, parts: Parts) -> Module:
+        name, attrs, *items = parts
+        kinds: dict[type, Parts] = {kind: [] for kind in _KINDS}
+        for item in items:
+            kinds[type(item)].append(item)
+        if len(kinds[Cluster]) > 1:
+            raise UserError(syntax_errors.TwiceGiven(kinds[Cluster][1].span, what="the cluster"))
+        return Module(
+            name=name_of(name),
+            level=_level(attrs, name),
+            cluster=next(iter(kinds[Cluster]), None),
+            clips=tuple(kinds[Clip]),
+            stages=tuple(kinds[Stage]),
+            graphs=tuple(kinds[Graph]),
+            cascades=tuple(kinds[Cascade]),
+            reductions=tuple(kinds[Reduce]),
+            steps=tuple(kinds[Step]),
+            programs=tuple(kinds[Program]),
+            attrs=_without(attrs, "level"),
+            span=span_of(name),
+        )
+
+
+_KINDS = (Cluster, Clip, Stage, Graph, Cascade, Reduce, Step, Program)
+
+
+def _without(attrs: Attributes, name: str) -> Attributes:
+    kept = [(pair, span) for pair, span in zip(attrs.pairs, attrs.spans, strict=True) if pair[0] != name]
+    return Attributes(tuple(pair for pair, _ in kept), tuple(span for _, span in kept))
+
+
+def _level(attrs: Attributes, module: Token) -> Level:
+    if "level" not in attrs:
+        raise UserError(syntax_errors.NoLevel(span_of(module), name=name_of(module), levels=LEVELS))
+    word = attrs["level"]
+    for level in Level:
+        if level.word == word:
+            return level
+    raise UserError(syntax_errors.UnknownLevel(attrs.span("level"), found=json.dumps(str(word)), levels=LEVELS))

@@ -1,0 +1,189 @@
+"""Rules about plans: degrees, times and ranks of cascades, and one reduce and step per trained stage.
+
+In: a ``ModuleIndex`` whose names are right. Out: a diagnostic per mistake. The pass ``check`` proves the per-rank
+programs of a lowered module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TypeAlias
+
+from arachnec.ir import errors
+from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integer, integers, quantity
+from arachnec.ir.printer import number, symbol
+from arachnec.ir.span import Span
+
+Problems: TypeAlias = Iterator[Diagnostic]
+GRADIENT = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
+
+
+def tolerance_of(module: Module) -> float:
+    """Tolerance of planned times in ms, for rounding."""
+    return 1e-6 + 1e-9 * max((cascade.end for cascade in module.cascades), default=0.0)
+
+
+def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
+    for cascade in index.module.cascades:
+        if cascade.clips and len(cascade.clips) != cascade.batch:
+            yield errors.WrongBatch(cascade.span, label(cascade), len(cascade.clips), cascade.batch)
+        stage = index.stages.get(cascade.stage)
+        if stage is None:
+            continue
+        if cascade.phase in GRADIENT and not stage.trained:
+            yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
+        elif index.module.level >= Level.COSTED and "times" not in cascade.attrs:
+            wanted = {Phase.TRAIN: ("forward", "backward"), Phase.BACKWARD: ("backward",), Phase.WEIGHT: ("backward",)}
+            for name in wanted.get(cascade.phase, ("forward",)):
+                if name not in stage.attrs:
+                    yield errors.NoCost(cascade.span, label(cascade), stage.name, name)
+
+
+def degrees_are_legal(index: ModuleIndex) -> Problems:
+    cluster = index.module.cluster
+    if index.module.level < Level.SCHEDULED or cluster is None:
+        return
+    for cascade in index.module.cascades:
+        degree = cascade.degree
+        stage = index.stages.get(cascade.stage)
+        listed = integers(stage.attrs["degrees"]) if stage and "degrees" in stage.attrs else None
+        timed = [integer(pair[0]) for pair in cascade.attrs.get("times", ())]  # type: ignore[index, union-attr]
+        reason = None
+        if not 1 <= degree <= cluster.world:
+            reason = f"the cluster has {counted(cluster.world, 'rank')}"
+        elif listed is not None and degree not in listed:
+            reason = f"stage `{symbol(cascade.stage)}` allows {', '.join(map(str, listed))}"
+        elif timed and degree not in timed:
+            reason = f"its `times` list {', '.join(map(str, timed))}"
+        if reason:
+            yield errors.IllegalDegree(_at(cascade, "degree"), label(cascade), degree, reason)
+
+
+def times_are_in_order(index: ModuleIndex) -> Problems:
+    module = index.module
+    if module.level < Level.SCHEDULED:
+        return
+    makespan, tolerance = quantity(module.attrs["makespan"]), tolerance_of(module)
+    for cascade in module.cascades:
+        start, end = cascade.start, cascade.end
+        if end < start - tolerance:
+            yield errors.EndsBeforeStart(_at(cascade, "end"), label(cascade), number(start), number(end))
+        if end > makespan + tolerance:
+            yield errors.WrongMakespan(_at(cascade, "end"), label(cascade), number(makespan), number(end))
+
+
+def inputs_end_first(index: ModuleIndex) -> Problems:
+    """Of plans; what the programs of a lowered module do is proved by ``check``."""
+    if index.module.level not in (Level.SCHEDULED, Level.PLACED):
+        return
+    tolerance = tolerance_of(index.module)
+    for cascade in index.module.cascades:
+        for name in cascade.inputs:
+            source = index.cascades.get(name)
+            if source is not None and cascade.start < source.end - tolerance:
+                start, end = number(cascade.start), number(source.end)
+                yield errors.StartsTooEarly(_at(cascade, "start"), label(cascade), start, name, end)
+
+
+def ranks_are_there(index: ModuleIndex) -> Problems:
+    cluster = index.module.cluster
+    if cluster is None:
+        return
+    nodes: tuple[Cascade | Reduce | Step, ...] = (
+        *index.module.cascades,
+        *index.module.reductions,
+        *index.module.steps,
+    )
+    for node in nodes:
+        ranks = integers(node.attrs.get("ranks", ()))
+        outside = next((rank for rank in ranks if not 0 <= rank < cluster.world), None)
+        span = _at(node, "ranks")
+        if outside is not None:
+            last = cluster.world - 1
+            yield errors.RankOutside(span, label(node), outside, last, cluster.nodes, cluster.gpus)
+        twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
+        if twice is not None:
+            yield errors.RepeatedRank(span, label(node), twice)
+
+
+def groups_fit_the_degree(index: ModuleIndex) -> Problems:
+    if index.module.level < Level.PLACED:
+        return
+    for cascade in index.module.cascades:
+        degree, ranks = cascade.degree, cascade.ranks
+        if len(ranks) != degree:
+            yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, counted(len(ranks), "rank"))
+        if "ulysses" in cascade.attrs or "ring" in cascade.attrs:
+            ulysses, ring = (integer(cascade.attrs.get(name, 1)) for name in ("ulysses", "ring"))
+            if ulysses * ring != degree or ulysses < 1:
+                yield errors.WrongProduct(_at(cascade, "ulysses"), label(cascade), ulysses, ring, degree)
+        yield from _shards(cascade)
+
+
+def _shards(cascade: Cascade) -> Problems:
+    if "shards" not in cascade.attrs:
+        return
+    shards, span = integers(cascade.attrs["shards"]), _at(cascade, "shards")
+    if len(shards) != cascade.degree:
+        yield errors.WrongShards(
+            span, label(cascade), f"for {counted(len(shards), 'rank')}", f"{cascade.degree}, its degree"
+        )
+    elif min(shards) < 0:
+        yield errors.WrongShards(span, label(cascade), "below zero", "zero or more tokens")
+    elif sum(shards) != cascade.tokens:
+        expected = f"{cascade.tokens}, its tokens"
+        yield errors.WrongShards(span, label(cascade), f"of {sum(shards)} tokens together", expected)
+
+
+def a_rank_does_one_thing(index: ModuleIndex) -> Problems:
+    """Of plans; what the programs of a lowered module do is proved by ``check``."""
+    if index.module.level != Level.PLACED:
+        return
+    tolerance = tolerance_of(index.module)
+    busy: dict[int, list[Cascade]] = {}
+    for cascade in index.module.cascades:
+        if cascade.end - cascade.start > tolerance:
+            for rank in set(cascade.ranks):
+                busy.setdefault(rank, []).append(cascade)
+    reported = set()
+    for rank, cascades in sorted(busy.items()):
+        for first, second in pairwise(sorted(cascades, key=lambda c: (c.start, c.end))):
+            if second.start < first.end - tolerance and (first.name, second.name) not in reported:
+                reported.add((first.name, second.name))
+                time = number(second.start)
+                yield errors.TwoAtOnce(_at(second, "start"), rank, label(second), first.name, time)
+
+
+def trained_stages_step(index: ModuleIndex) -> Problems:
+    """A stage that gets gradients has one reduce and one step; several models may take turns, each with its own."""
+    module = index.module
+    if module.level < Level.SCHEDULED:
+        return
+    with_gradient = {cascade.stage for cascade in module.cascades if cascade.phase in GRADIENT}
+    nodes: tuple[tuple[str, tuple[Reduce | Step, ...]], ...] = (("reduce", module.reductions), ("step", module.steps))
+    for what, group in nodes:
+        counts = Counter(node.stage for node in group)
+        for stage in module.stages:
+            count = counts[stage.name]
+            if count > 1 or (count == 0 and stage.trained and stage.name in with_gradient):
+                yield errors.NotReduced(stage.span, stage.name, "no" if count == 0 else str(count), what)
+
+
+def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
+    return node.attrs.span(attribute) or node.span
+
+
+PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
+    cascades_fit_their_stage,
+    degrees_are_legal,
+    times_are_in_order,
+    inputs_end_first,
+    ranks_are_there,
+    groups_fit_the_degree,
+    a_rank_does_one_thing,
+    trained_stages_step,
+)

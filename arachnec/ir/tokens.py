@@ -1,0 +1,88 @@
+"""Tokens to values: names, strings, numbers, ranges and tensor types, each with its span.
+
+``PARSED`` says which file is being parsed. Every function raises UserError at a token that has no value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import cast
+
+from lark import Token
+
+from arachnec.ir import syntax_errors
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import TensorType
+from arachnec.ir.printer import LONGEST_RANGE
+from arachnec.ir.span import Span
+
+LONGEST_INTEGER = 4000  # digits: Python refuses to read more
+
+PARSED: ContextVar[tuple[str, str]] = ContextVar("name and text of the file being parsed")
+
+
+def span_of(first: Token, last: Token | None = None) -> Span:
+    file, text = PARSED.get()
+    end = first if last is None else last
+    return Span(file, first.line or 1, first.column or 1, end.end_line or 1, end.end_column or 1, text)
+
+
+def name_of(token: Token) -> str:
+    """The name of a ``@symbol`` or ``%value``."""
+    return string_of(token, token[1:]) if token[1] == '"' else str(token[1:])
+
+
+def string_of(token: Token, text: str) -> str:
+    try:
+        return cast(str, json.loads(text, strict=False))
+    except ValueError:
+        raise UserError(syntax_errors.BadEscape(span_of(token))) from None
+
+
+def number_of(token: Token, text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise UserError(syntax_errors.BadNumber(span_of(token), written=text))
+    return value
+
+
+def integer_of(token: Token) -> int:
+    if len(token) > LONGEST_INTEGER:
+        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{token[:12]}..."))
+    return int(token)
+
+
+def range_of(token: Token, text: str) -> range:
+    first, _, last = text.partition("..")
+    low, high = int(first), int(last or first)
+    if high < low or high - low >= LONGEST_RANGE:
+        raise UserError(syntax_errors.BadRange(span_of(token), written=text, most=LONGEST_RANGE))
+    return range(low, high + 1)
+
+
+def integers_of(values: Sequence[object], node: Span) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise UserError(syntax_errors.NotIntegers(node))
+    return tuple(cast("Sequence[int]", values))
+
+
+def _dimension(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+
+
+def tensor_type_of(token: Token) -> TensorType:
+    dtype, _, rest = token[:-1].partition("[")
+    dims, depth, start = [], 0, 0
+    for at, char in enumerate(rest):
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            dims.append(rest[start:at])
+            start = at + 1
+    last = rest[start:]
+    if last.strip():
+        dims.append(last)
+    return TensorType(str(dtype), tuple(_dimension(dim.strip()) for dim in dims))

@@ -1,0 +1,174 @@
+"""The forward of one block instance on one rank's tokens. In: the model's call. Out: what the block returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.kernels.attention.exchange import shard_tokens
+from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.spmd.rewrite import ShardedBlock
+from arachnec.spmd.sharded_tokens import ShardedTokens
+from arachnec.tracing.blocks import CapturedBlock
+from arachnec.tracing.errors import UnequalCall
+
+
+@dataclass
+class Execution:
+    """How the blocks of one model run at the moment."""
+
+    shard: SequenceShard | None = None
+    recompute: bool = False
+    _lengths: dict[int, SequenceShard] = field(default_factory=dict)
+
+    def shard_of(self, length: int) -> SequenceShard:
+        """The shard of ``length`` tokens: the cascade's own, or one with the same shares where text was joined."""
+        assert self.shard is not None
+        if length == self.shard.total:
+            return self.shard
+        if length not in self._lengths:
+            self._lengths[length] = _rescaled(self.shard, length)
+        return self._lengths[length]
+
+
+def _rescaled(shard: SequenceShard, length: int) -> SequenceShard:
+    total = max(shard.total, 1)
+    ends = [length * sum(shard.tokens[: i + 1]) // total for i in range(shard.degree)]
+    ends[-1] = length
+    starts = [0, *ends[:-1]]
+    return replace(shard, tokens=tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+@dataclass(frozen=True)
+class FusedForms:
+    """A block's graphs with fused regions: of the ``whole`` block, and of one rank's ``share`` of it."""
+
+    whole: fx.GraphModule
+    share: fx.GraphModule
+
+
+class BlockForward:
+    """Replaces ``forward`` on one block instance."""
+
+    def __init__(
+        self, path: str, module: nn.Module, block: ShardedBlock, execution: Execution, forms: FusedForms | None
+    ) -> None:
+        self.path, self.block, self.execution = path, block, execution
+        self._whole = None if forms is None else forms.whole
+        self._share = block.module if forms is None else forms.share
+        self.original: Callable[..., Any] = module.forward
+        self.__signature__ = inspect.signature(self.original)
+        self._arguments = _Arguments(path, self.__signature__, block.captured)
+        self._parameters = _parameter_sources(module, block.captured)
+        self._constants: dict[tuple[str, torch.device], Tensor] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        execution = self.execution
+        if execution.shard is None and self._whole is not None:
+            inputs = self._arguments.tensors(args, kwargs)
+            return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
+        if execution.shard is None:
+            if execution.recompute and torch.is_grad_enabled():
+                return checkpoint(self.original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return self.original(*args, **kwargs)
+        return self._sharded(self._arguments.tensors(args, kwargs))
+
+    def _sharded(self, tensors: Sequence[Tensor]) -> Any:
+        dims = self.block.inputs
+        lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
+        shard = self.execution.shard_of(next(lengths))
+        inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
+        results = self._run(self._share, [shard, *self._values(inputs)])
+        outputs = [
+            result if dim is None else ShardedTokens(result, dim, shard)
+            for result, dim in zip(results, self.block.outputs, strict=True)
+        ]
+        return self.block.captured.unflatten(outputs)
+
+    def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
+        if self.execution.recompute and torch.is_grad_enabled():
+            recomputed: Sequence[Tensor] = checkpoint(module, *values, use_reentrant=False, preserve_rng_state=False)
+            return recomputed
+        outputs: Sequence[Tensor] = module(*values)
+        return outputs
+
+    def _values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        values: list[Tensor] = []
+        for slot, source in zip(self.block.captured.slots, self._parameters, strict=True):
+            if source is not None:
+                values.append(source[0][source[1]])
+            elif slot.kind == "input":
+                values.append(inputs[int(slot.target)])
+            else:
+                values.append(self._constant(str(slot.target), inputs[0].device))
+        return values
+
+    def _constant(self, name: str, device: torch.device) -> Tensor:
+        if (name, device) not in self._constants:
+            constant = self.block.captured.exported.constants[name]
+            self._constants[name, device] = constant if constant.ndim == 0 else constant.to(device)
+        return self._constants[name, device]
+
+
+def _arriving(x: Tensor, dim: int | None, shard: SequenceShard) -> Tensor:
+    """An input as the block's graph takes it: the rank's own tokens, or all of them."""
+    if isinstance(x, ShardedTokens):
+        if dim == x.token_dim and x.shard == shard:
+            return x.local
+        x = x.gathered()
+    return x if dim is None else shard_tokens(x, dim, shard)
+
+
+def _parameter_sources(module: nn.Module, captured: CapturedBlock) -> list[tuple[dict[str, Any], str] | None]:
+    """The dictionary and key where each parameter and buffer of this instance is found at the time of a call."""
+    sources: list[tuple[dict[str, Any], str] | None] = []
+    for slot in captured.slots:
+        if slot.kind not in ("parameter", "buffer"):
+            sources.append(None)
+            continue
+        owner_path, _, name = str(slot.target).rpartition(".")
+        owner = module.get_submodule(owner_path)
+        sources.append((owner._parameters if slot.kind == "parameter" else owner._buffers, name))
+    return sources
+
+
+class _Arguments:
+    """Maps the arguments of a call, positional or by keyword, to the tensor inputs of the captured graph."""
+
+    def __init__(self, path: str, signature: inspect.Signature, captured: CapturedBlock) -> None:
+        self.path, self.signature, self.captured = path, signature, captured
+        self._forms: dict[tuple[int, tuple[str, ...]], list[tuple[str, int | str]] | None] = {}
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        leaves, spec = pytree.tree_flatten(self._bound(args, kwargs))
+        captured = self.captured
+        if spec != captured.spec:
+            raise UserError(UnequalCall(None, self.path, str(spec), str(captured.spec)))
+        for position, value, fixed in captured.constants:
+            if fixed and leaves[position] is not value and leaves[position] != value:
+                raise UserError(UnequalCall(None, self.path, repr(leaves[position]), repr(value)))
+        return [leaves[position] for position in captured.input_leaves]
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        form = (len(args), tuple(kwargs))
+        if form not in self._forms:
+            self._forms[form] = self._order(form)
+        order = self._forms[form]
+        if order is None:
+            return dict(self.signature.bind(*args, **kwargs).arguments)
+        return {name: args[source] if isinstance(source, int) else kwargs[source] for name, source in order}
+
+    def _order(self, form: tuple[int, tuple[str, ...]]) -> list[tuple[str, int | str]] | None:
+        """Which argument of such a call is which parameter; None where a parameter takes several."""
+        bound = self.signature.bind(*range(form[0]), **{name: name for name in form[1]}).arguments
+        if not all(isinstance(source, (int, str)) for source in bound.values()):
+            return None
+        return list(bound.items())
