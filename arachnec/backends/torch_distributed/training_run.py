@@ -32,6 +32,7 @@ from arachnec.backends.torch_distributed.interpreter import Iteration, RankConte
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
@@ -119,8 +120,10 @@ class Trainer:
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr(training))}, device)
-        model_file = executable.model_file()
-        model = shared_model(model_file, training, device)
+        model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
+        with explained_memory(runtime, executable.program, program_of(executable.program, rank)):
+            model = shared_model(model_file, training, device)
+            encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -128,8 +131,7 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
-        runtime, threads = DeviceRuntime.of(device), RankThreads()
-        encoders = shared_encoders(model_file, training, device)
+        threads = RankThreads()
         self._context = RankContext(
             rank=rank,
             runtime=runtime,
@@ -183,6 +185,7 @@ class Trainer:
             self._load(number + 1, program_of(self._ahead.module, context.rank), self._ahead.module)
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
+        context.runtime.reset_peak_memory()
         started = time.perf_counter()
         run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
@@ -255,7 +258,9 @@ class Trainer:
         device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
-        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), norm]
+        runtime = self._context.runtime
+        peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
+        mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -273,6 +278,7 @@ class Trainer:
             exposed_planning_ms=exposed,
             peak_memory_gib=float(everyone[:, 3].max()),
             cascades=len(own.module.cascades),
+            peak_reserved_gib=float(everyone[:, 5].max()),
         )
 
     def _state(self) -> dict[str, Tensor]:
