@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from arachnec.backends.torch_distributed.device_selection import MASK, DeviceRecord
 from arachnec.cluster.detect import find_by_driver_name
-from arachnec.cluster.device_specs import find_device_spec
+from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
@@ -148,7 +148,7 @@ def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iter
 def _notes(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[str]:
     names = {(record.name, _planned_device(record, planned)[0]) for record in records if record.kind == "cuda"}
     for name, device in sorted(names):
-        sheet, wanted = find_by_driver_name(name), find_device_spec(device)
+        sheet, wanted = find_by_driver_name(name), find_device_specs(device)
         if sheet is not None and wanted is not None and sheet is not wanted:
             yield f"planned for {device}, run on {name}: planned times do not apply"
 
