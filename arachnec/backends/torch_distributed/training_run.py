@@ -22,6 +22,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
+from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -320,7 +321,9 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
     folder = executable.folder
-    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
+    training = options.training(executable.training)
+    attention = attention_by_grid(trainer.module, training.dtype, device)
+    summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
     report.write_json(options.report or folder / "run.json", summary)
     place = folder / MEASURED
     report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))
