@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,17 @@ def build_encoders(model_file: ModelFile, training: Training, device: torch.devi
     return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
 
 
-@torch.no_grad()
 def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
-    """``encoder`` applied to each clip by itself, joined along dim 0: what was batched does not change the values."""
+    """``encoder`` applied to clips that are loaded here."""
     load = encoder.load
     assert callable(load)
-    return torch.cat([encoder(load(clip, device)) for clip in clips])
+    return encode_loaded(encoder, (load(clip, device) for clip in clips))
+
+
+@torch.no_grad()
+def encode_loaded(encoder: nn.Module, loaded: Iterable[Tensor]) -> Tensor:
+    """``encoder`` applied to each clip by itself, joined along dim 0: what was batched does not change the values."""
+    return torch.cat([encoder(clip) for clip in loaded])
 
 
 def cascade_loss(
@@ -65,8 +70,25 @@ def cascade_loss(
 
     What is drawn for a clip follows from (seed, step, clip) alone.
     """
+    kwargs, target = batch_of(model_file, clips, encoded, training, step, device)
+    return batch_loss(model, model_file, kwargs, target)
+
+
+def batch_of(
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    encoded: Mapping[str, Tensor],
+    training: Training,
+    step: int,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[str, Any], Tensor]:
+    """The forward's keyword arguments and the target of a micro-batch of equal clips."""
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-    kwargs, target = make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
+    return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
+
+
+def batch_loss(model: nn.Module, model_file: ModelFile, kwargs: Mapping[str, Any], target: Tensor) -> Tensor:
+    """The mean loss of one prepared micro-batch, a scalar with its graph."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
     loss = model_file.loss(prediction_of(output), target)

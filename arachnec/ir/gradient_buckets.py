@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arachnec.ir.nodes import Stage
-from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Value
 
 
@@ -31,7 +31,7 @@ def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
 
 def buckets_of(stage: Stage, layer_counts: Sequence[int]) -> tuple[Bucket, ...]:
     """The buckets that a reduce's attribute ``buckets`` states, in the order they start."""
-    sizes = [count * element_bytes(stage) for _, count in layers_of(stage)]
+    sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
     buckets: list[Bucket] = []
     high = len(sizes)
     for number, count in enumerate(layer_counts):

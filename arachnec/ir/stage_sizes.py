@@ -7,6 +7,8 @@ import math
 from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, quantity
 from arachnec.ir.values import Formula, Term, Value
 
+BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
+
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """The key under which cascades cost the same."""
@@ -43,19 +45,33 @@ def uneven(items: int, parts: int) -> float:
 
 
 def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients in the all-reduce, in the parameters' precision."""
-    return trained_bytes(stage) if stage.trained else 0.0
+    """Bytes of a stage's gradients in the all-reduce."""
+    return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
 
 
 def trained_bytes(stage: Stage) -> float:
     """Bytes of a stage's trained parameters, in their precision."""
-    count = stage.attrs.get("trained", stage.attrs.get("params", 0))
-    return element_bytes(stage) * count if isinstance(count, int) else 0.0
+    return element_bytes(stage) * trained_count(stage)
+
+
+def trained_count(stage: Stage) -> int:
+    """How many of a stage's parameters train."""
+    return count_in(stage, "trained") if "trained" in stage.attrs else count_in(stage, "params")
 
 
 def element_bytes(stage: Stage) -> float:
     """Bytes of one parameter."""
-    return {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}.get(str(stage.attrs.get("dtype")), 4.0)
+    return BYTES.get(str(stage.attrs.get("dtype")), 4.0)
+
+
+def gradient_element_bytes(stage: Stage) -> float:
+    """Bytes of one parameter's gradient, which has a precision of its own where the stage says so."""
+    return BYTES.get(gradient_precision(stage), 4.0)
+
+
+def gradient_precision(stage: Stage) -> str:
+    """The precision in which a stage's gradients are kept and summed."""
+    return str(stage.attrs.get("gradients", stage.attrs.get("dtype", "f32")))
 
 
 def token_bytes(stage: Stage, tokens: int) -> float | None:

@@ -20,7 +20,7 @@ from functools import cache
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
-from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share, global_order
 
@@ -70,7 +70,7 @@ def buckets_of_size(stage: Stage, size: float) -> tuple[int, ...]:
     buckets: list[int] = []
     filled, count = 0.0, 0
     for _, parameters in reversed(layers_of(stage)):
-        filled, count = filled + parameters * element_bytes(stage), count + 1
+        filled, count = filled + parameters * gradient_element_bytes(stage), count + 1
         if filled >= size:
             buckets.append(count)
             filled, count = 0.0, 0
@@ -89,7 +89,7 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     Dynamic programming over the lowest layer of the newest bucket. The earlier the buckets above it end, the earlier
     all that follow can.
     """
-    sizes = [count * element_bytes(stage) for _, count in layers_of(stage)]
+    sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
     number, total = len(sizes), gradient_bytes(stage)
     above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
     rate = (time(total) - time(total / 2)) / (total / 2)

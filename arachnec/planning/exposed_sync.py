@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Stage
-from arachnec.ir.stage_sizes import element_bytes, gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
 
 
@@ -67,7 +67,7 @@ def sums_of(stage: Stage, ranks: tuple[int, ...], cost: CostModel) -> Sums:
     left, behind = total, []
     for _, parameters in reversed(layers_of(stage)):
         behind.append(rate * left)
-        left -= parameters * element_bytes(stage)
+        left -= parameters * gradient_element_bytes(stage)
     return Sums(stage, latency, tuple(behind))
 
 

@@ -30,7 +30,7 @@ from arachnec.backends.cascade_step import (
     trained_parameters,
 )
 from arachnec.backends.torch_distributed.agreement import gather, share_text
-from arachnec.backends.torch_distributed.gradients import GradientSums
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
 from arachnec.cost.communication import volumes
@@ -247,7 +247,7 @@ class Profiler:
 
     def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
         started = _now(self.device)
-        sums = GradientSums(self.parameters, {}, self._groups)
+        sums = GradientSynchronisation(self.parameters, {}, self._groups)
         sums.start(Instruction("reduce", TRAINED, everyone))
         sums.wait()
         return ((_now(self.device) - started) * 1e3,)

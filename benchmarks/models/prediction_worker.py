@@ -14,8 +14,13 @@ import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import gather
 from arachnec.backends.torch_distributed.clock import Clock
-from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, run_iteration
-from arachnec.backends.torch_distributed.process_groups import wanted_groups, wanted_sums
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
+from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, run_iteration
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead
+from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
@@ -37,9 +42,10 @@ class Plans:
         for path in sorted(folder.glob("*.cascade")):
             self.modules.append(parse_module(path.read_text(), str(path)))
         rank = dist.get_rank()
-        self.equipment = Equipment(
+        runtime, threads = DeviceRuntime.of(device), RankThreads()
+        self.context = RankContext(
             rank=rank,
-            device=device,
+            runtime=runtime,
             model_file=profiler.model_file,
             model=profiler.model,
             parameters=profiler.parameters,
@@ -47,16 +53,19 @@ class Plans:
             sequence=profiler.sequence,
             optimizer=profiler.optimizer,
             groups=ProcessGroups(),
-            sum_groups=ProcessGroups(),
-            channels={},
+            gradient_groups=ProcessGroups(),
+            connections=HandoffConnections(),
+            threads=threads,
+            loads=LoadAhead(threads.loads, profiler.encoders, runtime),
             training=TRAINING,
         )
         specs = Specs(profiler.model_file, profiler.encoders, device)
         known = dict(enumerate(clips))
         self.iterations: list[Iteration] = []
         for module in self.modules:
-            self.equipment.groups.ensure(wanted_groups(module))
-            self.equipment.sum_groups.ensure(wanted_sums(module), device=device)
+            self.context.groups.ensure(wanted_groups(module))
+            self.context.gradient_groups.ensure(wanted_gradient_groups(module), device=device)
+            self.context.connections.ensure(handoff_pairs(module.programs))
             program = next(program for program in module.programs if program.rank == rank)
             received = specs.received(module, program, known)
             self.iterations.append(Iteration.of(module, rank, known, received, 0))
@@ -64,9 +73,9 @@ class Plans:
     def run(self, number: int) -> float:
         """ms of one iteration of a plan on this rank."""
         dist.barrier()
-        clock = Clock(self.equipment.rank, self.equipment.device)
+        clock = Clock(self.context.rank, self.context.runtime)
         started = time.perf_counter()
-        run_iteration(self.equipment, self.iterations[number], clock)
+        run_iteration(self.context, self.iterations[number], clock)
         return (time.perf_counter() - started) * 1e3
 
 

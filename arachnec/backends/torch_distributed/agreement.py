@@ -53,11 +53,11 @@ def share_weights(model: nn.Module) -> None:
                 value.copy_(held)
 
 
-def share_text(text: str | None, device: torch.device) -> str:
-    """Rank 0's text on every rank; the others give None."""
+def share_text(text: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Rank 0's text on every rank of a group of all; the others give None."""
     data = (text or "").encode()
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
+    dist.broadcast(size, 0, group=group)
     if not 0 <= int(size) <= LIMIT_BYTES:
         raise ValueError(f"a plan of {int(size)} bytes")
     if not int(size):
@@ -65,7 +65,7 @@ def share_text(text: str | None, device: torch.device) -> str:
     body = torch.empty(int(size), dtype=torch.uint8, device=device)
     if dist.get_rank() == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(body, 0)
+    dist.broadcast(body, 0, group=group)
     return bytes(body.cpu().numpy()).decode()
 
 

@@ -148,17 +148,6 @@ class BackgroundPlanner:
             raise UserError(PlanningFailed(None, iteration, answer.error or ""))
         return answer.text
 
-    def fetch_ready(self, iteration: int) -> str | None:
-        """The plan as text if it is there; asked for if it was not. A mistake is left for ``fetch``."""
-        self.ask(iteration)
-        with self._changed:
-            answer = self._answers.get(iteration)
-            if answer is None or answer.text is None:
-                return None
-            del self._answers[iteration]
-            self._asked.discard(iteration)
-        return answer.text
-
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""The next step's first encoders, run while this step's gradient sums are on their way.
+"""The next step's first encoders, run while this step's gradients are on their way.
 
 An encoder is frozen and reads a clip, nothing else: what it makes does not depend on the step in which it runs. So a
 rank that has nothing to do but wait may encode what its next program begins with, as far as memory goes.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from arachnec.analysis.receive_prefetch import planned_memory
 from arachnec.analysis.uses import Values
+from arachnec.backends.torch_distributed.device_runtime import OnHost
 from arachnec.ir.nodes import Cascade, Module, Program
 
 BEFORE = ("encode", "send", "receive", "free")  # what a program begins with while no model has run
@@ -24,7 +23,7 @@ class Ahead:
 
     module: Module
     todo: list[Cascade]
-    values: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, OnHost] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: Module, program: Program, limit: float) -> Ahead:
@@ -32,14 +31,14 @@ class Ahead:
         values = Values(module)
         todo: list[Cascade] = []
         for name in encoders_first(program):
-            names = {each.name for each in todo} | {name}
+            names = {chosen.name for chosen in todo} | {name}
             cascade = values.cascades[name]
             if cascade.inputs or max(planned_memory(values, program, names)) > limit:
                 break
             todo.append(cascade)
         return cls(module, todo)
 
-    def run(self, encode: Callable[[Cascade], Tensor], waiting: Callable[[], bool]) -> None:
+    def run(self, encode: Callable[[Cascade], OnHost], waiting: Callable[[], bool]) -> None:
         """Encode one after the other for as long as there is something to wait for."""
         while self.todo and waiting():
             cascade = self.todo.pop(0)
@@ -48,10 +47,10 @@ class Ahead:
 
 def encoders_first(program: Program) -> list[str]:
     """The cascades that a rank encodes by itself before it does anything else."""
-    found: list[str] = []
+    names: list[str] = []
     for instruction in program.instructions:
         if instruction.op not in BEFORE or (instruction.op == "encode" and len(instruction.peers) > 1):
             break
         if instruction.op == "encode":
-            found.append(instruction.target)
-    return found
+            names.append(instruction.target)
+    return names

@@ -1,13 +1,14 @@
-"""The sums of a stage's gradients over the ranks that hold parts of them, beside whatever else the ranks do.
+"""Gradient synchronisation: the all-reduces of a stage's gradients, beside whatever else the ranks do.
 
-A sum is started and not waited for. Its buckets start in one order on every rank, in process groups of their own, so
-that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
-(docs/check.md, "Gradient buckets beside the backward").
+An all-reduce is started and not waited for. Its buckets start in one order on every rank, in process groups of their
+own, so that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
+(docs/check.md, "Gradient buckets beside
+the backward"). Nothing here makes the host wait for its device: who had a gradient at all is told from host to host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,19 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
+from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.tracing.layers import layer_of_parameters
 
-CHUNK_BYTES = 25 * 2**20  # that travel together
-
 
 @dataclass(frozen=True)
 class LateGradient(Diagnostic):
     title: ClassVar[str] = (
-        "the gradient of `{parameter}` came twice in one backward, the second time after its sum began"
+        "the gradient of `{parameter}` came twice in one backward, the second time after its all-reduce began"
     )
     help: ClassVar[str] = (
         "a backward inside the model's own backward does this, as reentrant checkpointing does: let arachnec recompute "
@@ -40,34 +40,35 @@ class LateGradient(Diagnostic):
 
 
 @dataclass
-class GradientSums:
-    """The sums of one iteration on one rank.
+class GradientSynchronisation:
+    """The all-reduces of one iteration on one rank.
 
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds
-    them: all others belong to a bucket's ``rest``.
+    them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together.
     """
 
     parameters: Mapping[str, Tensor]
     layers: Mapping[str, int | None]
     groups: ProcessGroups
+    piece_bytes: int = SMALLEST_PIECE
     _started: list[Instruction] = field(default_factory=list)
-    _pending: list[_Chunk] = field(default_factory=list)
+    _pending: list[_Started] = field(default_factory=list)
 
     def start(self, reduce: Instruction) -> None:
-        """Start a sum with the gradients as they are, unless it was started before; zeros where there are none."""
+        """Start an all-reduce with the gradients as they are, unless it was started before; zeros where none are."""
         if any(reduce is other for other in self._started):
             return
         self._started.append(reduce)
         group = self.groups.get(reduce.peers)
         if group is not None:
-            self._pending += [_Chunk.sent(values, group) for values in _chunks(self._members(reduce).values())]
+            self._pending.append(_Started.of(list(self._members(reduce).values()), group, self.piece_bytes))
 
     @contextmanager
     def inside_backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
-        """Run a backward inside, the last of its stage: each sum starts once it and those before it have all they need.
+        """Run a backward inside, the last of its stage: each all-reduce starts once it and those before it are whole.
 
         A gradient is whole when autograd has added it to the parameter, once in a backward however often the parameter
-        was used. What this rank does not use never comes: such a sum starts later, in its place in the program.
+        was used. What this rank does not use never comes: such an all-reduce starts later, in its place in the program.
         """
         waiting = {name: place for place, reduce in enumerate(reduces) for name in self._members(reduce)}
         missing = [0] * len(reduces)
@@ -98,12 +99,15 @@ class GradientSums:
     @property
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return all(chunk.work.is_completed() for chunk in self._pending)
+        return all(started.done for started in self._pending)
 
     def wait(self) -> None:
-        """Wait for all that was started; the gradients are whole then, and None where no rank had one."""
-        for chunk in self._pending:
-            chunk.finish()
+        """Wait for all that was started; the gradients are whole then, and None where no rank had one.
+
+        On a device with streams its stream waits, and the host only for the other hosts.
+        """
+        for started in self._pending:
+            started.finish()
         self._pending.clear()
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
@@ -123,42 +127,30 @@ def layers_in(module: Module, model: nn.Module) -> dict[str, int | None]:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Gradients on their way in one flat tensor, and behind them, for each, how many ranks had one."""
+class _Started:
+    """Gradients on their way, and how many ranks had each of them."""
 
     values: list[Tensor]
-    flat: Tensor
-    work: dist.Work
+    pieces: list[Piece]
+    used: Tensor  # on the host
+    told: dist.Work
 
     @classmethod
-    @torch.no_grad()
-    def sent(cls, values: list[Tensor], group: dist.ProcessGroup) -> _Chunk:
-        gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in values]
-        used = torch.tensor([v.grad is not None for v in values]).to(gradients[0])
-        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), used])
-        # The parts of the sum take the place of the gradients, which are not needed any more.
-        parts = torch.split(flat[: -len(values)], [value.numel() for value in values])
-        for value, part in zip(values, parts, strict=True):
-            value.grad = part.view_as(value)
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        return cls(values, flat, work)
+    def of(cls, values: list[Tensor], group: dist.ProcessGroup, piece_bytes: int) -> _Started:
+        used = torch.tensor([value.grad is not None for value in values], dtype=torch.int32)
+        pieces = [Piece.sent(run, group) for run in pieces_of(values, piece_bytes)]
+        told = dist.all_reduce(used, group=group, async_op=True)
+        assert told is not None
+        return cls(values, pieces, used, told)
+
+    @property
+    def done(self) -> bool:
+        return self.told.is_completed() and all(piece.done for piece in self.pieces)
 
     def finish(self) -> None:
-        self.work.wait()
-        for value, count in zip(self.values, self.flat[-len(self.values) :].tolist(), strict=True):
+        for piece in self.pieces:
+            piece.finish()
+        self.told.wait()
+        for value, count in zip(self.values, self.used.tolist(), strict=True):
             if count == 0:
                 value.grad = None
-
-
-def _chunks(values: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Runs of parameters of one dtype of about ``CHUNK_BYTES``; the same on every rank."""
-    chunks: list[list[Tensor]] = []
-    size = 0
-    for value in values:
-        if not chunks or size >= CHUNK_BYTES or chunks[-1][0].dtype != value.dtype:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(value)
-        size += value.numel() * value.element_size()
-    return chunks

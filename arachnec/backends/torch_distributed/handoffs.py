@@ -1,19 +1,36 @@
 """Values on their way from the ranks that made them to the ranks that read them.
 
-A handoff is one message: the bytes of one tensor, whose shape the receiver knows beforehand. Messages between two
-ranks are matched first in, first out; ``check`` has proved that both sides list them in one order.
+A handoff is one message: the bytes of one tensor in the host's memory, whose shape the receiver knows beforehand; the
+batch that it becomes part of is made on the host. Sending never holds up the training thread: threads of their own
+wait for the copy from the device, and for the receiver.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.backends.torch_distributed.device_runtime import OnHost
+from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Program
+
+
+@dataclass(frozen=True)
+class HandoffFailed(Diagnostic):
+    title: ClassVar[str] = "the output of %{cascade} did not get from rank {source} to rank {target}: {reason}"
+    help: ClassVar[str] = "one of the two has ended or hangs; its own output says more"
+    cascade: str
+    source: int
+    target: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -24,53 +41,97 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-class Handoffs:
-    """The sends and receives of one iteration on one rank. ``channels`` maps (from, to) to its group (None: world)."""
+@dataclass
+class Received:
+    """A value on its way to this rank. ``wait`` may be called from any thread, and again."""
 
-    def __init__(self, rank: int, device: torch.device, channels: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
-        self._rank = rank
-        self._device = device
-        self._channels = channels
-        self._sent: dict[str, list[tuple[dist.Work, Tensor]]] = {}
-        self._coming: dict[str, tuple[dist.Work, Tensor]] = {}
+    cascade: str
+    source: int
+    work: dist.Work
+    buffer: Tensor
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _arrived: bool = False
 
-    def send(self, name: str, value: Tensor, to: int) -> None:
-        """Start sending; the value is held until ``sent`` or ``finish``."""
-        flat = value.contiguous()
-        work = dist.isend(_bytes(flat), to, group=self._channels.get((self._rank, to)))
-        if work is not None:
-            self._sent.setdefault(name, []).append((work, flat))
+    def wait(self) -> Tensor:
+        with self._lock:
+            if not self._arrived:
+                try:
+                    self.work.wait()
+                except RuntimeError as error:
+                    reason = str(error)
+                    raise UserError(HandoffFailed(None, self.cascade, self.source, dist.get_rank(), reason)) from error
+                self._arrived = True
+        return self.buffer
 
-    def post(self, name: str, spec: TensorSpec, source: int) -> None:
-        """Start receiving into a buffer of its own; does not wait."""
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        work = dist.irecv(_bytes(buffer), source, group=self._channels.get((source, self._rank)))
-        assert work is not None
-        self._coming[name] = (work, buffer)
 
-    def is_coming(self, name: str) -> bool:
-        """Whether a value by that name was posted and not yet waited for."""
-        return name in self._coming
+class HandoffThreads:
+    """Two threads that stay from step to step: one starts sends once their values are there, one awaits their end."""
 
-    def arrived(self, name: str) -> Tensor:
-        """Wait for a posted value and return it."""
-        work, buffer = self._coming.pop(name)
+    def __init__(self) -> None:
+        self._start = ThreadPoolExecutor(1, "handoff-send")
+        self._end = ThreadPoolExecutor(1, "handoff-sent")
+
+    def send(self, value: OnHost, to: int, group: dist.ProcessGroup, tag: int, cascade: str) -> Future[None]:
+        """Send once the value is on the host; done when the receiver has it, and until then the value is held."""
+        started = self._start.submit(_start_send, value, to, group, tag)
+        return self._end.submit(_end_send, started, to, cascade)
+
+    def close(self) -> None:
+        self._start.shutdown(wait=False, cancel_futures=True)
+        self._end.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_send(value: OnHost, to: int, group: dist.ProcessGroup, tag: int) -> tuple[dist.Work, Tensor]:
+    flat = value.wait().contiguous()
+    work = dist.isend(_bytes(flat), to, group=group, tag=tag)
+    assert work is not None
+    return work, flat
+
+
+def _end_send(started: Future[tuple[dist.Work, Tensor]], to: int, cascade: str) -> None:
+    try:
+        work, _ = started.result()
         work.wait()
-        return buffer
+    except RuntimeError as error:
+        raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
 
-    def sent(self, name: str) -> None:
-        """Wait until the sends of this value are done with its memory."""
-        for work, _ in self._sent.pop(name, []):
-            work.wait()
+
+class Handoffs:
+    """The sends and receives of one iteration on one rank.
+
+    ``tags`` numbers the cascades, the same on every rank: a message is told from others by it, never by its order.
+    """
+
+    def __init__(self, connections: HandoffConnections, threads: HandoffThreads, tags: Mapping[str, int]) -> None:
+        self._connections = connections
+        self._threads = threads
+        self._tags = tags
+        self._sent: list[Future[None]] = []
+        self._coming: list[Received] = []
+
+    def send(self, name: str, value: OnHost, to: int) -> None:
+        """Have a value sent; it is held until the receiver has it."""
+        group = self._connections.group
+        self._sent.append(self._threads.send(value, to, group, self._tags[name], name))
+
+    def post(self, name: str, spec: TensorSpec, source: int) -> Received:
+        """Start receiving into a buffer of its own; does not wait."""
+        buffer = torch.empty(spec.shape, dtype=spec.dtype)
+        work = dist.irecv(_bytes(buffer), source, group=self._connections.group, tag=self._tags[name])
+        assert work is not None
+        coming = Received(name, source, work, buffer)
+        self._coming.append(coming)
+        return coming
 
     def finish(self) -> None:
-        for name in list(self._sent):
-            self.sent(name)
-        for name in list(self._coming):
-            self.arrived(name)
+        """Wait for all of them. Raises ``UserError`` for one that failed."""
+        for sent in self._sent:
+            sent.result()
+        for coming in self._coming:
+            coming.wait()
 
 
-def directed_pairs(programs: Sequence[Program]) -> tuple[tuple[int, int], ...]:
+def handoff_pairs(programs: Sequence[Program]) -> tuple[tuple[int, int], ...]:
     """Every (from, to) that some program sends over, sorted."""
     return tuple(sorted({(p.rank, step.peers[0]) for p in programs for step in p.instructions if step.op == "send"}))
 

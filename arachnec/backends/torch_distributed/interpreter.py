@@ -6,7 +6,8 @@ and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,13 +18,19 @@ from torch import Tensor, nn
 
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
-from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode
+from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
 from arachnec.backends.reference import encoded_inputs
+from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
 from arachnec.backends.torch_distributed.clock import Clock
+from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradients import GradientSums, layers_in
-from arachnec.backends.torch_distributed.handoffs import Handoffs, TensorSpec
+from arachnec.backends.torch_distributed.gradient_pieces import piece_size
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
+from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -33,6 +40,8 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
 
+POLL_S = 2e-4
+
 
 class SequenceParallel(Protocol):
     """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
@@ -41,11 +50,11 @@ class SequenceParallel(Protocol):
 
 
 @dataclass(frozen=True)
-class Equipment:
+class RankContext:
     """What a rank keeps from step to step."""
 
     rank: int
-    device: torch.device
+    runtime: DeviceRuntime
     model_file: ModelFile
     model: nn.Module
     parameters: Mapping[str, Tensor]  # those that train, under the module's own names
@@ -53,9 +62,15 @@ class Equipment:
     sequence: SequenceParallel | None  # None: only degree 1 without recomputation
     optimizer: Optimizer
     groups: ProcessGroups
-    sum_groups: ProcessGroups  # of gradient sums alone: they run beside the collectives of cascades
-    channels: Mapping[tuple[int, int], torch.distributed.ProcessGroup]
+    gradient_groups: ProcessGroups  # of gradient all-reduces alone: they run beside the collectives of cascades
+    connections: HandoffConnections
+    threads: RankThreads
+    loads: LoadAhead
     training: Training
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ class Iteration:
     specs: Mapping[str, TensorSpec]  # of every value received, by cascade
     step: int
     posts: tuple[tuple[Instruction, ...], ...]
-    given: Mapping[str, Tensor]  # what was encoded in an earlier step, by cascade
+    given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
 
     @classmethod
     def of(
@@ -78,7 +93,7 @@ class Iteration:
         clips: Mapping[int, VideoClip],
         specs: Mapping[str, TensorSpec],
         step: int,
-        given: Mapping[str, Tensor] | None = None,
+        given: Mapping[str, OnHost] | None = None,
     ) -> Iteration:
         """Raises ``UserError`` for an instruction that this back end does not know."""
         program = program_of(module, rank)
@@ -93,8 +108,8 @@ class Run:
     """What one rank's step came to."""
 
     loss: float = 0.0  # this rank's share of the objective
-    norm: float | None = None  # of the gradient before clipping
-    values: dict[str, Tensor] = field(default_factory=dict)
+    norm: Tensor | None = None  # of the gradient before clipping
+    values: dict[str, OnHost] = field(default_factory=dict)  # that are here, or on their way
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -103,7 +118,7 @@ def program_of(module: Module, rank: int) -> Program:
 
 
 def run_iteration(
-    equipment: Equipment,
+    context: RankContext,
     iteration: Iteration,
     clock: Clock,
     before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
@@ -112,17 +127,24 @@ def run_iteration(
     """Execute one rank's program.
 
     ``before_step`` sees the parameters with their whole gradients, before clipping; ``ahead`` is what to do of the next
-    program while the sums of gradients are on their way.
+    program while gradients are on their way.
     """
-    drop_gradients(equipment.parameters)
+    drop_gradients(context.parameters)
     run = Run()
-    handoffs = Handoffs(equipment.rank, equipment.device, equipment.channels)
-    sums = GradientSums(equipment.parameters, layers_in(iteration.module, equipment.model), equipment.sum_groups)
     cascades = {cascade.name: cascade for cascade in iteration.module.cascades}
-    walk = _Walk(equipment, iteration, handoffs, sums, run, cascades, before_step, ahead)
+    tags = {name: number for number, name in enumerate(cascades)}
+    handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
+    gradients = GradientSynchronisation(
+        context.parameters,
+        layers_in(iteration.module, context.model),
+        context.gradient_groups,
+        piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
+    )
+    walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
         for post in posts:
-            handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+            run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+        walk.batches.start(run.values)
         walk.wait_for_inputs(instruction, clock)
         with clock.measure(instruction.op, instruction.target):
             walk.execute(instruction)
@@ -133,15 +155,16 @@ def run_iteration(
 
 @dataclass
 class _Walk:
-    equipment: Equipment
+    context: RankContext
     iteration: Iteration
     handoffs: Handoffs
-    sums: GradientSums
+    gradients: GradientSynchronisation
     run: Run
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
     shares: list[Tensor] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -150,53 +173,68 @@ class _Walk:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op == "step":
             if self.ahead is not None:
-                self.ahead.run(partial(self._encoded_ahead, clock), self._sums_are_coming)
+                self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
-                self.sums.wait()
+                self.gradients.wait()
             return
-        names = self.cascades[instruction.target].inputs if instruction.op == "forward" else (instruction.target,)
-        for name in names:
-            if self.handoffs.is_coming(name) and instruction.op != "receive":
-                with clock.measure("wait", name):
-                    self.run.values[name] = self.handoffs.arrived(name)
+        if instruction.op == "forward":
+            for name in self.cascades[instruction.target].inputs:
+                value = self.run.values[name]
+                if isinstance(value, Received) and name not in self.arrived:
+                    self.arrived.add(name)
+                    with clock.measure("wait", name):
+                        value.wait()
 
     def _encode(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.name in self.iteration.given:
             self.run.values[cascade.name] = self.iteration.given[cascade.name]
             return
-        encoder, clips, device = self.equipment.encoders[cascade.stage], self._clips(cascade), self.equipment.device
-        ranks = instruction.peers
-        if not 1 < len(ranks) <= len(clips):
-            self.run.values[cascade.name] = encode(encoder, clips, device)
-            return
-        rows = self.equipment.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
-        own = encode(encoder, clips[rows.offset : rows.offset + rows.local], device)
-        self.run.values[cascade.name] = gather_tokens(own, 0, rows)
+        ranks, clips = instruction.peers, cascade.clips
+        own = own_clips(clips, ranks, self.context.rank)
+        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        if len(own) < len(clips):
+            rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
+            encoded = gather_tokens(encoded, 0, rows)
+        self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> Tensor:
+    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
+        loads, known = self.context.loads, self.iteration.clips
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
+
+    def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         with clock.measure("encode", cascade.name):
-            return encode(self.equipment.encoders[cascade.stage], self._clips(cascade), self.equipment.device)
+            encoded = self._encoded(cascade.stage, cascade.clips, self.iteration.step + 1)
+            return self.context.runtime.to_host(encoded)
 
-    def _sums_are_coming(self) -> bool:
-        if self.equipment.device.type == "cuda":  # the host is ahead of the device, which may not be waiting at all
-            torch.cuda.current_stream(self.equipment.device).synchronize()
-        return not self.sums.done
+    @cached_property
+    def _backwards_done(self) -> Event:
+        return self.context.runtime.record()
+
+    def _only_waits(self) -> bool:
+        """Whether the device has nothing to do but to wait for gradients of other ranks."""
+        while not self._backwards_done.query():  # the host is ahead of its device, and has nothing else to do
+            time.sleep(POLL_S)
+        return not self.gradients.done
+
+    @cached_property
+    def batches(self) -> BatchPreparation:
+        forwards = [self.cascades[step.target] for step in self.iteration.program.instructions if step.op == "forward"]
+        return BatchPreparation(self.context.threads.batches, self._batch, forwards)
+
+    def _batch(self, cascade: Cascade) -> DeviceCopy:
+        """What a forward reads, in a thread of its own."""
+        here = {name: self.run.values[name].wait() for name in cascade.inputs}
+        encoded = encoded_inputs(self.iteration.module, cascade, here)
+        context = self.context
+        batch = batch_of(context.model_file, self._clips(cascade), encoded, context.training, self.iteration.step)
+        return context.runtime.to_device(batch)
 
     def _forward(self, instruction: Instruction) -> None:
-        equipment = self.equipment
         cascade = self.cascades[instruction.target]
-        encoded = encoded_inputs(self.iteration.module, cascade, self.run.values)
+        kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         with self._sharded(instruction, cascade):
-            loss = cascade_loss(
-                equipment.model,
-                equipment.model_file,
-                self._clips(cascade),
-                encoded,
-                equipment.training,
-                self.iteration.step,
-                equipment.device,
-            )
+            loss = batch_loss(self.context.model, self.context.model_file, kwargs, target)
         degree = max(1, len(instruction.peers))
         share = loss * (len(cascade.clips) / len(self.iteration.module.clips) / degree)
         self.run.losses[cascade.name] = share
@@ -204,32 +242,34 @@ class _Walk:
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        with self._sharded(instruction, cascade), self.sums.inside_backward(self._sums_inside.get(cascade.name, ())):
+        with (
+            self._sharded(instruction, cascade),
+            self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+        ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
 
     def _send(self, instruction: Instruction) -> None:
         self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])
 
     def _receive(self, instruction: Instruction) -> None:
-        """Posted already, as early as memory allowed; waited for at its first use."""
+        """Posted already, as early as memory allowed; waited for where its batch is made."""
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.sums.start(instruction)  # `step` waits for it
+        self.gradients.start(instruction)  # `step` waits for it
 
     def _step(self, instruction: Instruction) -> None:
         if self.before_step is not None:
-            self.before_step(self.equipment.parameters)
-        self.run.norm = self.equipment.optimizer.step()
-        drop_gradients(self.equipment.parameters)
+            self.before_step(self.context.parameters)
+        self.run.norm = self.context.optimizer.step()
+        drop_gradients(self.context.parameters)
 
     def _free(self, instruction: Instruction) -> None:
-        self.handoffs.sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 
     @cached_property
-    def _sums_inside(self) -> dict[str, list[Instruction]]:
-        """The sums that start inside the backward of a cascade."""
+    def _reduces_inside(self) -> dict[str, list[Instruction]]:
+        """The all-reduces that start inside the backward of a cascade."""
         steps, found = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
         return {steps[index].target: [steps[number] for number in numbers] for index, numbers in found.items()}
 
@@ -237,13 +277,13 @@ class _Walk:
         return [self.iteration.clips[clip] for clip in cascade.clips]
 
     def _sharded(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[object]:
-        sequence = self.equipment.sequence
+        sequence = self.context.sequence
         if sequence is None:
             return nullcontext()
         # Only the forward's instruction states the grid; its backward, which may compute blocks again, shares it.
         forward = self._forward_of(cascade)
         alone = len(instruction.peers) < 2
-        shard = None if alone else self.equipment.groups.shard(forward.peers, *grid_of(forward, cascade))
+        shard = None if alone else self.context.groups.shard(forward.peers, *grid_of(forward, cascade))
         return sequence.use(shard, forward.attrs.get("recompute") is True)
 
     def _forward_of(self, cascade: Cascade) -> Instruction:

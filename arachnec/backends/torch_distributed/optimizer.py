@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.backends.torch_distributed.owned_parameters import share_owned
 from arachnec.executable.training_options import Training
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
@@ -39,20 +40,19 @@ class Optimizer:
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
     @torch.no_grad()
-    def step(self) -> float:
-        """Update from the parameters' gradients, and return their global norm before clipping.
+    def step(self) -> Tensor:
+        """Update from the parameters' gradients, and return their global norm before clipping: a scalar, on the device.
 
-        A parameter without a gradient is left as it is, as ``torch.optim`` does.
+        A parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
         """
         norm = global_norm(self._parameters)
         limit = self._training.clip_norm
-        scale = limit / (norm + 1e-6) if limit and norm > limit else 1.0
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad
             master.grad = None if gradient is None else gradient.to(master.dtype)
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
-        if scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
+        if limit and gradients:
+            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
         self._adam.step()
         for master in self._masters.values():
             master.grad = None
@@ -80,12 +80,8 @@ class Optimizer:
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 self._parameters[name].copy_(master)
-        sent = [
-            dist.broadcast(self._parameters[name].detach(), owner, async_op=True)
-            for name, owner in self._owners.items()
-        ]
-        for work in sent:
-            work.wait()
+        if self._owners:
+            share_owned(self._parameters, self._owners)
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
@@ -100,12 +96,12 @@ class Optimizer:
 def owners(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
     """The rank that updates each parameter: the largest first, each to the rank with the least so far."""
     loads = [(0, rank) for rank in range(ranks)]
-    found: dict[str, int] = {}
+    owned: dict[str, int] = {}
     for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
         load, rank = heapq.heappop(loads)
-        found[name] = rank
+        owned[name] = rank
         heapq.heappush(loads, (load + parameters[name].numel(), rank))
-    return found
+    return owned
 
 
 def _rank(sharded: bool) -> int | None:
@@ -113,10 +109,10 @@ def _rank(sharded: bool) -> int | None:
 
 
 @torch.no_grad()
-def global_norm(parameters: Mapping[str, Tensor]) -> float:
-    """The 2-norm of all gradients together, accumulated in fp32."""
+def global_norm(parameters: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, accumulated in fp32: a scalar where the gradients are."""
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters.values() if p.grad is not None]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def _master(parameter: Tensor) -> Tensor:

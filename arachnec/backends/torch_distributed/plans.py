@@ -1,8 +1,15 @@
-"""The plan of each step on every rank: made ahead, shared as text, parsed, checked, and kept where it recurs."""
+"""The plan of each step on every rank: made, shared as text, parsed and proved while the step before runs.
+
+All that happens in a thread beside the one that trains, over connections of its own, so that a step waits for its plan
+only where planning takes longer than the step before.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
 import torch
+import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import share_text
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
@@ -16,69 +23,72 @@ from arachnec.ir.verify import verify
 from arachnec.passes.check import Check
 
 KEPT = 256
+CLOSE_S = 5.0
+HOST = torch.device("cpu")
 
 
 class Plans:
-    """Hands out checked programs; every rank calls its methods with the same numbers in the same order."""
+    """Hands out checked programs. All ranks make it together, and ask for the same numbers in the same order."""
 
-    def __init__(self, executable: Executable, rank: int, world: int, device: torch.device) -> None:
-        self._executable = executable
+    def __init__(self, executable: Executable, rank: int, world: int) -> None:
         self._rank = rank
-        self._device = device
-        self._kept: dict[int, Module] = {}
+        self._plans: dict[int, Future[Module]] = {}
         program = executable.program
         fits = program.cluster is not None and program.cluster.world == world
         self._compiled = print_module(program) if fits else None
-        several = executable.header.iterations > 1
-        self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and (several or not fits) else None
+        replans = executable.header.iterations > 1 or not fits
+        self._group = dist.new_group(backend="gloo") if replans else None
+        self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and replans else None
+        self._thread = ThreadPoolExecutor(1, "plans")
+        self._closing = False
 
     def get(self, number: int) -> Module:
         """The program of iteration ``number``, waited for if need be.
 
         Raises ``UserError`` for a plan that cannot be made or that does not check.
         """
-        module = self._kept.get(number)
-        if module is None:
-            text = self._text(number) if self._rank == 0 else None
-            module = self._keep(number, share_text(text, self._device))
-        return module
+        self.prepare(number)
+        return self._plans[number].result()
 
     def get_ready(self, number: int) -> Module | None:
-        """The program of a later iteration where it has been made by now; the same answer on every rank."""
-        if number not in self._kept:
-            text = self._ready(number) if self._rank == 0 else None
-            shared = share_text(text, self._device)
-            return self._keep(number, shared) if shared else None
-        return self._kept[number]
+        """The program of a later iteration where this rank has proved it by now. A mistake is left for ``get``."""
+        plan = self._plans.get(number)
+        return plan.result() if plan is not None and plan.done() and plan.exception() is None else None
 
     def prepare(self, number: int) -> None:
-        """Have iteration ``number`` planned in the background, after what was asked for before."""
-        if self._planner is not None and number not in self._kept and not self._is_compiled(number):
+        """Have iteration ``number`` planned and proved in the background, after what was asked for before."""
+        if number in self._plans:
+            return
+        if len(self._plans) >= KEPT:
+            self._plans.pop(next(iter(self._plans)))
+        if self._planner is not None and not self._is_compiled(number):
             self._planner.ask(number)
-
-    def _keep(self, number: int, text: str) -> Module:
-        module = checked_program(text, f"iteration {number}")
-        if len(self._kept) >= KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[number] = module
-        return module
-
-    def _ready(self, number: int) -> str | None:
-        if self._is_compiled(number):
-            return self._compiled
-        assert self._planner is not None
-        return self._planner.fetch_ready(number)
+        self._plans[number] = self._thread.submit(self._proved, number)
 
     def close(self) -> None:
+        """End the planner. Plans that were asked for and not used are given up, on all ranks."""
+        self._closing = True
         if self._planner is not None:
             self._planner.close()
+        for plan in self._plans.values():
+            plan.cancel()
+        wait(self._plans.values(), CLOSE_S)
+        self._thread.shutdown(wait=False)
 
-    def _text(self, number: int) -> str:
-        if self._is_compiled(number):
-            assert self._compiled is not None
-            return self._compiled
-        assert self._planner is not None
-        return self._planner.fetch(number)
+    def _proved(self, number: int) -> Module:
+        text = self._compiled if self._is_compiled(number) else self._shared(number)
+        return checked_program(text or "", f"iteration {number}")
+
+    def _shared(self, number: int) -> str:
+        if self._planner is None:
+            return share_text(None, HOST, self._group)
+        try:
+            text = self._planner.fetch(number)
+        except UserError:
+            if self._closing:
+                share_text("", HOST, self._group)  # the other ranks wait for it
+            raise
+        return share_text(text, HOST, self._group)
 
     def _is_compiled(self, number: int) -> bool:
         return number == 0 and self._compiled is not None

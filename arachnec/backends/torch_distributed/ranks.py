@@ -33,6 +33,7 @@ def as_rank(work: Callable[[torch.device], None], device: torch.device) -> None:
     """Do ``work`` as a rank of the process group that torchrun's environment describes."""
     import torch.distributed as dist
 
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect ranks that talk, not all n^2 pairs
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     work(device)
     dist.barrier()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from arachnec.backends.torch_distributed.clock import Interval
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 
 GIB = 2**30
@@ -110,10 +110,11 @@ def busy_ms(intervals: Sequence[Interval]) -> float:
     return sum(i.end - i.start for i in intervals if i.op in BUSY)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Of this process since it began: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+def peak_memory_gib(runtime: DeviceRuntime) -> float:
+    """Of this process since it began: allocated on the device where its allocator counts, else resident."""
+    allocated = runtime.peak_memory()
+    if allocated is not None:
+        return allocated / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 

@@ -14,21 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model, gradients_of, trained_parameters
+from arachnec.backends.cascade_step import (
+    DTYPES,
+    build_encoders,
+    build_model,
+    drop_gradients,
+    gradients_of,
+    trained_parameters,
+)
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
 from arachnec.backends.torch_distributed.clock import Clock, Interval
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.interpreter import Equipment, Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
+from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import directed_channels, wanted_groups, wanted_sums
+from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Module, Program
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.views.executable_page import PAGE, executable_page
@@ -57,6 +70,8 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
+    if (note := trainer.note()) is not None:
+        events.emit(report.Note(note))
     steps: list[report.StepReport] = []
     try:
         end = trainer.done + count
@@ -84,27 +99,31 @@ class Trainer:
         share_weights(model)
         parameters = trained_parameters(model)
         self._executable = executable
-        self._plans = Plans(executable, rank, world, device)
+        self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
-        self._equipment = Equipment(
+        runtime, threads = DeviceRuntime.of(device), RankThreads()
+        encoders = build_encoders(model_file, training, device)
+        self._context = RankContext(
             rank=rank,
-            device=device,
+            runtime=runtime,
             model_file=model_file,
             model=model,
             parameters=parameters,
-            encoders=build_encoders(model_file, training, device),
+            encoders=encoders,
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
             groups=ProcessGroups(),
-            sum_groups=ProcessGroups(),
-            channels={},
+            gradient_groups=ProcessGroups(),
+            connections=HandoffConnections(),
+            threads=threads,
+            loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
         )
         self._clips = dict(enumerate(executable.clips))
-        self._specs = Specs(model_file, self._equipment.encoders, device)
+        self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
         self.done = self._resume(options)
@@ -114,7 +133,11 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        return self._equipment.device
+        return self._context.device
+
+    def note(self) -> str | None:
+        """What a person should know before the first step."""
+        return says_low(self.module, self._context.parameters)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -124,16 +147,19 @@ class Trainer:
         iterations = self._executable.header.iterations
         iteration = number % iterations
         self.module = self._plan(number)
-        self._equip(self.module)
-        equipment = self._equipment
-        received = self._specs.received(self.module, program_of(self.module, equipment.rank), self._clips)
+        self._prepare(self.module)
+        context = self._context
+        received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = Iteration.of(self.module, equipment.rank, self._clips, received, number, given)
+        own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
+        self._load(number, own.program, self.module)
         self._ahead = None if last else self._look_ahead(number + 1)
+        if self._ahead is not None:
+            self._load(number + 1, program_of(self._ahead.module, context.rank), self._ahead.module)
         exposed, self._waited = self._waited, 0.0
-        clock = Clock(equipment.rank, equipment.device)
+        clock = Clock(context.rank, context.runtime)
         started = time.perf_counter()
-        run = run_iteration(equipment, own, clock, _saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         return self._report(own, iteration, run, elapsed, exposed)
@@ -157,32 +183,38 @@ class Trainer:
         if module is None:
             return None
         limit = module.cluster.memory if module.cluster else 0.0
-        return Ahead.of(module, program_of(module, self._equipment.rank), limit)
+        return Ahead.of(module, program_of(module, self._context.rank), limit)
+
+    def _load(self, step: int, program: Program, module: Module) -> None:
+        """Have loaded in the background what this rank encodes in ``step``."""
+        cascades = {cascade.name: cascade for cascade in module.cascades}
+        self._context.loads.want(step, encoded_here(program, cascades, self._clips))
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
-        position = checkpoint.Position(steps, self._equipment.training.seed, self._executable.digests[MODEL])
+        position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
         checkpoint.save(folder, self._state(), position)
 
     def close(self) -> None:
-        """End the planner. The process groups end with the default one."""
+        """End the planner and the threads. The process groups end with the default one."""
         self._plans.close()
+        self._context.threads.close()
 
-    def _equip(self, module: Module) -> None:
-        """Make what this program needs and earlier ones did not: process groups, channels, traced blocks."""
-        equipment = self._equipment
-        equipment.groups.ensure(wanted_groups(module))
-        equipment.sum_groups.ensure(wanted_sums(module), device=equipment.device)
-        self._equipment = replace(
-            equipment,
-            channels={**equipment.channels, **directed_channels(module, equipment.channels, equipment.device)},
-            sequence=self._sequences.for_program(module),
-        )
+    def _prepare(self, module: Module) -> None:
+        """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
+        context = self._context
+        drop_gradients(context.parameters)
+        keep_gradients(context.parameters, module)
+        context.groups.ensure(wanted_groups(module))
+        context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
+        context.connections.ensure(handoff_pairs(module.programs))
+        self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._equipment.device
+        device = self._context.device
         busy = report.busy_ms(self.intervals)
-        mine = [run.loss, elapsed, busy, report.peak_memory_gib(device), run.norm or 0.0]
+        norm = 0.0 if run.norm is None else float(run.norm)
+        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), norm]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -204,16 +236,16 @@ class Trainer:
 
     def _state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, as tensors."""
-        buffers = {f"buffer/{name}": value for name, value in self._equipment.model.named_buffers()}
-        return self._equipment.optimizer.tensors() | buffers
+        buffers = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
+        return self._context.optimizer.tensors() | buffers
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
         if not options.resume or options.checkpoint is None:
             return 0
         position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
-        self._equipment.optimizer.round_parameters()
-        seed = self._equipment.training.seed
+        self._context.optimizer.round_parameters()
+        seed = self._context.training.seed
         if position.seed != seed:
             difference = f"it draws with seed {position.seed}, this run with {seed}"
             raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
@@ -254,7 +286,7 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
 
 
 def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return DeviceRuntime.of(device).name()
 
 
 def planned_for_cpu(executable: Executable) -> bool:

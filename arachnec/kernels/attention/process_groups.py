@@ -43,7 +43,7 @@ class ProcessGroups:
         for key in missing:
             group = dist.new_group(sorted(key), timeout=self._timeout)
             self._groups[key] = group if dist.get_rank() in key else None
-            if device is not None and device.type == "cuda" and dist.get_rank() in key:
+            if device is not None and dist.get_rank() in key:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
         if missing:
             # A rank's own connections may stand before those between other members do, and a member that closes its

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from arachnec.analysis.uses import overlapped_reduces
-from arachnec.backends.torch_distributed.gradients import GradientSums
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Level, Module, Program
@@ -174,7 +174,7 @@ def _order() -> None:
         Instruction("reduce", "dit", (0,), Attributes.of(layers=(layer,), early=Quantity(float(layer), "ms")))
         for layer in (1, 0)
     ]
-    sums = GradientSums(parameters, {name: int(name[0]) for name in parameters}, ProcessGroups())
+    sums = GradientSynchronisation(parameters, {name: int(name[0]) for name in parameters}, ProcessGroups())
     started: list[tuple[int, bool]] = []
     begin = sums.start
 

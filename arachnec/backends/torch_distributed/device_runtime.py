@@ -1,0 +1,183 @@
+"""What the executor asks of a device: what it can do, copies beside compute, and marks in its queue of work.
+
+Nothing else in this folder looks at a device's type: where a device cannot do something, torch's own empty streams and
+events of the CPU stand in, so that all devices take one path through the code.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device can do."""
+
+    streams: bool  # work is queued and runs after the host has gone on, copies beside compute
+    pinned_memory: bool  # of the host, from which and to which copies need not wait
+    event_timers: bool  # its events say when they were passed
+    memory_statistics: bool  # its allocator counts
+
+
+def capabilities_of(device: torch.device) -> Capabilities:
+    """The capabilities of a device by torch's module for its type."""
+    module = torch.get_device_module(device)
+    queued = device.type not in ("cpu", "meta")
+    timers = hasattr(getattr(module, "Event", None), "elapsed_time")
+    return Capabilities(queued, queued, timers, hasattr(module, "max_memory_allocated"))
+
+
+class Event(Protocol):
+    """A mark in a device's queue of work."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class OnHost(Protocol):
+    """A value that is, or will be, in the host's memory."""
+
+    def wait(self) -> Tensor:
+        """The value; the calling thread waits for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy to the host on its way."""
+
+    tensor: Tensor
+    event: Event
+
+    def wait(self) -> Tensor:
+        self.event.synchronize()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class DeviceCopy:
+    """Values on their way to the device: any nesting of dicts, lists and tuples with tensors in it."""
+
+    values: Any
+    event: Event
+    _runtime: DeviceRuntime
+
+    def ready(self) -> Any:
+        """The values, for the current stream, which waits for them; the host does not."""
+        self._runtime.wait_on_stream(self.event, self.values)
+        return self.values
+
+
+@dataclass(frozen=True)
+class DeviceRuntime:
+    """One device's streams, events and copies."""
+
+    device: torch.device
+    capabilities: Capabilities
+    _module: Any
+    _to_host: Any = field(repr=False)  # streams of copies
+    _to_device: Any = field(repr=False)
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceRuntime:
+        module = torch.get_device_module(device)
+        return cls(device, capabilities_of(device), module, module.Stream(), module.Stream())
+
+    def record(self) -> Event:
+        """A mark behind all that the current stream was given so far."""
+        event: Event = self._module.Event()
+        event.record()  # type: ignore[attr-defined]
+        return event
+
+    def to_host(self, value: Tensor) -> HostCopy:
+        """Start copying to the host, behind what the current stream was given so far; nobody waits."""
+        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.capabilities.pinned_memory)
+        return HostCopy(buffer, self._copy(self._to_host, [(buffer, value)]))
+
+    def to_device(self, values: Any) -> DeviceCopy:
+        """Start copying every tensor of ``values`` to the device, beside what it computes; nobody waits."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def moved(value: Tensor) -> Tensor:
+            if value.device == self.device:
+                return value
+            pinned = value.pin_memory() if self.capabilities.pinned_memory else value
+            with self._module.stream(self._to_device):
+                target = torch.empty_like(pinned, device=self.device, pin_memory=False)
+            pairs.append((target, pinned))
+            return target
+
+        copies = _pytree.tree_map_only(Tensor, moved, values)
+        return DeviceCopy(copies, self._copy(self._to_device, pairs, behind=False), self)
+
+    def wait_on_stream(self, event: Event, values: Any) -> None:
+        """Make the current stream wait for ``event``, and keep the memory of ``values`` until it is done with them."""
+        stream = self._module.current_stream()
+        event.wait(stream)
+        if self.capabilities.streams:
+            for value in _pytree.tree_leaves(values):
+                if isinstance(value, Tensor):
+                    value.record_stream(stream)
+
+    def timer(self) -> Timer:
+        """Now, as the device sees it."""
+        if not self.capabilities.event_timers:
+            return HostTimer(time.perf_counter())
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return EventTimer(event)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        self._module.synchronize()
+
+    def peak_memory(self) -> int | None:
+        """Bytes allocated at most since the process began; None where nobody counts."""
+        if not self.capabilities.memory_statistics:
+            return None
+        return int(self._module.max_memory_allocated(self.device))
+
+    def name(self) -> str:
+        named = getattr(self._module, "get_device_name", None)
+        return self.device.type if named is None else str(named(self.device))
+
+    def _copy(self, stream: Any, pairs: list[tuple[Tensor, Tensor]], *, behind: bool = True) -> Event:
+        if behind:
+            stream.wait_stream(self._module.current_stream())
+        with self._module.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                if self.capabilities.streams and source.device == self.device:
+                    source.record_stream(stream)
+            return self.record()
+
+
+class Timer(Protocol):
+    """A moment, to be compared with another of its kind once the device has passed both."""
+
+    def since(self, start: Any) -> float:
+        """Milliseconds from ``start`` to this."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostTimer:
+    seconds: float
+
+    def since(self, start: HostTimer) -> float:
+        return (self.seconds - start.seconds) * 1e3
+
+
+@dataclass(frozen=True)
+class EventTimer:
+    event: Any
+
+    def since(self, start: EventTimer) -> float:
+        return float(start.event.elapsed_time(self.event))

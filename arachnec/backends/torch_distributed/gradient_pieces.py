@@ -1,0 +1,102 @@
+"""Runs of gradients that are all-reduced as one flat tensor, and how large they are for a link.
+
+Gradients of fp32 are summed as they are. Those of lower precision travel as they are too, but are summed in fp32: each
+rank is sent all ranks' parts of its share, adds them up, and sends the sum round. So a sum is rounded once, however
+many ranks it is over, where a ring rounds once a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arachnec.backends.torch_distributed.collectives import all_gather_flat
+from arachnec.cluster.topology import group_link
+from arachnec.ir.nodes import Cluster
+
+SMALLEST_PIECE, LARGEST_PIECE = 4 * 2**20, 256 * 2**20  # bytes
+LATENCY_SHARE = 0.05  # of a piece's time, that may go into the latency of its messages
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Gradients on their way in one flat tensor."""
+
+    flat: Tensor
+    group: dist.ProcessGroup
+    work: dist.Work
+    parts: Tensor | None  # of this rank's share, from all ranks; None where the all-reduce itself sums
+
+    @classmethod
+    @torch.no_grad()
+    def sent(cls, values: list[Tensor], group: dist.ProcessGroup) -> Piece:
+        """Start the all-reduce of these parameters' gradients, which become views of the flat tensor."""
+        gradients = [_zeros(value) if value.grad is None else value.grad for value in values]
+        size = sum(gradient.numel() for gradient in gradients)
+        exact = gradients[0].dtype.itemsize >= 4
+        padding = 0 if exact else -size % dist.get_world_size(group)
+        tail = [gradients[0].new_zeros(padding)] if padding else []
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *tail])
+        # The parts of the sum take the place of the gradients, which are not needed any more.
+        for value, part in zip(values, torch.split(flat[:size], [value.numel() for value in values]), strict=True):
+            value.grad = part.view_as(value)
+        if exact:
+            return cls(flat, group, _work(dist.all_reduce(flat, group=group, async_op=True)), None)
+        parts = torch.empty_like(flat)
+        return cls(flat, group, _work(dist.all_to_all_single(parts, flat, group=group, async_op=True)), parts)
+
+    @property
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait, on the current stream of a device that has streams; the gradients are whole then."""
+        self.work.wait()
+        if self.parts is not None:
+            share = self.parts.view(dist.get_world_size(self.group), -1).sum(0, dtype=torch.float32)
+            all_gather_flat(self.flat, share.to(self.flat.dtype), self.group)
+
+
+def pieces_of(values: Iterable[Tensor], piece_bytes: int) -> list[list[Tensor]]:
+    """Runs of parameters whose gradients have one precision, of about so many bytes; the same on every rank."""
+    pieces: list[list[Tensor]] = []
+    size = 0
+    for value in values:
+        if not pieces or size >= piece_bytes or gradient_dtype(pieces[-1][0]) != gradient_dtype(value):
+            pieces.append([])
+            size = 0
+        pieces[-1].append(value)
+        size += value.numel() * gradient_dtype(value).itemsize
+    return pieces
+
+
+def piece_size(cluster: Cluster | None, ranks: tuple[int, ...]) -> int:
+    """Bytes of a piece, so that latency is a small part of its time on the slowest link between these ranks.
+
+    A ring over n ranks sends 2 (n - 1) messages of 1/n of the piece each (Patarasuk and Yuan, 2009).
+    """
+    if cluster is None or len(ranks) < 2:
+        return SMALLEST_PIECE
+    link = group_link(cluster, ranks)
+    bandwidth = link.inter if link.outside else link.intra
+    wanted = len(ranks) * link.latency * 1e-6 * bandwidth * 1e9 / LATENCY_SHARE
+    return int(min(max(wanted, SMALLEST_PIECE), LARGEST_PIECE))
+
+
+def gradient_dtype(value: Tensor) -> torch.dtype:
+    """The precision in which autograd keeps a parameter's gradient."""
+    return getattr(value, "grad_dtype", None) or value.dtype
+
+
+def _zeros(value: Tensor) -> Tensor:
+    return torch.zeros_like(value, dtype=gradient_dtype(value))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

@@ -1,0 +1,106 @@
+"""Clips are loaded before their encoders run: videos decoded, captions tokenized, in threads of their own.
+
+A rank's program says in which order it will encode, so what is loaded ahead is what is wanted next, of this step or of
+the next. How much is ahead is bounded by its size on the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime
+from arachnec.data.clip import VideoClip
+from arachnec.ir.nodes import Cascade, Program
+from arachnec.kernels.attention.sequence_shard import even_split
+
+HOST_BYTES = 2 * 2**30  # of pixels that are loaded, and not yet encoded
+HOST = torch.device("cpu")
+Key = tuple[int, str, str | int]  # step, encoder, clip
+
+
+class LoadAhead:
+    """What one rank's encoders will read. Only the training thread calls its methods."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        encoders: Mapping[str, nn.Module],
+        runtime: DeviceRuntime,
+        host_bytes: int = HOST_BYTES,
+    ) -> None:
+        self._threads = threads
+        self._encoders = encoders
+        self._runtime = runtime
+        self._host_bytes = host_bytes
+        self._todo: deque[tuple[Key, VideoClip]] = deque()
+        self._loading: dict[Key, tuple[Future[DeviceCopy], int]] = {}
+        self._wanted: set[int] = set()  # steps
+
+    def want(self, step: int, clips: Iterable[tuple[str, VideoClip]]) -> None:
+        """Load these for ``step``, encoder by encoder and clip, behind all that was wanted before; once a step."""
+        if step in self._wanted:
+            return
+        self._wanted = {known for known in self._wanted if known >= step - 1} | {step}
+        self._todo.extend(((step, stage, clip.id), clip) for stage, clip in clips)
+        self._fill()
+
+    def take(self, step: int, stage: str, clip: VideoClip) -> Tensor:
+        """A clip for its encoder, on the device, waited for; loaded now where nobody wanted it.
+
+        Raises ``UserError`` for a clip that cannot be loaded.
+        """
+        key = (step, stage, clip.id)
+        if key not in self._loading:
+            self._todo = deque(item for item in self._todo if item[0] != key)
+            copy: DeviceCopy = self._load(stage, clip)
+        else:
+            loading, _ = self._loading.pop(key)
+            copy = loading.result()
+        self._fill()
+        loaded: Tensor = copy.ready()
+        return loaded
+
+    def _fill(self) -> None:
+        held = sum(size for _, size in self._loading.values())
+        while self._todo and (not self._loading or held + pixels(self._todo[0][1]) <= self._host_bytes):
+            key, clip = self._todo.popleft()
+            if key in self._loading:
+                continue
+            self._loading[key] = self._threads.submit(self._load, key[1], clip), pixels(clip)
+            held += pixels(clip)
+
+    def _load(self, stage: str, clip: VideoClip) -> DeviceCopy:
+        load = self._encoders[stage].load
+        assert callable(load)
+        return self._runtime.to_device(load(clip, HOST))
+
+
+def encoded_here(
+    program: Program, cascades: Mapping[str, Cascade], clips: Mapping[int, VideoClip]
+) -> list[tuple[str, VideoClip]]:
+    """What this rank's encoders read, in the order of its program: encoder and clip."""
+    wanted: list[tuple[str, VideoClip]] = []
+    for step in program.instructions:
+        if step.op == "encode":
+            cascade = cascades[step.target]
+            wanted += [(cascade.stage, clips[clip]) for clip in own_clips(cascade.clips, step.peers, program.rank)]
+    return wanted
+
+
+def own_clips(clips: Sequence[int], ranks: Sequence[int], rank: int) -> Sequence[int]:
+    """Those of an encoder's clips that fall to ``rank``: all where there are not enough for every rank to have one."""
+    if not 1 < len(ranks) <= len(clips):
+        return clips
+    sizes = even_split(len(clips), len(ranks))
+    place = list(ranks).index(rank)
+    return clips[sum(sizes[:place]) : sum(sizes[: place + 1])]
+
+
+def pixels(clip: VideoClip) -> int:
+    """Bytes of a clip's pixels."""
+    return 3 * clip.frames * clip.height * clip.width

@@ -1,0 +1,73 @@
+"""In what precision a low-precision model's gradients are kept and all-reduced: fp32 where it fits.
+
+fp32 gradients are what the optimizer reads, so they cost no copy of their own there. Where the optimizer lies on every
+rank they even save memory; dealt out, they are the larger part of it, and may take the room that a long clip needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from arachnec.cost.model import RESERVE
+from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
+from arachnec.ir.stage_sizes import element_bytes, trained_count
+from arachnec.ir.values import Formula, Quantity
+
+GIB = 2**30
+FP32 = 4  # bytes
+LOW = 4.0  # bytes an element, below which a precision is low
+
+
+def with_gradient_precision(module: Module) -> Module:
+    """Say for every trained stage of low precision in what its gradients are kept, and count its state so.
+
+    fp32 unless a clip would then need more ranks than it does with gradients in the parameters' own precision: nothing
+    that fitted is refused, or spread wider.
+    """
+    if module.cluster is None:
+        return module
+    exact = replace(module, stages=tuple(_kept(stage, "f32") for stage in module.stages))
+    own = replace(module, stages=tuple(_kept(stage, str(stage.attrs.get("dtype"))) for stage in module.stages))
+    return exact if least_degrees(exact) == least_degrees(own) else own
+
+
+def least_degrees(module: Module) -> tuple[int | None, ...]:
+    """For every clip, on how many ranks it fits beside the state, with every block recomputed; None where on none."""
+    assert module.cluster is not None
+    state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
+    room = (1 - RESERVE) * module.cluster.memory - state
+    return tuple(_least_degree(module, clip, room) for clip in module.clips)
+
+
+def _least_degree(module: Module, clip: Clip, room: float) -> int | None:
+    needed = max((_bytes_needed(stage, clip) for stage in module.stages if stage.trained), default=0.0)
+    assert module.cluster is not None
+    if room <= 0 or needed > room * module.cluster.world:
+        return None
+    return max(1, -int(-needed // room))
+
+
+def _bytes_needed(stage: Stage, clip: Clip) -> float:
+    """GiB of a clip's forward and backward on one rank."""
+    kept = stage.attrs.get("saved_recompute", stage.attrs.get("saved"))
+    parts = (value for value in (kept, stage.attrs.get("workspace")) if isinstance(value, Formula))
+    return sum(value(B=1, S=clip.tokens, T=clip.text) for value in parts)
+
+
+def _kept(stage: Stage, precision: str) -> Stage:
+    """A stage with its gradients in this precision."""
+    if not stage.trained or element_bytes(stage) >= LOW or "gradients" in stage.attrs or "state" not in stage.attrs:
+        return stage
+    if precision != "f32":
+        return replace(stage, attrs=stage.attrs.updated(gradients=precision))
+    trained = trained_count(stage)
+    larger = trained * (FP32 - element_bytes(stage)) / GIB
+    copy = trained * FP32 / GIB if "optimizer" in stage.attrs else 0.0  # of the gradients, for the optimizer
+    ranks = integer(stage.attrs.get("sharded", 1))
+    attrs = stage.attrs.updated(
+        gradients=precision,
+        state=Quantity(max(0.0, quantity(stage.attrs["state"]) + larger - copy / ranks), "GiB"),
+    )
+    if copy:
+        attrs = attrs.updated(optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy), "GiB"))
+    return replace(stage, attrs=attrs)
