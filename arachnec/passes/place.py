@@ -12,7 +12,8 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.mixed_bound import bound_of
-from arachnec.planning.placement import TOLERANCE, best_placements, placements, within_memory
+from arachnec.planning.placement import best_placements, placements, within_memory
+from arachnec.planning.rank_choice import TOLERANCE
 from arachnec.solver.problem import TICKS
 
 

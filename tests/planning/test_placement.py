@@ -22,7 +22,8 @@ from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.candidates import few_layouts
 from arachnec.planning.formulate import problem_of, with_times
 from arachnec.planning.placed_search import MOST, Measure, Placing, placing_is_quick
-from arachnec.planning.placement import pick_ranks, placements
+from arachnec.planning.placement import placements
+from arachnec.planning.rank_choice import pick_ranks
 from arachnec.planning.validate import validate_schedule
 from arachnec.report import imbalance, plan_report
 from arachnec.solver.list_schedule import list_schedule
