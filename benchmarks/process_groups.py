@@ -22,12 +22,13 @@ from traced_stages import module_of, video_mix
 
 from arachnec.analysis.communicators import Communicator, communicators
 from arachnec.analysis.execution_model import HOST_HANDOFFS
-from arachnec.analysis.group_family import family, family_grids, heads_of, in_family
+from arachnec.analysis.group_family import family, family_grids, heads_of
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module
+from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.placement import best_placements, end_of, tried_placements, within_memory
+from arachnec.planning.family_placement import on_few_groups, outside
+from arachnec.planning.placement import best_placements, end_of
 
 MODELS = ("wan2_1_14b", "wan2_1_1_3b_vae", "hunyuanvideo")
 SCHEDULE = "shard-optimizer,partition{{policy=dual}},annotate,schedule-z3{{budget={budget}ms}}"
@@ -42,17 +43,16 @@ class Count:
         self.ends: list[float] = []
         self.outside = 0
 
-    def add(self, scheduled: Module, placed: list[Cascade], cluster: Cluster) -> None:
+    def add(self, scheduled: Module, placed: list[Cascade], cost: CostModel) -> None:
         named = {cascade.name: cascade for cascade in placed}
         cascades = tuple(named[cascade.name] for cascade in scheduled.cascades)
-        everyone = tuple(range(cluster.world))
+        everyone = tuple(range(cost.cluster.world))
         reductions = tuple(replace(one, attrs=one.attrs.updated(ranks=everyone)) for one in scheduled.reductions)
         module = replace(scheduled, level=Level.PLACED, cascades=cascades, reductions=reductions)
         for program in lower(module).programs:
             self.of_rank[program.rank] |= communicators(program, HOST_HANDOFFS)
         self.ends.append(end_of(placed))
-        heads = heads_of(scheduled.stages)
-        self.outside += sum(not in_family(cluster, cascade, heads) for cascade in placed)
+        self.outside += len(outside(placed, cost))
 
     @property
     def most(self) -> int:
@@ -66,9 +66,9 @@ def measured(model: str, clips: int, plans: int, cluster: str, budget: int) -> d
             module_of(model, video_mix(clips, seed), cluster)
         )
         cost = CostModel(scheduled)
-        without = within_memory(scheduled.cascades, min(tried_placements(scheduled.cascades, cost), key=end_of), cost)
-        shortest.add(scheduled, without, cost.cluster)
-        grouped.add(scheduled, best_placements(scheduled.cascades, cost), cost.cluster)
+        without = best_placements(scheduled.cascades, cost)
+        shortest.add(scheduled, without, cost)
+        grouped.add(scheduled, on_few_groups(scheduled.cascades, without, cost), cost)
     heads = heads_of(scheduled.stages)
     return {
         "model": model,

@@ -6,19 +6,14 @@ a rank costs nothing); in the node whose free ranks it fills best, so that whole
 between nodes on NICs of the same letter, for Arachne's contention penalty. Where a group ends up on more nodes than its
 degree needs, it takes longer, and what waits for it or for its ranks starts later: the order on every rank stays as
 scheduled.
-
-Ranks communicate in process groups, of which a device has room for few. So among placements that are about equally
-long the one is taken with fewest cascades outside the family of aligned groups (``analysis.group_family``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 
-from arachnec.analysis.group_family import aligned, family_grids, heads_of, in_family
 from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
@@ -39,107 +34,27 @@ ROUNDS = 16  # in which more encoders are late, before all are
 
 WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
 
-GROUPED = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family of groups
-
-WORTH = (1.0, 4e-3, 1e-3)  # of the makespan, by which a cascade must end earlier to be outside it
-
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """The shortest of placements, or one a little longer with fewer cascades outside the family of process groups.
-
-    Raises UserError where the memory does not hold the values that encoders hand off.
-    """
-    tried = tried_placements(cascades, cost)
-    best = min(tried, key=end_of)
-    return within_memory(cascades, best if cost.devices.kinds else _grouped(cascades, best, cost, tried), cost)
-
-
-def tried_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[list[Cascade]]:
-    """Ranks near inputs and each other, and, where that is late, ranks that idle least.
+    """The shortest of placements: ranks near inputs and each other, and, where that is late, ranks that idle least.
 
     What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards,
     what runs wide before narrow if each takes those that were just left.
+
+    Raises UserError where the memory does not hold the values that encoders hand off.
     """
     planned = end_of(cascades)
-    tried = [placements(cascades, cost)]
+    best = placements(cascades, cost)
     for ranks_of in (ranks_from_the_end, ranks_from_the_start):
-        if cost.devices.kinds or min(map(end_of, tried)) <= planned * (1 + LATE) + TOLERANCE:
+        if cost.devices.kinds or end_of(best) <= planned * (1 + LATE) + TOLERANCE:
             break
-        tried.append(on_ranks(cascades, cost, ranks_of(cascades, cost.cluster)))
-    return tried
+        best = min(best, on_ranks(cascades, cost, ranks_of(cascades, cost.cluster)), key=end_of)
+    return within_memory(cascades, best, cost)
 
 
 def end_of(cascades: Sequence[Cascade]) -> float:
     """ms at which the last one ends."""
     return max((cascade.end for cascade in cascades), default=0.0)
-
-
-def _grouped(
-    cascades: Sequence[Cascade], best: list[Cascade], cost: CostModel, tried: Sequence[list[Cascade]]
-) -> list[Cascade]:
-    """Of placements about as short as the best the one with fewest cascades outside the family of groups."""
-    heads = heads_of(cost.module.stages)
-
-    def outside(placed: list[Cascade]) -> int:
-        return sum(not in_family(cost.cluster, cascade, heads) for cascade in placed)
-
-    latest = end_of(best) * (1 + GROUPED) + TOLERANCE
-    fewest, number = best, outside(best)
-    candidates = chain(tried, (family_placements(cascades, cost, worth * end_of(best)) for worth in WORTH))
-    while number and (placed := next(candidates, None)) is not None:
-        if end_of(placed) <= latest and (count := outside(placed)) < number:
-            fewest, number = placed, count
-    return fewest
-
-
-def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float) -> list[Cascade]:
-    """Every cascade on the aligned group that is free first, or on any ranks where it ends ``worth`` ms earlier.
-
-    A degree that is no size of the family has any ranks.
-    """
-    cluster = cost.cluster
-    sizes = {1, *(ulysses * ring for ulysses, ring in family_grids(cluster, heads_of(cost.module.stages)))}
-    free = [0.0] * cluster.world
-    done: dict[str, Cascade] = {}
-    for cascade in in_order(cascades):
-        inputs = [done[name] for name in cascade.inputs if name in done]
-        groups = aligned(cluster, cascade.degree) if cascade.degree in sizes else ()
-        anywhere = partial(_placed, cascade, range(cluster.world), inputs, free, cost, pick_ranks)
-        if groups:
-            placed = on(cascade, _first_free(groups, inputs, free, cascade, cost), inputs, free, cost)
-            waits = max(free[rank] for rank in placed.ranks) - sorted(free)[cascade.degree - 1]
-            if waits >= worth and (other := anywhere()).end + worth <= placed.end:
-                placed = other
-        else:
-            placed = anywhere()
-        done[cascade.name] = placed
-        for rank in placed.ranks:
-            free[rank] = placed.end
-    return list(done.values())
-
-
-def _first_free(
-    groups: Sequence[tuple[int, ...]],
-    inputs: Sequence[Cascade],
-    free: Sequence[float],
-    cascade: Cascade,
-    cost: CostModel,
-) -> tuple[int, ...]:
-    """The group that can start first; of those in one rack, nearest to the inputs, then the one that idles least."""
-    ready = max((producer.end for producer in inputs), default=0.0)
-    near = {rank for producer in inputs for rank in producer.ranks}
-    slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
-
-    def starts(group: tuple[int, ...]) -> float:
-        return max(ready, *(free[rank] for rank in group))
-
-    first = min(map(starts, groups)) + slack
-
-    def order(group: tuple[int, ...]) -> tuple[bool, int, float, int]:
-        racks = {rack_of(cost.cluster, group[0]), rack_of(cost.cluster, group[-1])}
-        return len(racks) > 1, -len(near.intersection(group)), -sum(free[rank] for rank in group), group[0]
-
-    return min((group for group in groups if starts(group) <= first), key=order)
 
 
 def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel) -> list[Cascade]:
@@ -218,15 +133,15 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.devices.kinds:
-            tried = [_placed(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
+            tried = [place_among(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
             placed = min(tried, key=lambda each: each.end)
         else:
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
-            placed = _placed(cascade, free, inputs, actual, cost, pick)
+            placed = place_among(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
                 whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
-                tried = [placed, *(_placed(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
+                tried = [placed, *(place_among(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
                 placed = min(tried, key=lambda each: each.end)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
@@ -253,7 +168,7 @@ def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
     ]
 
 
-def _placed(
+def place_among(
     cascade: Cascade,
     pool: Sequence[int],
     inputs: Sequence[Cascade],
