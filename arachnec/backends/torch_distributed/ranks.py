@@ -34,7 +34,10 @@ def as_rank(work: Callable[[torch.device], None], device: torch.device) -> None:
     import torch.distributed as dist
 
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect ranks that talk, not all n^2 pairs
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    if device.type == "cuda":  # with its device NCCL connects at once, and other groups are split from this one
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     work(device)
     dist.barrier()
     dist.destroy_process_group()
