@@ -42,6 +42,7 @@ class Count:
         self.of_rank: dict[int, set[Communicator]] = defaultdict(set)
         self.ends: list[float] = []
         self.outside = 0
+        self.most_of_one = 0  # of the ranks of one plan
 
     def add(self, scheduled: Module, placed: list[Cascade], cost: CostModel) -> None:
         named = {cascade.name: cascade for cascade in placed}
@@ -50,7 +51,9 @@ class Count:
         reductions = tuple(replace(one, attrs=one.attrs.updated(ranks=everyone)) for one in scheduled.reductions)
         module = replace(scheduled, level=Level.PLACED, cascades=cascades, reductions=reductions)
         for program in lower(module).programs:
-            self.of_rank[program.rank] |= communicators(program, HOST_HANDOFFS)
+            names = communicators(program, HOST_HANDOFFS)
+            self.of_rank[program.rank] |= names
+            self.most_of_one = max(self.most_of_one, len(names) + EVERYONE)
         self.ends.append(end_of(placed))
         self.outside += len(outside(placed, cost))
 
@@ -81,6 +84,7 @@ def measured(model: str, clips: int, plans: int, cluster: str, budget: int) -> d
         ),
         "communicators_without": shortest.most,
         "communicators": grouped.most,
+        "of_one_plan": grouped.most_of_one,
         "outside_without": shortest.outside,
         "outside": grouped.outside,
         "lost": sum(grouped.ends) / sum(shortest.ends) - 1,

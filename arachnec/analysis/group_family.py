@@ -25,8 +25,8 @@ Ranks = tuple[int, ...]
 def family_grids(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Grid, ...]:
     """Grids whose cascades need no more than ``MOST_COMMUNICATORS`` on any rank, all together; the first matter most.
 
-    Parts of a node come first, then nodes by doubling, each with the widest Ulysses that splits the heads evenly; then
-    other sizes whose Ulysses is as wide as there are heads, then the first with uneven heads, then what is left.
+    Parts of a node come first, then nodes by doubling and those whose Ulysses is as wide as there are heads; each with
+    the widest Ulysses that splits the heads evenly, up to two nodes with uneven heads, too; then what is left.
     """
     used: dict[int, set[frozenset[int]]] = defaultdict(set)
     grids: dict[Grid, None] = {}
@@ -83,12 +83,13 @@ def _candidates(cluster: Cluster, heads: tuple[int, ...]) -> Iterator[Grid]:
     def widest(size: int) -> int:
         return max(u for u in _divisors(size) if any(count % u == 0 for count in heads))
 
-    sizes, most = tuple(dict.fromkeys(_sizes(cluster))), max(heads)
-    yield from (_grid(size, widest(size)) for size in sizes)
+    most = max(heads)
     others = [*range(2 * cluster.gpus, cluster.world, cluster.gpus), *range(3, cluster.gpus)]
-    split_as_heads = [size for size in others if widest(size) == min(size, most)]
-    yield from (_grid(size, widest(size)) for size in split_as_heads)
-    yield from (_grid(size, max(u for u in _divisors(size) if u <= min(most, cluster.gpus))) for size in sizes)
+    split_as_heads = {size for size in others if size > cluster.gpus and widest(size) == min(size, most)}
+    for size in sorted({*_sizes(cluster), *split_as_heads}):
+        yield _grid(size, widest(size))
+        if size <= 2 * cluster.gpus:
+            yield _grid(size, max(u for u in _divisors(size) if u <= min(most, cluster.gpus)))
     yield from (_grid(size, widest(size)) for size in others)
 
 

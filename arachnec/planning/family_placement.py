@@ -2,8 +2,8 @@
 
 A device has room for few communicators (``analysis.group_family``). A placement takes any ranks that are free, which
 over many plans are other ranks every time. So where ranks are outside the family, others are tried: every cascade waits
-for an aligned group; or one is moved to an aligned group; or the ranks of all that comes before it, or after it, trade
-places with those of such a group. What costs more than it is worth stays as it was.
+for an aligned group; or one is moved to an aligned group; or its ranks trade places with those of such a group, in all
+cascades or in those before or after it. What costs more than it is worth stays as it was.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel) -> Iterat
     groups = sorted(aligned(cost.cluster, stray.degree), key=lambda group: -len(set(group).intersection(stray.ranks)))
     for group in groups:
         swap = _exchange(stray.ranks, group)
-        for moving in ([stray], turns[place:], turns[: place + 1]):
+        for moving in ([stray], turns, turns[place:], turns[: place + 1]):
             changed = {one.name: tuple(sorted(swap.get(rank, rank) for rank in one.ranks)) for one in moving}
             after = before | changed
             if _unaligned(after) < number:
