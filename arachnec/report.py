@@ -26,7 +26,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     """
     makespan, bound = quantity(module.attrs["makespan"]), quantity(module.attrs["bound"])
     area_bound = module.attrs.get("area_bound")
-    lowered = module.level is Level.LOWERED  # only then is it known which sums hide behind the last backwards
+    lowered = module.level is Level.LOWERED  # only then is it known which all-reduces hide behind the last backwards
     cost = CostModel(module)
     steps = [step for program in module.programs for step in program.instructions]
     families = {step.target: step.attrs.get("attention") for step in steps if step.op == "forward"}
@@ -57,7 +57,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
 
 
 def simulation_report(module: Module, simulation: Simulation, planning_ms: float = 0.0) -> dict[str, Any]:
-    """The keys of every report, with what the simulation came to in the place of the plan's sums."""
+    """The keys of every report, with what the simulation came to in the place of the plan's times."""
     report = plan_report(module, planning_ms)
     spans: dict[str, tuple[float, float]] = {}
     for interval in simulation.timeline.intervals:
@@ -104,7 +104,7 @@ def busy_ms(module: Module) -> list[float]:
 
 
 def synchronisation_ms(module: Module, cost: CostModel) -> float:
-    """ms of the gradients' sums and the optimizer's steps, one after another behind the last cascade."""
+    """ms of the gradient all-reduces and the optimizer's steps, one after another behind the last cascade."""
     everyone = tuple(range(cost.cluster.world))
     return math.fsum(
         cost.reduce_time(stage, everyone) + cost.step_time(stage) for stage in module.stages if stage.trained
@@ -113,8 +113,8 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
 
 def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, and the most that one cascade adds."""
-    held = (cascade.attrs.get("memory") for cascade in module.cascades)
-    return cost.resident + max((quantity(value) for value in held if value is not None), default=0.0)
+    memories = (cascade.attrs.get("memory") for cascade in module.cascades)
+    return cost.resident + max((quantity(value) for value in memories if value is not None), default=0.0)
 
 
 def clips_trained(module: Module) -> Counter[int]:

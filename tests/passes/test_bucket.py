@@ -25,7 +25,7 @@ from arachnec.passes.check import find_problems
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
 from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongBucketLayers, WrongStart
 from arachnec.views.timeline import planned
-from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
+from tests.passes.plans import DIT, bucket_sizes, cluster, equal_clips, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=100_000_000))
@@ -52,24 +52,14 @@ ALL_CUTS = [
 ]
 
 
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, ...]:
-    """Numbers that add up to the layers; only the last may be nothing."""
-    left, found = len(LAYERS), []
-    while left and draw(st.booleans()):
-        found.append(draw(st.integers(1, left)))
-        left -= found[-1]
-    return (*found, left)
-
-
-@given(placed_modules(), cuts())
+@given(placed_modules(), bucket_sizes(len(LAYERS)))
 def test_a_plan_in_any_buckets_verifies_and_passes_check(module: Module, buckets: tuple[int, ...]) -> None:
     lowered = lower(with_buckets(module, buckets))
     assert not verify(lowered)
     assert not find_problems(lowered)
 
 
-@given(cuts())
+@given(bucket_sizes(len(LAYERS)))
 def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tuple[int, ...]) -> None:
     found = buckets_of(STAGE, buckets)
     assert sorted(layer for bucket in found for layer in bucket.layers) == list(range(len(LAYERS)))
@@ -197,7 +187,7 @@ def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lane))
 
 
-@given(placed_modules(), cuts())
+@given(placed_modules(), bucket_sizes(len(LAYERS)))
 def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets: tuple[int, ...]) -> None:
     lowered = lower(with_buckets(module, buckets))
     last = max(sum(quantity(i.attrs["time"]) for i in sums(program)[-1:]) for program in lowered.programs)

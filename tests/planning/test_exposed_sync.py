@@ -15,7 +15,7 @@ from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.lowering.buckets import finish
 from arachnec.passes.bucket import Bucket
 from arachnec.planning.exposed_sync import ExposedSync, StageSync, sync_of, through
-from tests.passes.plans import DIT, cluster, module_of, timed
+from tests.passes.plans import DIT, bucket_sizes, cluster, module_of, timed
 
 LAYERS = tuple((f"blocks.{i}", 2_000_000_000) for i in range(8))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=18_000_000_000))
@@ -24,15 +24,6 @@ RATE, LATENCY = 1e-6, 3.0  # ms for a byte, ms
 
 def with_layers(module: Module) -> Module:
     return replace(module, stages=tuple(STAGE if stage.name == "dit" else stage for stage in module.stages))
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, ...]:
-    left, found = len(LAYERS), []
-    while left and draw(st.booleans()):
-        found.append(draw(st.integers(1, left)))
-        left -= found[-1]
-    return (*found, left)
 
 
 RANK = st.tuples(st.floats(1, 1000), st.floats(0, 1)).map(lambda pair: (pair[0], pair[0] * pair[1]))
@@ -44,7 +35,7 @@ def sums_with(latency: float) -> StageSync:
     return StageSync(STAGE, latency, tuple(RATE * layer * (9 - passed) for passed in range(len(LAYERS))))
 
 
-@given(ENDS, cuts())
+@given(ENDS, bucket_sizes(len(LAYERS)))
 def test_no_buckets_are_through_earlier(ends: list[tuple[float, float]], buckets: tuple[int, ...]) -> None:
     real = finish(buckets_of(STAGE, buckets), len(LAYERS), ends, lambda size: LATENCY + RATE * size)
     assert through(sums_with(LATENCY), ends) <= real * (1 + 1e-9)

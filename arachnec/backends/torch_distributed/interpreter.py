@@ -31,6 +31,7 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
@@ -143,13 +144,15 @@ def run_iteration(
         piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
     )
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
-    for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
-        for post in posts:
-            run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
-        walk.batches.start(run.values)
-        walk.wait_for_inputs(instruction, clock)
-        with clock.measure(instruction.op, instruction.target):
-            walk.execute(instruction)
+    where = f"step {iteration.step}"
+    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+        with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
+            for post in posts:
+                run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+            walk.batches.start(run.values)
+            walk.wait_for_inputs(instruction, clock)
+            with clock.measure(instruction.op, instruction.target):
+                walk.execute(instruction)
     handoffs.finish()
     run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
     return run
