@@ -242,12 +242,12 @@ def exchange(
 def _all_to_all(
     incoming: Tensor, outgoing: Tensor, taken: Sequence[int], given: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """``dist.all_to_all_single``, and on a CPU in both directions at once.
+    """``dist.all_to_all_single``, and over gloo in both directions at once.
 
     Gloo's own announces what it waits for behind the data that it sends: of two ranks the later one's whole message
     has to arrive before the other starts, and the all-to-all takes twice the time that its links do.
     """
-    if outgoing.device.type != "cpu":
+    if f"{outgoing.device.type}:gloo" not in dist.get_backend_config(group).split(","):
         dist.all_to_all_single(incoming, outgoing, list(taken), list(given), group=group)
         return
     members = dist.get_process_group_ranks(group)
