@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from arachnec.analysis.communicators import communicator_gib
+from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity
 
@@ -19,21 +21,23 @@ class Usage:
     saved: float = 0.0
     values: float = 0.0
     workspace: float = 0.0
+    communicators: float = 0.0  # beside the allocator's memory; none on CPUs
 
     @property
     def total(self) -> float:
-        return self.state + self.saved + self.values + self.workspace
+        return self.state + self.saved + self.values + self.workspace + self.communicators
 
 
-def high_water(values: Values, program: Program) -> Usage:
+def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Usage:
     """The instruction at which a rank holds most, and how much."""
-    return max(usages(values, program), key=lambda usage: usage.total)
+    return max(usages(values, program, model), key=lambda usage: usage.total)
 
 
-def usages(values: Values, program: Program) -> Iterator[Usage]:
+def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Iterator[Usage]:
     """What a rank holds during every instruction of its list, in order."""
     state = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
-    yield Usage(program.rank, -1, state)
+    communicators = communicator_gib(values, program, model)
+    yield Usage(program.rank, -1, state, communicators=communicators)
     last = values.last_saved_reads(program)
     saved: dict[str, float] = {}
     held: dict[str, float] = {}
@@ -47,7 +51,8 @@ def usages(values: Values, program: Program) -> Iterator[Usage]:
             in_values += memory - held.get(target, 0.0)
             held[target] = memory
         transient = 0.0 if values.saves(instruction) or values.makes(instruction) is not None else memory
-        yield Usage(program.rank, index, state, in_saved, in_values, gib(instruction, "workspace") + transient)
+        workspace = gib(instruction, "workspace") + transient
+        yield Usage(program.rank, index, state, in_saved, in_values, workspace, communicators)
         for source in values.saved_reads(instruction):
             if last.get(source) == index:
                 in_saved -= saved.pop(source, 0.0)

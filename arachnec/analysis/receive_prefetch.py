@@ -1,22 +1,46 @@
 """Receive prefetch: where in a rank's list each receive is started.
 
 A transfer runs once both sides have started it. A receive that starts ahead of its place lets a rank get its next input
-while it still computes. Order and memory limit how far ahead.
+while it still computes. Order and memory limit how far ahead; from device to device, also what the send depends on.
+``check``, the simulator and the executor all ask this file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TypeAlias
 
+from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.handoff_order import HandoffOrder
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Instruction, Program
 
+Posted: TypeAlias = tuple[tuple[Instruction, ...], ...]
+"""For each instruction of a program, the receives to start before it."""
 
-def prefetch_receives(
-    values: Values, program: Program, limit: float, encoded: Collection[str] = ()
-) -> tuple[tuple[Instruction, ...], ...]:
+
+def posted_receives(values: Values, model: ExecutionModel, limit: float) -> dict[int, Posted]:
+    """Where every rank starts its receives under an execution model, by rank.
+
+    ``limit`` is the device's memory in GiB. Where receives follow what their sends depend on, the module must pass
+    ``check`` with receives in place.
+    """
+    programs = values.module.programs
+    if model.receives == "prefetched":
+        return {program.rank: prefetch_receives(values, program, limit) for program in programs}
+    if model.receives == "in-place":
+        return {program.rank: in_place(program) for program in programs}
+    return HandoffOrder(values, {p.rank: planned_memory(values, p) for p in programs}, limit).run()
+
+
+def in_place(program: Program) -> Posted:
+    """Every receive where it stands."""
+    return tuple((step,) if step.op == "receive" else () for step in program.instructions)
+
+
+def prefetch_receives(values: Values, program: Program, limit: float, encoded: Collection[str] = ()) -> Posted:
     """For each instruction, the receives to start before it: each as early as order and memory allow.
 
     ``limit`` is the device's memory in GiB. A receive moves ahead while the rank's planned memory with its buffer stays

@@ -5,57 +5,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.execution_model import (
+    HOST_HANDOFFS,
+    Connections,
+    ExecutionModel,
+    HandoffPath,
+    ReceivePosting,
+)
+from arachnec.analysis.receive_prefetch import posted_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import NoCluster
 from arachnec.passes.infra.base import Pass
 from arachnec.verification.deadlock import check_deadlock
+from arachnec.verification.device_limits import check_device_limits
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
 from arachnec.verification.structure import check_structure
 
-RULES: tuple[Callable[[Values], Iterator[Diagnostic]], ...] = (
-    check_gradient,
-    check_deadlock,
-    check_inputs,
-    check_memory,
-)
-
 
 @dataclass(frozen=True)
 class Check(Pass):
-    """The proof before launch."""
+    """The proof before launch, for a back end that runs handoffs as the options say."""
 
     needs: ClassVar[Level] = Level.LOWERED
     gives: ClassVar[Level] = Level.LOWERED
+    handoffs: HandoffPath = HOST_HANDOFFS.handoffs
+    receives: ReceivePosting = HOST_HANDOFFS.receives
+    connections: Connections = HOST_HANDOFFS.connections
 
     def run(self, module: Module) -> Module:
-        return checked(module)
+        return checked(module, ExecutionModel(self.handoffs, self.receives, self.connections))
 
 
-def checked(module: Module) -> Module:
+def checked(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> Module:
     """The module itself, or UserError with the first diagnostic of every kind that its programs earn."""
-    problems = find_problems(module)
+    problems = find_problems(module, model)
     if problems:
         raise UserError(*problems)
     return module
 
 
-def find_problems(module: Module) -> tuple[Diagnostic, ...]:
+def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tuple[Diagnostic, ...]:
     """What is wrong with a lowered module: the first of every kind of mistake, in the order of the rules."""
     if module.cluster is None:
         return (NoCluster(module.span, module.name),)
     values = Values(module)
     broken = _first_of_each(check_structure(values))
-    if broken:
-        return broken
-    return _first_of_each(problem for rule in RULES for problem in rule(values))
+    return broken or _first_of_each(_broken_rules(values, model, module.cluster.memory))
+
+
+def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
+    posted = posted_receives(values, model, memory) if model.posted_place_counts else {}
+    yield from check_gradient(values)
+    yield from check_deadlock(values, model, posted)
+    yield from check_device_limits(values, model, posted)
+    yield from check_inputs(values)
+    yield from check_memory(values, model)
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arachnec.cost.model import RESERVE
+from arachnec.cost.memory import RESERVE
 from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
 from arachnec.ir.stage_sizes import element_bytes, trained_count
 from arachnec.ir.values import Formula, Quantity

@@ -16,7 +16,8 @@ import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
-from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.receive_prefetch import posted_receives
 from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
@@ -120,13 +121,9 @@ class Engine:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
+        posted = posted_receives(values, HOST_HANDOFFS, cluster.memory)
         self._ranks = {
-            p.rank: _Rank(
-                p.rank,
-                p.instructions,
-                list(prefetch_receives(values, p, cluster.memory)),
-                overlapped=overlapped_reduces(p),
-            )
+            p.rank: _Rank(p.rank, p.instructions, list(posted[p.rank]), overlapped=overlapped_reduces(p))
             for p in values.module.programs
         }
         self._events: list[tuple[float, int, _Completion | _Transfer]] = []

@@ -1,66 +1,36 @@
-"""Rule 2: no deadlock. In: a lowered module's values. Out: a diagnostic per problem.
+"""Rule 2: no deadlock, as a back end posts and connects. In: a lowered module and an execution model. Out: problems.
 
-Every collective is one event. So is every send together with its matched receive. Each rank's list orders its events;
-over all ranks this order must have no cycle. No back end is stricter: gloo's send, and NCCL's on one stream, complete
-only when the receive is there. Sends and receives match first in, first out per ordered pair of ranks, as in gloo and
-NCCL. A mismatch there would not hang; it would swap the data.
+Every collective is one event. So is every send together with its matched receive, and every connection that two hosts
+make. Each rank comes to its events in one order: that in which its host *posts* them, which for a prefetched receive is
+not where it stands in the list. Over all ranks this order must have no cycle.
+
+Without a cycle nothing stands still, whatever a rank waits for. Take the first event, in an order of all events that
+every rank keeps, that has not happened. On each of its ranks all that was posted before has happened. So its host comes
+to it: no wait for the whole device, for a connection or for a full queue holds it. And its kernel comes to the head of
+its stream, though the stream is shared and has fences. With a cycle, device-to-device ranks that wait for their whole
+device after every operation do stand still. So the rule is exact for "a device-wide wait anywhere".
+
+A handoff over the host network occupies no device, and posting a receive holds up nobody. Its event stands where the
+receive stands in the list, the latest place that a back end may post it: a send may then even wait for it.
 
 A reduce with ``early`` starts inside a backward. It is an event inside that backward: the backward's own collectives
-stand before it and after it. The proof therefore holds for a device that finishes one before it continues the other.
+stand before it and after it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
-import networkx as nx
-
+from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.receive_prefetch import Posted
 from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
-
-
-@dataclass(frozen=True)
-class UnmatchedSend(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
-    label: ClassVar[str] = "no receive for it"
-    help: ClassVar[str] = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class UnmatchedReceive(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
-    label: ClassVar[str] = "no send for it"
-    help: ClassVar[str] = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class SwappedHandoff(Diagnostic):
-    title: ClassVar[str] = (
-        "handoff number {number} from rank {source} to rank {target} is %{sent} where it is sent "
-        "and %{received} where it is received"
-    )
-    label: ClassVar[str] = "receives %{received} here"
-    help: ClassVar[str] = (
-        "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
-    )
-    number: int
-    source: int
-    target: int
-    sent: str
-    received: str
+from arachnec.verification.event_order import Event, Place, Step, find_cycle
+from arachnec.verification.handoffs import Handoff, match_handoffs
 
 
 @dataclass(frozen=True)
@@ -83,6 +53,18 @@ class Deadlock(Diagnostic):
 
 
 @dataclass(frozen=True)
+class PrefetchDeadlock(Diagnostic):
+    title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places"
+    label: ClassVar[str] = "posted too early"
+    help: ClassVar[str] = (
+        "{cycle}; hand over on the host's network with connections made at the start, or post each receive after what "
+        "its send depends on"
+    )
+    ranks: str
+    cycle: str
+
+
+@dataclass(frozen=True)
 class StartsApart(Diagnostic):
     title: ClassVar[str] = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
     label: ClassVar[str] = "starts inside the backward"
@@ -96,62 +78,57 @@ class StartsApart(Diagnostic):
     others: str
 
 
-# A position in a rank's list: the enclosing instruction's index, the event's number inside it (an all-reduce may start
-# inside a backward), and the event's own instruction index.
-Place = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A point of synchronisation: its place in the list of every rank that takes part."""
-
-    places: tuple[tuple[int, Place], ...]  # rank, place in its list
-
-    def at(self, rank: int) -> int:
-        """The index of the rank's instruction."""
-        return next(place[2] for member, place in self.places if member == rank)
-
-
-def check_deadlock(values: Values) -> Iterator[Diagnostic]:
+def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, Posted]) -> Iterator[Diagnostic]:
+    """``posted`` is where each rank starts its receives; it is read only where that matters to other ranks."""
     problems: list[Diagnostic] = list(_starts_apart(values))
     if problems:
         yield problems[0]
         return
-    events = [*_handoffs(values, problems), *_collectives(values, problems)]
+    handoffs, collectives = list(match_handoffs(values, problems)), list(_collectives(values, problems))
     if problems:
         yield from problems
         return
-    yield from _cycle(values, events)
+    places = _posted_places(values, posted) if model.posted_place_counts else {}
+    events = [*collectives, *_handoff_events(handoffs, places if model.handoffs == "device" else {})]
+    if model.connections == "first-use":
+        events += _connections(handoffs, places)
+    steps = find_cycle(events)
+    if steps:
+        yield _deadlock(values, events, steps)
 
 
-def _handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
-    sends: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+def _posted_places(values: Values, posted: Mapping[int, Posted]) -> dict[tuple[int, int], Place]:
+    """Where a rank comes to each of its receives, by the rank and the receive's index in its list."""
+    places: dict[tuple[int, int], Place] = {}
     for program in values.module.programs:
-        for index, instruction in enumerate(program.instructions):
-            if instruction.op == "send":
-                sends[program.rank, instruction.peers[0]].append((index, instruction))
-            elif instruction.op == "receive":
-                receives[instruction.peers[0], program.rank].append((index, instruction))
-    for pair in sorted({*sends, *receives}):
-        source, target = pair
-        sent, received = sends[pair], receives[pair]
-        surplus = Counter(i.target for _, i in sent)
-        surplus.subtract(i.target for _, i in received)
-        for name, count in surplus.items():
-            if count > 0:
-                last = [i for _, i in sent if i.target == name][-1]
-                problems.append(UnmatchedSend(last.span, source, target, written(last), name))
-            if count < 0:
-                last = [i for _, i in received if i.target == name][-1]
-                problems.append(UnmatchedReceive(last.span, target, source, written(last), name))
-        if any(surplus.values()):
-            continue
-        for number, ((i, send), (j, receive)) in enumerate(zip(sent, received, strict=True), 1):
-            if send.target != receive.target:
-                problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
-                break
-            yield Event(((source, (i, 0, i)), (target, (j, 0, j))))
+        indices: dict[tuple[str, tuple[int, ...]], deque[int]] = defaultdict(deque)
+        for index, step in enumerate(program.instructions):
+            if step.op == "receive":
+                indices[step.target, step.peers].append(index)
+        for place, receives in enumerate(posted[program.rank]):
+            for number, step in enumerate(receives):
+                index = indices[step.target, step.peers].popleft()
+                # even, and before the instruction's own 0: a connection that it makes comes right before it
+                places[program.rank, index] = (place, 2 * (number - len(receives)), index)
+    return places
+
+
+def _handoff_events(handoffs: list[Handoff], places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+    for one in handoffs:
+        receive = places.get((one.target, one.receive), (one.receive, 0, one.receive))
+        yield Event(((one.source, (one.send, 0, one.send)), (one.target, receive)))
+
+
+def _connections(handoffs: list[Handoff], places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+    """The first use of a pair of ranks, in either direction: both hosts wait there until the other calls too."""
+    first: dict[tuple[int, int], dict[int, Place]] = defaultdict(dict)
+    for one in handoffs:
+        pair = (min(one.source, one.target), max(one.source, one.target))
+        uses = (one.source, (one.send, 0, one.send)), (one.target, places[one.target, one.receive])
+        for rank, place in uses:
+            before = (place[0], place[1] - 1, place[2])
+            first[pair][rank] = min(before, first[pair].get(rank, before))
+    yield from (Event(tuple(ranks.items())) for ranks in first.values())
 
 
 def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
@@ -211,72 +188,22 @@ def _starts_apart(values: Values) -> Iterator[StartsApart]:
                 yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
 
 
-def _cycle(values: Values, events: list[Event]) -> Iterator[Diagnostic]:
-    edges = _edges(events)
-    stuck = _unreachable(len(events), edges)
-    if not stuck:
-        return
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    for before, after, rank in edges:
-        if before in stuck and after in stuck:
-            graph.add_edge(before, after, rank=rank)
-    start = nx.find_cycle(graph)[0][0]
-    paths = (
-        nx.shortest_path(graph, after, start) for after in graph.successors(start) if nx.has_path(graph, after, start)
-    )
-    cycle = [start, *min(paths, key=len)]
-    steps = [(a, b, graph.edges[a, b]["rank"]) for a, b in pairwise(cycle)]
-    yield _deadlock(values, events, _merged(steps))
-
-
-def _edges(events: list[Event]) -> list[tuple[int, int, int]]:
-    """``(before, after, rank)`` for every two events that follow each other in a rank's list."""
-    lists: dict[int, list[tuple[Place, int]]] = defaultdict(list)
-    for number, event in enumerate(events):
-        for rank, place in event.places:
-            lists[rank].append((place, number))
-    return [(a, b, rank) for rank, items in lists.items() for (_, a), (_, b) in pairwise(sorted(items))]
-
-
-def _unreachable(count: int, edges: list[tuple[int, int, int]]) -> set[int]:
-    """The events that can never happen: what Kahn's algorithm leaves."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    waiting = [0] * count
-    for a, b, _ in edges:
-        after[a].append(b)
-        waiting[b] += 1
-    ready = [number for number in range(count) if waiting[number] == 0]
-    for number in ready:
-        for b in after[number]:
-            waiting[b] -= 1
-            if waiting[b] == 0:
-                ready.append(b)
-    return set(range(count)) - set(ready)
-
-
-def _merged(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Consecutive steps of one rank as one step, also where the cycle closes."""
-    merged: list[tuple[int, int, int]] = []
-    for a, b, rank in steps:
-        if merged and merged[-1][2] == rank:
-            merged[-1] = (merged[-1][0], b, rank)
-        else:
-            merged.append((a, b, rank))
-    if len(merged) > 2 and merged[0][2] == merged[-1][2]:
-        merged[0] = (merged[-1][0], merged[0][1], merged[0][2])
-        merged.pop()
-    return merged
-
-
-def _deadlock(values: Values, events: list[Event], steps: list[tuple[int, int, int]]) -> Deadlock:
+def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Deadlock | PrefetchDeadlock:
     programs = {program.rank: program for program in values.module.programs}
 
-    def instruction(rank: int, number: int) -> Instruction:
-        return programs[rank].instructions[events[number].at(rank)]
+    def place(rank: int, event: int) -> tuple[Instruction, bool]:
+        """What the rank does there, and whether it is a receive ahead of its place."""
+        index, _, own = events[event].at(rank)
+        step = programs[rank].instructions[own]
+        return step, step.op == "receive" and index != own
 
+    parts = [(rank, place(rank, a), place(rank, b)) for a, b, rank in steps]
     cycle = "; ".join(
-        f"rank {rank} has `{written(instruction(rank, a))}` before `{written(instruction(rank, b))}`"
-        for a, b, rank in steps
+        f"rank {rank} {'posts' if early else 'has'} `{written(a)}` before `{written(b)}`"
+        for rank, (a, early), (b, _) in parts
     )
-    first = instruction(steps[0][2], steps[0][0])
-    return Deadlock(first.span, rank_list(tuple(sorted({rank for _, _, rank in steps}))), cycle)
+    ranks = rank_list(tuple(sorted({rank for _, _, rank in steps})))
+    prefetched = [step for _, *ends in parts for step, early in ends if early]
+    if prefetched:
+        return PrefetchDeadlock(prefetched[0].span, ranks, cycle)
+    return Deadlock(parts[0][1][0].span, ranks, cycle)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
@@ -21,7 +22,8 @@ class OutOfMemory(Diagnostic):
     label: ClassVar[str] = "{need:.2f} GiB here"
     help: ClassVar[str] = (
         "{state:.2f} GiB are parameters and optimizer, {saved:.2f} saved for backward, {values:.2f} handed-off values, "
-        "{workspace:.2f} workspace; a higher degree, recomputation or an earlier `free` lowers it"
+        "{workspace:.2f} workspace, {communicators:.2f} communicators; a higher degree, recomputation or an earlier "
+        "`free` lowers it"
     )
     rank: int
     instruction: str
@@ -31,19 +33,20 @@ class OutOfMemory(Diagnostic):
     saved: float
     values: float
     workspace: float
+    communicators: float
 
 
-def check_memory(values: Values) -> Iterator[Diagnostic]:
+def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
     module = values.module
     assert module.cluster is not None
     nodes = machines(module.cluster)
     for program in module.programs:
         limit = nodes[node_of(module.cluster, program.rank)].memory
-        peak = high_water(values, program)
+        peak = high_water(values, program, model)
         if peak.total <= limit + TOLERANCE_GIB:
             continue
         where, span = _place(program, peak.index)
-        parts = (peak.state, peak.saved, peak.values, peak.workspace)
+        parts = (peak.state, peak.saved, peak.values, peak.workspace, peak.communicators)
         yield OutOfMemory(span, program.rank, where, peak.total, limit, *parts)
 
 

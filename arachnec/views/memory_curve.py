@@ -24,7 +24,7 @@ def _curve(values: Values, program: Program, lanes: dict[int, tuple[Interval, ..
     for interval in lanes.get(program.rank, ()):
         when[interval.op, interval.target].append((interval.start, interval.end))
     held = list(usages(values, program))
-    points: list[tuple[float, float]] = [(0.0, held[0].state)]
+    points: list[tuple[float, float]] = [(0.0, held[0].total)]
     now = 0.0
     for index, instruction in enumerate(program.instructions):
         usage = held[index + 1]

@@ -19,14 +19,16 @@ from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.planning.candidates import few_layouts
 from arachnec.planning.formulate import problem_of, with_times
-from arachnec.planning.placed_search import MOST, Measure, Placing, placing_is_quick
+from arachnec.planning.placed_search import Measure
 from arachnec.planning.placement import pick_ranks, placements
 from arachnec.planning.validate import validate_schedule
 from arachnec.report import imbalance, plan_report
+from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule
+from arachnec.solver.portfolio import Incumbent
 from arachnec.solver.problem import TICKS, Schedule
+from arachnec.solver.static_layouts import one_degree
 
 LONGEST_FIRST = Path(__file__).parents[2] / "examples" / "passes" / "longest_first.py"
 BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
@@ -136,21 +138,22 @@ def stretched() -> tuple[Measure, Schedule]:
 
 def test_a_schedule_that_placing_stretches_gives_way_to_one_that_is_shorter_placed() -> None:
     measure, schedule = stretched()
-    problem = measure.problem
-    assert not placing_is_quick(problem)
+    problem, clock = measure.problem, Clock(0.0, 0.0, steps=1e6)
     assert measure.of(schedule) > 1.02 * schedule.makespan(problem) / TICKS
-    trial = Placing(measure, schedule, lambda: 1e9)
-    for layout in few_layouts(problem):
-        trial.offer(layout)
-    assert trial.length == trial.judge(trial.best) < trial.judge(schedule)
+    incumbent = Incumbent(problem, schedule, 0, measure.objectives(), measure.sync.least)
+    incumbent.offer(schedule, clock)
+    before = incumbent.length
+    for layout in one_degree(problem):
+        incumbent.offer(layout, clock)
+    assert incumbent.length == measure.simulated(incumbent.schedule) < before
 
 
 def test_no_schedule_is_placed_for_which_no_time_is_left() -> None:
     measure, schedule = stretched()
-    trial = Placing(measure, schedule, lambda: 0.0)
-    for layout in few_layouts(measure.problem):
-        trial.offer(layout)
-    assert trial.best == schedule
+    incumbent = Incumbent(measure.problem, schedule, 0, measure.objectives(), measure.sync.least)
+    for layout in one_degree(measure.problem):
+        assert not incumbent.offer(layout, Clock(0.0, 0.0, steps=1))
+    assert incumbent.schedule == schedule
 
 
 def test_a_plan_of_many_cascades_is_placed_as_it_was_scheduled() -> None:
@@ -160,7 +163,6 @@ def test_a_plan_of_many_cascades_is_placed_as_it_was_scheduled() -> None:
     attrs = dit.attrs.updated(heads=24, saved=formula("GiB", (6e-2, BS)))
     costed = replace(costed, stages=(replace(dit, attrs=attrs),))
     scheduled = ScheduleZ3(steps=100).run(costed)
-    assert len(costed.cascades) * 128 > MOST
     assert any(cascade.degree == 24 for cascade in scheduled.cascades)
     placed = Place().run(scheduled)
     assert quantity(placed.attrs["makespan"]) <= quantity(scheduled.attrs["makespan"]) * (1 + 1e-9)

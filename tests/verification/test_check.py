@@ -18,6 +18,7 @@ from arachnec.passes.check import Check, find_problems
 from arachnec.verification import deadlock as deadlock
 from arachnec.verification import gradient as gradient
 from arachnec.verification import gradient_sync as sums
+from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
 from arachnec.verification import structure as structure
@@ -139,9 +140,9 @@ def start_too_early(lists: Lists, data: st.DataObject) -> None:
 
 
 MUTATIONS = [
-    (drop("receive"), {deadlock.UnmatchedSend}),
-    (drop("send"), {deadlock.UnmatchedReceive}),
-    (swap_sends, {deadlock.SwappedHandoff}),
+    (drop("receive"), {handoffs.UnmatchedSend}),
+    (drop("send"), {handoffs.UnmatchedReceive}),
+    (swap_sends, {handoffs.SwappedHandoff}),
     (drop("forward"), {gradient.WrongRunCount}),
     (drop("backward"), {gradient.WrongRunCount}),
     (drop_everywhere("forward"), {gradient.WrongRunCount}),

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.analysis.memory import high_water
+from arachnec.analysis.memory import high_water, usages
 from arachnec.analysis.uses import Values
 from arachnec.backends.simulator import simulate
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Module, quantity
+from arachnec.ir.nodes import Module
 from arachnec.lowering.programs import lower
 from arachnec.views.critical_path import critical_chain
 from arachnec.views.executable_page import executable_page
@@ -125,12 +125,12 @@ def test_the_page_has_every_interval_in_a_box(module: Module) -> None:
 
 
 @given(placed_modules())
-def test_memory_over_time_begins_with_the_state_and_peaks_where_check_says(module: Module) -> None:
+def test_memory_over_time_begins_with_state_and_communicators_and_peaks_where_check_says(module: Module) -> None:
     lowered = lower(module)
     values = Values(lowered)
     for program in lowered.programs:
         curve = memory_curves(lowered)[program.rank]
-        assert curve[0] == (0.0, quantity(program.attrs["state"]))
+        assert curve[0] == (0.0, next(usages(values, program)).total)
         assert max(held for _, held in curve) == pytest.approx(high_water(values, program).total)
         assert [time for time, _ in curve] == sorted(time for time, _ in curve)
 

@@ -78,7 +78,8 @@ class Pipeline:
         if problems := verify(module):
             raise UserError(*problems)
         for index in indices:
-            module = _run_one(self, index, self.passes[index], module, instruments)
+            step = self.passes[index].informed(self.passes[index + 1 :])
+            module = _run_one(self, index, step, module, instruments)
         return module
 
     def demand(self, begins: Level, ends: Level) -> None:

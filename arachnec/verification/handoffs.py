@@ -1,0 +1,106 @@
+"""Every send has its receive: matched first in, first out per ordered pair of ranks, as gloo and NCCL match them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from arachnec.analysis.uses import Values, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Instruction
+
+
+@dataclass(frozen=True)
+class UnmatchedSend(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
+    label: ClassVar[str] = "no receive for it"
+    help: ClassVar[str] = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
+    rank: int
+    peer: int
+    instruction: str
+    cascade: str
+
+
+@dataclass(frozen=True)
+class UnmatchedReceive(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
+    label: ClassVar[str] = "no send for it"
+    help: ClassVar[str] = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
+    rank: int
+    peer: int
+    instruction: str
+    cascade: str
+
+
+@dataclass(frozen=True)
+class SwappedHandoff(Diagnostic):
+    title: ClassVar[str] = (
+        "handoff number {number} from rank {source} to rank {target} is %{sent} where it is sent "
+        "and %{received} where it is received"
+    )
+    label: ClassVar[str] = "receives %{received} here"
+    help: ClassVar[str] = (
+        "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
+    )
+    number: int
+    source: int
+    target: int
+    sent: str
+    received: str
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """A send and the receive that it is matched to, by their indices in the lists of their ranks."""
+
+    source: int
+    send: int
+    target: int
+    receive: int
+
+
+Pairs: TypeAlias = dict[tuple[int, int], list[tuple[int, Instruction]]]
+
+
+def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Handoff]:
+    """All handoffs of a module, those from one rank to another in their order; what does not match is a problem."""
+    sends, receives = _by_pair(values)
+    for source, target in sorted({*sends, *receives}):
+        sent, received = sends[source, target], receives[source, target]
+        unmatched = list(_unmatched(source, target, sent, received))
+        problems += unmatched
+        if unmatched:
+            continue
+        for number, ((i, send), (j, receive)) in enumerate(zip(sent, received, strict=True), 1):
+            if send.target != receive.target:
+                problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
+                break
+            yield Handoff(source, i, target, j)
+
+
+def _by_pair(values: Values) -> tuple[Pairs, Pairs]:
+    sends: Pairs = defaultdict(list)
+    receives: Pairs = defaultdict(list)
+    for program in values.module.programs:
+        for index, instruction in enumerate(program.instructions):
+            if instruction.op == "send":
+                sends[program.rank, instruction.peers[0]].append((index, instruction))
+            elif instruction.op == "receive":
+                receives[instruction.peers[0], program.rank].append((index, instruction))
+    return sends, receives
+
+
+def _unmatched(
+    source: int, target: int, sent: list[tuple[int, Instruction]], received: list[tuple[int, Instruction]]
+) -> Iterator[Diagnostic]:
+    surplus = Counter(i.target for _, i in sent)
+    surplus.subtract(i.target for _, i in received)
+    for name, count in surplus.items():
+        if count > 0:
+            last = [i for _, i in sent if i.target == name][-1]
+            yield UnmatchedSend(last.span, source, target, written(last), name)
+        if count < 0:
+            last = [i for _, i in received if i.target == name][-1]
+            yield UnmatchedReceive(last.span, target, source, written(last), name)
