@@ -19,6 +19,7 @@ ran out of time. Nothing is downloaded; weights are random.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -39,6 +40,7 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
 SHARES = {"parity": 150, "rowwise_kernels": 90, "attention": 40, "training": 170, "blocks": 90}  # s, in all 540
+GRACE_S = 5.0
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -120,26 +122,30 @@ def rows_of(name: str, section: dict[str, Any], given: float, head: dict[str, An
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=ROOT
         )
-        late = threading.Timer(given, stop, (process,))
-        late.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            row = json.loads(line)
-            if "failed" in row:
-                section["error"] = row["failed"]
-            else:
-                yield row
-        code = process.wait()
-        out_of_time = late.finished.is_set()
-        late.cancel()
-        section["state"] = "out of time" if code and out_of_time else "failed" if code else "done"
+        late = threading.Event()
+        timer = threading.Timer(given, stop, (process, late))
+        timer.start()
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                row = json.loads(line)
+                if "failed" in row:
+                    section["error"] = row["failed"]
+                else:
+                    yield row
+        timer.cancel()
+        section["state"] = "done" if process.returncode == 0 else "out of time" if late.is_set() else "failed"
         if section["state"] == "failed":
-            section.setdefault("error", f"the section's process ended with exit code {code}")
+            section.setdefault("error", f"the section's process ended with exit code {process.returncode}")
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """End the section and the ranks that it started."""
-    os.killpg(process.pid, signal.SIGKILL)
+def stop(process: subprocess.Popen[str], late: threading.Event) -> None:
+    """End the section and the ranks that it started: these have sessions of their own, and their agent ends them."""
+    late.set()
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_section(name: str, end: str, scratch: str, *, dry: bool, gpus: int) -> int:
