@@ -138,15 +138,15 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.devices.kinds:
             tried = [_placed(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
-            placed = min(tried, key=lambda each: each.end)
+            placed = min(tried, key=lambda candidate: candidate.end)
         else:
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
             placed = _placed(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
-                whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
-                tried = [placed, *(_placed(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
-                placed = min(tried, key=lambda each: each.end)
+                racks = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
+                tried = [placed, *(_placed(cascade, ranks, inputs, actual, cost, pick) for ranks in racks)]
+                placed = min(tried, key=lambda candidate: candidate.end)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
         for rank in placed.ranks:
@@ -210,14 +210,14 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
     for rank in free:
         nodes[rank // gpus].append(rank)
     near_racks = {rack_of(cluster, rank) for rank in near}
-    whole = [node for node, ranks in nodes.items() if len(ranks) >= degree]
-    if whole:
+    roomy = [node for node, ranks in nodes.items() if len(ranks) >= degree]
+    if roomy:
 
         def within(node: int) -> tuple[int, bool, int, int]:
             far = rack_of(cluster, nodes[node][0]) not in near_racks
             return -len(near.intersection(nodes[node])), far, len(nodes[node]), node
 
-        return _within(nodes[min(whole, key=within)], degree, near)
+        return _within(nodes[min(roomy, key=within)], degree, near)
     racks = _racks(cluster, nodes, degree, near)
     fullest = sorted(
         nodes,
@@ -276,7 +276,7 @@ def ranks_from_the_end(cascades: Sequence[Cascade], cluster: Cluster) -> dict[st
 
 def ranks_from_the_start(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
     """For every cascade, first starts first, ranks that are free then, and have been for the shortest time."""
-    return _ranks_in_turn([(each.start, each.end, each) for each in cascades], cluster)
+    return _ranks_in_turn([(cascade.start, cascade.end, cascade) for cascade in cascades], cluster)
 
 
 def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Cluster) -> dict[str, tuple[int, ...]]:
@@ -284,7 +284,7 @@ def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Clust
     import numpy as np
 
     free = np.zeros((cluster.nodes, cluster.gpus))  # ms from which on each rank is
-    found: dict[str, tuple[int, ...]] = {}
+    ranks_of: dict[str, tuple[int, ...]] = {}
     for start, end, cascade in sorted(times, key=lambda row: (row[0], -row[2].degree)):
         degree = cascade.degree
         idle = np.where(free <= start + TOLERANCE, start - free, np.inf)
@@ -292,8 +292,8 @@ def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Clust
         if ranks is None:
             ranks = pick_ranks(cluster, np.flatnonzero(np.isfinite(idle)).tolist(), degree, set())
         free.reshape(-1)[list(ranks)] = end
-        found[cascade.name] = ranks
-    return found
+        ranks_of[cascade.name] = ranks
+    return ranks_of
 
 
 def _least_idle(idle: NDArray[np.float64], degree: int, gpus: int) -> tuple[int, ...] | None:
@@ -301,9 +301,9 @@ def _least_idle(idle: NDArray[np.float64], degree: int, gpus: int) -> tuple[int,
     import numpy as np
 
     if degree >= gpus:
-        whole, part = divmod(degree, gpus)
+        full_nodes, part = divmod(degree, gpus)
         nodes = idle.sum(axis=1)
-        best = np.argsort(nodes, kind="stable")[:whole]
+        best = np.argsort(nodes, kind="stable")[:full_nodes]
         if part or not np.isfinite(nodes[best]).all():
             return None
         return tuple(sorted(int(node) * gpus + gpu for node in best for gpu in range(gpus)))
