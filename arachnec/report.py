@@ -20,12 +20,16 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     chain alone say; Z3 may exclude more, up to the makespan itself where that is proved optimal. ``gap`` is
     makespan / bound - 1.
 
+    ``attention`` of a cascade is the kernel family that its forward names, null where the run chooses.
+
     ``imbalance`` is the mean over ranks of (t_max - t) / t_max, t being the time that a rank is busy.
     """
     makespan, bound = quantity(module.attrs["makespan"]), quantity(module.attrs["bound"])
     area_bound = module.attrs.get("area_bound")
     lowered = module.level is Level.LOWERED  # only then is it known which all-reduces hide behind the last backwards
     cost = CostModel(module)
+    steps = [step for program in module.programs for step in program.instructions]
+    families = {step.target: step.attrs.get("attention") for step in steps if step.op == "forward"}
     return {
         "makespan_ms": makespan,
         "iteration_ms": planned(module).end if lowered else makespan + synchronisation_ms(module, cost),
@@ -45,6 +49,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
                 "start_ms": cascade.start,
                 "end_ms": cascade.end,
                 "ranks": list(cascade.ranks) if module.level >= Level.PLACED else [],
+                "attention": families.get(cascade.name, cascade.attrs.get("attention")),
             }
             for cascade in module.cascades
         ],

@@ -259,7 +259,7 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
         if dist.get_rank() == 0:
             output.write_text(json.dumps({way: rows[2:] for way, rows in found.items()}))
 
-    as_rank(work, torch.device("cpu"))
+    as_rank(work, cpu=True)
 
 
 def report(result: dict[str, object]) -> None:

@@ -114,6 +114,7 @@ CASCADE = table("""
     ulysses   | int         | placed    | optional | heads are split over so many ranks
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
+    attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
 """)
 
 REDUCE = table("""
@@ -155,6 +156,7 @@ INSTRUCTION = {
     ring      | int   | lowered | optional | as on the cascade
     shards    | [int] | lowered | optional | as on the cascade
     recompute | bool  | lowered | optional | as on the cascade
+    attention | str   | lowered | optional | as on the cascade
 """
     ),
     "backward": table(

@@ -32,7 +32,7 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
+from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.cost.communication import volumes
 from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
 from arachnec.data.clip import VideoClip
@@ -333,7 +333,7 @@ def main(model: str, data: str, planned_device: str, at_once: str, output: str) 
         if dist.get_rank() == 0:
             Path(output).write_bytes(msgspec.json.encode(measured))
 
-    as_rank(work, local_device(cpu=planned_device == "cpu"))
+    as_rank(work, cpu=planned_device == "cpu")
 
 
 if __name__ == "__main__":

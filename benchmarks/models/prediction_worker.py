@@ -107,7 +107,7 @@ def main(folder: str, at_once: str, rounds: str) -> None:
             (place / "measured.json").write_bytes(msgspec.json.encode(measured))
             (place / "times.json").write_text(json.dumps(every.T.tolist()))
 
-    as_rank(work, torch.device("cpu"))
+    as_rank(work, cpu=True)
 
 
 if __name__ == "__main__":
