@@ -69,7 +69,7 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     ]
     if not needed or None in needed:
         return None
-    total = sum(each for each in needed if each is not None)
+    total = sum(tflop for tflop in needed if tflop is not None)
     return total / (iteration_ms / 1e3 * module.cluster.gpus * sum(peaks))
 
 

@@ -41,7 +41,7 @@ def with_buckets(module: Module, buckets: tuple[int, ...]) -> Module:
     return replace(module, reductions=nodes)
 
 
-def sums(program: Program) -> list[Instruction]:
+def reduces(program: Program) -> list[Instruction]:
     return [instruction for instruction in program.instructions if instruction.op == "reduce"]
 
 
@@ -73,12 +73,12 @@ def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) ->
     assert not verify(cut_up)
     lowered = lower(cut_up)
     assert not find_problems(lowered)
-    assert all(len(sums(program)) <= MOST_BUCKETS for program in lowered.programs) or mib is not None
-    assert sum(integer(i.attrs["bytes"]) for i in sums(lowered.programs[0])) == gradient_bytes(STAGE)
+    assert all(len(reduces(program)) <= MOST_BUCKETS for program in lowered.programs) or mib is not None
+    assert sum(integer(i.attrs["bytes"]) for i in reduces(lowered.programs[0])) == gradient_bytes(STAGE)
 
 
 @given(placed_modules())
-def test_a_stage_that_names_no_layers_is_summed_whole(module: Module) -> None:
+def test_a_stage_that_names_no_layers_is_all_reduced_whole(module: Module) -> None:
     assert Bucket().run(module) == module
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_cut_where_nothing_runs_behind_the_sum() -> None:
 
 
 @given(placed_modules())
-def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module) -> None:
+def test_a_plan_reversed_in_time_is_a_plan_and_reversed_again_the_first(module: Module) -> None:
     assume(can_reverse(module))
     there = time_reversed(with_layers(module))
     assert not verify(there)
@@ -121,8 +121,8 @@ def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module
         assert again.ranks == cascade.ranks
 
 
-def test_a_plan_is_turned_round_where_that_ends_with_longer_backwards() -> None:
-    """The long cascade comes first; from its end to its beginning the plan hides the sums behind it."""
+def test_a_plan_is_reversed_in_time_where_that_ends_with_longer_backwards() -> None:
+    """The long cascade comes first; from its end to its beginning the plan hides the all-reduces behind it."""
     clips = [Clip(0, 17, 480, 832, 0, 9000), Clip(1, 17, 480, 832, 0, 900)]
     cascades = [
         timed("long", Phase.TRAIN, 0, 9000, (), (0.0, 300.0), (0, 1)),
@@ -146,7 +146,7 @@ def test_a_plan_in_which_a_cascade_reads_another_stays_as_it_is() -> None:
     assert Bucket().run(module).cascades == module.cascades
 
 
-def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
+def test_only_backwards_that_all_their_ranks_end_with_hold_all_reduces() -> None:
     clips = [Clip(i, 17, 480, 832, 0, 1000) for i in range(3)]
     cascades = [
         timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1)),
@@ -162,7 +162,7 @@ def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
     clips = equal_clips()
     cascades = [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
-    first, rest = sums(lowered.programs[0])
+    first, rest = reduces(lowered.programs[0])
     assert quantity(first.attrs["early"]) == pytest.approx(20 * 5 / 10)  # backward is two thirds of 30 ms
     assert "early" not in rest.attrs
 
@@ -178,7 +178,7 @@ def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None
     whole, parts = lower(with_layers(module)), lower(with_buckets(module, (2, 2, 2, 2, 1, 1)))
     alone, hidden = simulate(whole), simulate(parts)
     assert alone.makespan_ms == hidden.makespan_ms == 300.0
-    last = quantity(sums(parts.programs[0])[-1].attrs["time"])
+    last = quantity(reduces(parts.programs[0])[-1].attrs["time"])
     step = quantity(parts.programs[0].instructions[-1].attrs["time"])
     assert hidden.iteration_ms == pytest.approx(300.0 + last + step)
     assert hidden.iteration_ms < alone.iteration_ms
@@ -190,7 +190,7 @@ def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None
 @given(placed_modules(), bucket_sizes(len(LAYERS)))
 def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets: tuple[int, ...]) -> None:
     lowered = lower(with_buckets(module, buckets))
-    last = max(sum(quantity(i.attrs["time"]) for i in sums(program)[-1:]) for program in lowered.programs)
+    last = max(sum(quantity(i.attrs["time"]) for i in reduces(program)[-1:]) for program in lowered.programs)
     result = simulate(lowered)
     assert result.iteration_ms >= result.makespan_ms + last * (1 - 1e-9)
     assert min(result.idle_ms) >= -1e-6

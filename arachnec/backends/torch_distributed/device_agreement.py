@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from arachnec.backends.torch_distributed.device_selection import MASK, DeviceRecord
@@ -126,10 +127,12 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
 
 def _unlike_versions(records: Sequence[DeviceRecord]) -> Iterator[Diagnostic]:
     for part in sorted({part for record in records for part in record.versions}):
-        for found, few, common, most in _minorities(
-            records, lambda record, part=part: record.versions.get(part, "none")
-        ):
+        for found, few, common, most in _minorities(records, partial(_version, part)):
             yield VersionsDiffer(None, ranks_of(few), part, found, ranks_of(most), common)
+
+
+def _version(part: str, record: DeviceRecord) -> str:
+    return record.versions.get(part, "none")
 
 
 def _unlike_names(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:
