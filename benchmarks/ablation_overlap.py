@@ -79,7 +79,7 @@ def predicted() -> list[dict[str, object]]:
 
 
 def compared(placed: Module) -> dict[str, object]:
-    """One plan, lowered with one all-reduce at the end, with buckets, and reversed in time: steps, simulated."""
+    """One plan with one all-reduce, with buckets, and reversed in time for them: steps in a row, simulated."""
     row: dict[str, object] = {}
     for name, text in (("one_all_reduce", ""), ("buckets", "bucket{reverse=false},"), ("reversed", "bucket,")):
         module = Pipeline.parse(f"{text}lower,check").run(placed)

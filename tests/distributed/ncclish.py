@@ -61,6 +61,7 @@ class Counts:
     """What one rank did, since ``install``."""
 
     communicators: int = 0
+    pairs: int = 0  # communicators of two that a send or receive outside a batch made
     operations: int = 0
     host_waits: int = 0  # waits for a work that had not ended: on a GPU a stream waits, and the host goes on
     connected_in_use: int = 0  # communicators that connected at their first operation
@@ -434,6 +435,7 @@ class NcclishGroup(dist.ProcessGroup):
         if (low, high) not in self._pairs:
             ranks = [self._ranks[low], self._ranks[high]]
             name = f"pair {ranks[0]}-{ranks[1]} of {self._name}"
+            _device.counts.pairs += 1
             self._pairs[low, high] = _Communicator(name, self._base, int(self._me == high), ranks, self._timeout)
         return self._pairs[low, high]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from arachnec.backends.torch_distributed.device_selection import MASK, DeviceRecord
@@ -18,7 +19,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 
 K = TypeVar("K")
-MEMORY_SLACK = 1.0  # GiB that a driver may report less than a data sheet says
+MEMORY_SLACK = 1.0  # GiB that a driver may report less than the specs say
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,12 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
 
 def _unlike_versions(records: Sequence[DeviceRecord]) -> Iterator[Diagnostic]:
     for part in sorted({part for record in records for part in record.versions}):
-        for found, few, common, most in _minorities(
-            records, lambda record, part=part: record.versions.get(part, "none")
-        ):
+        for found, few, common, most in _minorities(records, partial(_version, part)):
             yield VersionsDiffer(None, ranks_of(few), part, found, ranks_of(most), common)
+
+
+def _version(part: str, record: DeviceRecord) -> str:
+    return record.versions.get(part, "none")
 
 
 def _unlike_names(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:
@@ -148,8 +151,8 @@ def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iter
 def _notes(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[str]:
     names = {(record.name, _planned_device(record, planned)[0]) for record in records if record.kind == "cuda"}
     for name, device in sorted(names):
-        sheet, wanted = find_by_driver_name(name), find_device_specs(device)
-        if sheet is not None and wanted is not None and sheet is not wanted:
+        found_specs, wanted = find_by_driver_name(name), find_device_specs(device)
+        if found_specs is not None and wanted is not None and found_specs is not wanted:
             yield f"planned for {device}, run on {name}: planned times do not apply"
 
 

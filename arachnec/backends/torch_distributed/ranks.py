@@ -30,7 +30,7 @@ from arachnec.ir.nodes import Cluster
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,12 @@ class JoinedRank:
     def make_process_group(self, device: torch.device) -> None:
         """The default process group. With a GPU its communicator is made now, not at its first use."""
         import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         gpu = device.type != "cpu"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=dist.PrefixStore("default", self.store),
+            store=PrefixStore("default", self.store),
             rank=self.rank,
             world_size=self.world,
             timeout=GROUP_TIMEOUT,
@@ -111,12 +112,13 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
     """
     prepare_environment(os.environ)
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
     own = store.clone()
     own.set_timeout(timedelta(seconds=STORE_S))
-    watchdog = Watchdog(dist.PrefixStore("watchdog", own), rank, world, limits)
+    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)
     watchdog.enter("start", start_s, "--start-timeout")
     try:
         yield JoinedRank(rank, world, store, watchdog, start_s)

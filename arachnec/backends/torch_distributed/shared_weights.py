@@ -108,7 +108,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, other)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from arachnec.backends.torch_distributed.failure import (
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL_S = 0.5
 BEAT_S = 2.0
