@@ -21,7 +21,6 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Formula, Quantity, Value
-from arachnec.passes.infra.base import Pass
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.placement import best_placements, on_ranks
@@ -49,29 +48,27 @@ class Planner:
     budget: int
 
     def iteration(self, costed: Module, *, place: str = "place", bucket: bool = True) -> float:
-        """Simulated ms of one iteration."""
-        return simulated(self.placed(costed, place), bucket=bucket)
+        """Simulated ms of one iteration, planned for this very pipeline."""
+        end = f"{place}{',bucket' if bucket else ''},lower,check"
+        return simulate(Pipeline.parse(f"{self.scheduler()},{end}").run(costed)).iteration_ms
+
+    def scheduler(self, baselines: bool = True) -> str:
+        return f"schedule-z3{{budget={self.budget}ms{'' if baselines else ',baselines=false'}}}"
 
     def whole(self, traced: Module, place: str) -> float:
         """Simulated ms of one iteration by the default pipeline with this ``place``, planned for it from the start."""
-        step = Pipeline.parse(place).passes[0]
-        scheduler = Pipeline.parse(f"schedule-z3{{budget={self.budget}ms}}").passes[0]
-        others = {"place": step, "schedule-z3": scheduler}
-        passes = tuple(others.get(each.name, each) for each in Pipeline.parse(PIPELINES["default"]).passes)
+        others = {step.name: step for step in Pipeline.parse(f"{self.scheduler()},{place}").passes}
+        passes = tuple(others.get(step.name, step) for step in Pipeline.parse(PIPELINES["default"]).passes)
         return simulate(Pipeline(passes).run(traced)).iteration_ms
 
-    def placed(self, costed: Module, place: str = "place") -> Module:
-        return Pipeline.parse(place).run(self.scheduled(costed))
-
-    def scheduled(self, costed: Module) -> Module:
-        return Pipeline.parse(f"schedule-z3{{budget={self.budget}ms}}").run(costed)
+    def scheduled(self, costed: Module, *, baselines: bool = True) -> Module:
+        return Pipeline.parse(self.scheduler(baselines)).run(costed)
 
 
-def simulated(placed: Module, *, bucket: bool = True) -> float:
+def simulated(placed: Module) -> float:
     """ms of one iteration, from a placed module, by the default pipeline's own end."""
-    after = [step for step in Pipeline.parse(PIPELINES["default"]).passes if step.needs >= placed.level]
-    passes: tuple[Pass, ...] = tuple(step for step in after if bucket or step.name != "bucket")
-    return simulate(Pipeline(passes).run(placed)).iteration_ms
+    after = tuple(step for step in Pipeline.parse(PIPELINES["default"]).passes if step.needs >= placed.level)
+    return simulate(Pipeline(after).run(placed)).iteration_ms
 
 
 def costed(model: str, clips: tuple[Clip, ...], cluster: str, passes: str = COSTED) -> Module:
@@ -191,6 +188,20 @@ def placement(planner: Planner) -> Iterator[Row]:
         yield Row("placement by topology", workload, "any free ranks, spread over the nodes", on, off)
 
 
+def layouts(planner: Planner) -> Iterator[Row]:
+    for workload, clips, cluster in (
+        ("9 clips of 720p, HunyuanVideo, 2x8 H100", long_clips(9), "2x8:h100-80g"),
+        ("48 clips of 720p, HunyuanVideo, 8x8 H100", long_clips(48), "8x8:h100-80g"),
+        ("256 clips of the mix, HunyuanVideo, 8x8 H100", video_mix(256, 0), "8x8:h100-80g"),
+    ):
+        module = costed("hunyuanvideo", clips, cluster)
+        on, off = (
+            simulated(Pipeline.parse("place").run(planner.scheduled(module, baselines=baselines)))
+            for baselines in (True, False)
+        )
+        yield Row("the baselines' layouts", workload, "they are not tried", on, off)
+
+
 def locality(planner: Planner) -> Iterator[Row]:
     for workload, clips, cluster in (
         ("32 clips of the mix, Wan2.1 1.3B and its VAE, 2x8 H100", video_mix(32, 0), "2x8:h100-80g"),
@@ -228,8 +239,8 @@ def overlap(planner: Planner) -> Iterator[Row]:
     ):
         module = costed("wan2_1_14b", clips, "4x8:h100-80g")
         off = planner.iteration(module, bucket=False)
-        without = "one sum after the last cascade"
-        yield Row("gradient sums behind the backward", workload, without, planner.iteration(module), off)
+        without = "one all-reduce after the last cascade"
+        yield Row("gradient all-reduce behind the backward", workload, without, planner.iteration(module), off)
 
 
 DECISIONS: dict[str, Callable[[Planner], Iterator[Row]]] = {
@@ -239,6 +250,7 @@ DECISIONS: dict[str, Callable[[Planner], Iterator[Row]]] = {
     "placement": placement,
     "locality": locality,
     "overlap": overlap,
+    "baselines": layouts,
 }
 
 

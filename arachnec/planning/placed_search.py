@@ -1,190 +1,228 @@
-"""The schedule whose iteration is shortest once it has been placed.
+"""The portfolio of a module: schedules are counted, placed and simulated, and come from views of the problem.
 
 A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
-starts later. Two schedules of equal length can differ by several percent there. So candidates are placed, the layouts
-that others train with and annealed schedules among them, and compared by when the gradients would be summed
-(``planning.exposed_sync``). Groups that share links slow each other down, too, which a simulation says
-(``planning.simulated_objective``): it decides between the shortest candidates and the layouts of others, and a local
-search over degrees and order goes on with it.
+starts later. So what counts here is when the gradients of the *placed* schedule are synchronised
+(``planning.exposed_sync``), and in the end its *simulated* iteration (``planning.simulated_objective``), in which
+groups that share links slow each other down. ``solver.portfolio`` screens by the cheaper ones.
+
+The problem is seen in up to three ways, which are transformations with a way back: as it is; with degrees whose blocks
+nest, which can be placed as they are (``solver.widths``); and where nodes differ, on fewer GPUs
+(``planning.mixed_nodes``).
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import accumulate, chain
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
-from arachnec.planning.candidates import group_layouts, list_schedules, named_layouts
-from arachnec.planning.exposed_sync import Ending
+from arachnec.planning.candidates import baseline_layouts, group_layouts, searched_layouts
+from arachnec.planning.exposed_sync import ExposedSync
+from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
-from arachnec.planning.placement import best_placements
+from arachnec.planning.mixed_bound import mixed_bound
+from arachnec.planning.mixed_nodes import fewer_gpus
+from arachnec.planning.placement import best_placements, placements, within_memory
 from arachnec.planning.simulated_objective import simulated_ms
-from arachnec.solver.annealing import anneal, neighbour
+from arachnec.solver.annealing import neighbour
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import start_order
+from arachnec.solver.improvers import Candidates, Transformed, decoding_ms
 from arachnec.solver.list_schedule import list_schedule
+from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
+from arachnec.solver.search import GRACE, First, solution
+from arachnec.solver.widths import Nested, nested
 
-MOST = 4096  # jobs x GPUs up to which placing a schedule costs 2 to 15 ms
-MOST_SIMULATED = 32768  # jobs x GPUs up to which simulating one costs 0.1 s at most
-ANYWHERE = 40  # jobs that cost 0.06 s to place and 0.2 s to simulate even on 1024 GPUs
-CANDIDATES = 24  # of the shortest, that are placed
-SIMULATED = 8  # of the shortest of those, that are simulated
-PROGRAM = 0.4  # for FlexSP's integer program
-SEARCHING = 0.6  # for a search that does not simulate
-CLOSE = 1e-6  # of the bound, by which a simulated iteration may be longer and nothing else is tried
-COOLINGS = 3  # runs of annealing, from the shortest candidates
-ANNEALING = 0.2  # of the seconds given, for one of them
-TRIES_PER_STEP = 20  # of one of them, for each step of the placed search, where steps are counted and not time
+# Of a cascade and of a GPU, to place a schedule: 0.13 s for 1024 on 256, 0.6 s for 4096 on 1024 (benchmarks/scale.py).
+PLACING_MS = 0.1
+# To simulate it, likewise: 17 ms for 16 on 16, 0.1 s for 105 on 256.
+SIMULATING_MS = 0.3
 
 
-def best_placed(
+def solve_placed(
     module: Module,
     cost: CostModel,
     problem: Problem,
-    found: Solution,
+    clock: Clock,
     *,
     seed: int,
-    steps: int,
-    seconds: float,
-    stop: Callable[[], bool],
-) -> Schedule:
-    """The schedule found, or one whose iteration is shorter once placed; ``steps`` tries, or until ``stop`` says so.
+    following: Following,
+    baselines: bool,
+    without: Collection[str] = (),
+) -> Solution:
+    """The schedule whose iteration is shortest within the budget, by all improvers but those named in ``without``.
 
-    Parts of ``seconds`` of wall time go to the integer program of FlexSP and to a genetic search for one more
-    candidate each, to annealing and to a search that does not simulate; 0 leaves the former two out and counts the
-    tries of the others.
+    Without ``baselines`` the layouts that others train with are not among what is tried.
     """
-    best = found.schedule
-    if not placing_is_quick(problem) or stop():
-        return best
-    measure = Measure(module, cost, problem)
-    least = found.bound / TICKS * (1 + CLOSE) + measure.ending.least
-    judged = {best: measure.simulated(best)}
-    if judged[best] <= least:
-        return best
-    slow = len(problem.jobs) * problem.gpus > MOST
-    for schedule in named_layouts(module, cost, problem, seed, seconds):
-        if slow and stop():  # a few milliseconds are worth more than keeping to the clock
-            break
-        judged[schedule] = measure.simulated(schedule)
-    made = chain(group_layouts(problem, seconds * PROGRAM), list_schedules(problem, found.area_bound))
-    candidates = [*judged, *takewhile(lambda _: not stop(), made)]
-    dice = random.Random(seed)
-    starts = islice(dict.fromkeys(sorted(candidates, key=lambda schedule: schedule.makespan(problem))), COOLINGS)
-    candidates += [anneal(problem, start, dice, effort(steps, seconds, stop)) for start in starts]
-    rated = {best: measure.of(best)}
-    for schedule in islice(sorted(candidates, key=lambda schedule: schedule.makespan(problem)), CANDIDATES):
-        if stop():
-            break
-        if schedule.makespan(problem) / TICKS < min(rated.values()):
-            rated[schedule] = measure.of(schedule)
-    for schedule in sorted(rated, key=rated.__getitem__)[:SIMULATED]:
-        if schedule not in judged and not stop():
-            judged[schedule] = measure.simulated(schedule)
-    until = time.perf_counter() + seconds * SEARCHING
-    best = min(rated, key=rated.__getitem__)
-    search = Search(measure, least, dice, steps)
-    best = search.run(best, rated[best], lambda: stop() or (seconds > 0 and time.perf_counter() > until))
-    if not stop():
-        judged[best] = measure.simulated(best)
-    best = min(judged, key=judged.__getitem__)
-    return search.run(best, judged[best], stop, simulate=True)
+    bound = lower_bound(problem)
+    measure = Measure(module, cost, problem, following)
+    views = _nested(problem, cost, bound, clock)
+    if views:
+        best = views[-1]
+        whole = First.listed(problem, best.back(best.first.schedule), bound, best.first.ms)
+    else:
+        whole = First.of(problem, bound, clock)
+    # of devices that differ the problem, and so its bound, counts all as the fastest
+    real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
+    objectives = measure.objectives(clock.left())
+    starts = [whole.schedule, *(view.back(view.first.schedule) for view in views)]
+    # of what is not placed, that which placing does not stretch
+    blocks = bool(views) and not objectives and sum(objective.ms for objective in measure.objectives()) > GRACE
+    incumbent = Incumbent(problem, starts[-1] if blocks else starts[0], real, objectives, measure.sync.least)
+    # first, so that no baseline over the same micro-batches is shorter, whatever becomes of the search
+    named = baseline_layouts(module, problem) if baselines and incumbent.objectives else ()
+    for schedule in chain(() if blocks else reversed(starts), named):
+        incumbent.offer(schedule, clock)
+    improvers = [
+        improver
+        for improver in _improvers(whole, views, module, cost, measure, clock, seed, baselines)
+        if improver.name not in without and (isinstance(improver, Transformed) or not blocks)
+    ]
+    run(improvers, incumbent, clock, random.Random(seed))
+    answer = solution(incumbent, bound, whole.ms)
+    return Solution(answer.schedule, bound, bound, False, whole.ms) if cost.devices.kinds else answer
 
 
 @dataclass(frozen=True)
-class Search:
-    """Local searches over degrees and order, of ``steps`` tries each, or until one is as short as ``least``."""
+class _View:
+    """Another problem, with what is first known of it, and the way back."""
+
+    nested: Nested
+    first: First
+
+    def back(self, schedule: Schedule) -> Schedule:
+        return self.nested.whole(schedule)
+
+
+def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list[_View]:
+    """Degrees whose blocks nest, the shortest last; none within one node, any GPUs of which are equally near."""
+    views: list[_View] = []
+    for way in nested(problem, cost.cluster.gpus, bound) if cost.cluster.nodes > 1 else ():
+        if not views or clock.any_left():
+            views.append(_View(way, First.of(way.problem, bound, clock)))
+    return sorted(views, key=lambda view: -view.first.schedule.makespan(view.nested.problem))
+
+
+def _improvers(
+    whole: First,
+    views: list[_View],
+    module: Module,
+    cost: CostModel,
+    measure: Measure,
+    clock: Clock,
+    seed: int,
+    baselines: bool,
+) -> Iterator[Improver]:
+    problem = whole.problem
+    ms = decoding_ms(problem, 2)
+    packed = ("exact packing", "large neighbourhoods")
+    yield PlacedSearch(measure)
+    yield Candidates("groups", group_layouts(problem), ms)
+    if baselines and clock.steps is None:
+        seconds = clock.left() / 1e3 / 20
+        yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
+    # blocks that nest are packed in their own view
+    yield from (improver for improver in whole.improvers(clock) if not (views and improver.name in packed))
+    for view in views:
+        incumbent = Incumbent(view.nested.problem, view.first.schedule, lower_bound(view.nested.problem))
+        for improver in view.first.improvers(clock):
+            if improver.name in packed:
+                yield Transformed(improver, incumbent, view.back)
+    for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
+        least = lower_bound(fewer)
+        first = First.of(fewer, least, clock)
+        incumbent = Incumbent(fewer, first.schedule, least)
+        yield Candidates("fewer GPUs", iter([first.schedule]), ms)
+        for improver in first.improvers(clock):
+            if not improver.proves:
+                yield Transformed(improver, incumbent, lambda schedule: schedule)
+
+
+@dataclass
+class PlacedSearch:
+    """A local search over degrees and order with the dearest objective as its measure."""
 
     measure: Measure
-    least: float  # ms
-    dice: random.Random
-    steps: int
+    name: str = "placed search"
+    hope: float = HOPE
+    proves: bool = False
+    last: Schedule | None = None
+    order: tuple[int, ...] = ()
 
-    def run(self, start: Schedule, length: float, stop: Callable[[], bool], *, simulate: bool = False) -> Schedule:
-        """The shortest schedule seen, placed and perhaps simulated; ``length`` is that of the first, in ms."""
-        problem, best, order = self.measure.problem, start, start_order(start)
-        for _ in range(self.steps):
-            if length <= self.least or stop():
-                break
-            picks, wished = neighbour(problem, best.picks, order, self.dice)
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """One neighbour, confirmed."""
+        return incumbent.confirming if incumbent.objectives else None
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        problem = incumbent.problem
+        if incumbent.schedule is not self.last:
+            self.last, self.order = incumbent.schedule, tuple(start_order(incumbent.schedule))
+        while clock.any_left() and not incumbent.closed:
+            picks, wished = neighbour(problem, self.last.picks, list(self.order), rng)
             tried = list_schedule(problem, picks, wished)
-            if tried.makespan(problem) / TICKS > length:
-                continue
-            reached = self.measure.of(tried)
-            if simulate and reached <= length:
-                reached = self.measure.simulated(tried)
-            if reached <= length:
-                best, order, length = tried, wished, reached
-        return best
-
-
-class Placing:
-    """The shortest of schedules, simulated where that is quick; after the first none for which no time is left.
-
-    ``left`` gives the ms that are left; ``length`` is that of the best, ``slowest`` the most one took, in ms.
-    """
-
-    def __init__(self, measure: Measure, first: Schedule, left: Callable[[], float]) -> None:
-        self.measure, self.left = measure, left
-        quick = len(measure.problem.jobs) * measure.problem.gpus <= MOST_SIMULATED
-        self.judge = measure.simulated if quick else measure.of
-        began = time.perf_counter()
-        self.best, self.length = first, self.judge(first)
-        self.slowest = (time.perf_counter() - began) * 1e3
-
-    def offer(self, schedule: Schedule) -> None:
-        least = schedule.makespan(self.measure.problem) / TICKS + self.measure.ending.least
-        if least >= self.length or self.slowest > self.left():
-            return
-        began = time.perf_counter()
-        length = self.judge(schedule)
-        self.slowest = max(self.slowest, (time.perf_counter() - began) * 1e3)
-        if length < self.length:
-            self.best, self.length = schedule, length
-
-
-def effort(steps: int, seconds: float, stop: Callable[[], bool]) -> Callable[[int], float]:
-    """The spent part of one run of annealing, given its tries."""
-    if seconds <= 0:
-        return lambda tries: tries / max(1, steps * TRIES_PER_STEP)
-    began = time.perf_counter()
-    return lambda tries: 1.0 if stop() else (time.perf_counter() - began) / (seconds * ANNEALING)
-
-
-def placing_is_quick(problem: Problem) -> bool:
-    """Whether schedules can be placed by the dozen."""
-    return len(problem.jobs) * problem.gpus <= MOST or len(problem.jobs) <= ANYWHERE
+            clock.count(2 * len(problem.jobs))
+            if incumbent.offer(tried, clock):
+                self.last, self.order = tried, tuple(wished)
+        return Improvement()
 
 
 class Measure:
-    """Of schedules of one problem, placed: ms until gradients are summed; infinite where memory does not hold one."""
+    """Of placed schedules: ms until gradients are synchronised; infinite where memory does not hold one."""
 
-    def __init__(self, module: Module, cost: CostModel, problem: Problem) -> None:
-        self.module, self.cost, self.problem = module, cost, problem
-        self.ending = Ending(module, cost)
+    def __init__(
+        self,
+        module: Module,
+        cost: CostModel,
+        problem: Problem,
+        following: Following = Following(),  # noqa: B008
+    ) -> None:
+        self.module, self.cost, self.problem, self.following = module, cost, problem, following
+        self.sync = ExposedSync(module, cost, following)
         self.chosen: dict[tuple[int, int], Cascade] = {}
+        self.latest: tuple[Schedule, list[Cascade] | None] | None = None
+
+    def objectives(self, budget: float = math.inf) -> list[Objective]:
+        """First placed, then simulated; those of which four fit into so many ms."""
+        size = len(self.problem.jobs) + self.problem.gpus
+        objectives = [
+            Objective("placed", self.of, 1 + PLACING_MS * size),
+            Objective("simulated", self.simulated, 5 + SIMULATING_MS * size),
+        ]
+        spent = accumulate(objective.ms for objective in objectives)
+        return [objective for objective, ms in zip(objectives, spent, strict=True) if 4 * ms <= budget]
 
     def of(self, schedule: Schedule) -> float:
         placed = self._placed(schedule)
-        return math.inf if placed is None else self.ending.of(placed)
+        return math.inf if placed is None else self.sync.of(placed)
 
     def simulated(self, schedule: Schedule) -> float:
         """What cascades share is counted, too."""
         placed = self._placed(schedule)
-        return math.inf if placed is None else simulated_ms(self.module, self.cost.cluster, placed)
+        if placed is None:
+            return math.inf
+        return simulated_ms(self.module, self.cost.cluster, placed, self.following)
 
     def _placed(self, schedule: Schedule) -> list[Cascade] | None:
-        try:
-            return best_placements(self._cascades(schedule), self.cost)
-        except UserError:
-            return None
+        if self.latest is None or self.latest[0] is not schedule:
+            try:
+                self.latest = schedule, self._on_ranks(self._cascades(schedule))
+            except UserError:
+                self.latest = schedule, None
+        return self.latest[1]
+
+    def _on_ranks(self, cascades: list[Cascade]) -> list[Cascade]:
+        """As ``place`` does it."""
+        if self.following.topology:
+            return best_placements(cascades, self.cost)
+        return within_memory(cascades, placements(cascades, self.cost, topology=False), self.cost)
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:
         return [self._cascade(job, *at) for job, at in enumerate(zip(schedule.picks, schedule.starts, strict=True))]
@@ -192,9 +230,7 @@ class Measure:
     def _cascade(self, job: int, pick: int, start: int) -> Cascade:
         choice = self.problem.jobs[job].choices[pick]
         begin, end = start / TICKS, (start + choice.ticks) / TICKS
-        found = self.chosen.get((job, pick))
-        if found is None:
+        if (job, pick) not in self.chosen:
             cascade = self.module.cascades[job]
-            found = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
-            self.chosen[job, pick] = found
-        return found.with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))
+            self.chosen[job, pick] = decided(cascade, self.cost, choice.degree, choice.recompute, begin, end)
+        return self.chosen[job, pick].with_attrs(start=Quantity(begin, "ms"), end=Quantity(end, "ms"))

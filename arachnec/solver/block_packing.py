@@ -13,18 +13,15 @@ waits for are packed above them and run in the mirrored order, narrow before wid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from arachnec.solver.bound import horizons
 from arachnec.solver.problem import Problem, Schedule
 
-THRESHOLDS = (1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.13, 1.2, 1.35)
-FEW_THRESHOLDS = (1.0, 1.02)
-MANY = 2000  # jobs, of which the first good packing is taken
-GOOD = 1.01  # times the bound
-POOR = 1.05  # times the bound: other degrees than powers of 2 are needed
-SMALL = 48  # GPUs up to which plain loops are faster than arrays
+# GPUs up to which plain loops are faster than arrays.
+SMALL = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Packing:
 def options_of(problem: Problem) -> Options | None:
     """Per job its choices of a block's width, else all on the next wider block; None where a job fits no block."""
     memo: dict[int, tuple[Option, ...]] = {}
-    found = []
+    rows = []
     for job in problem.jobs:
         if id(job.choices) not in memo:
             every = [Option(_width(problem, c.degree), c.ticks, k) for k, c in enumerate(job.choices)]
@@ -68,8 +65,8 @@ def options_of(problem: Problem) -> Options | None:
         options = memo[id(job.choices)]
         if not options:
             return None
-        found.append(options)
-    return tuple(found)
+        rows.append(options)
+    return tuple(rows)
 
 
 def _width(problem: Problem, degree: int) -> int:
@@ -79,22 +76,24 @@ def _width(problem: Problem, degree: int) -> int:
     return next((width for width in problem.widths if width >= degree), problem.gpus + 1)
 
 
-def best_packing(problem: Problem, options: Options, bound: int) -> Packing:
-    """The packing with the shortest schedule over horizons from the bound upwards."""
+def packings(problem: Problem, options: Options, bound: int) -> Iterator[Packing]:
+    """One for every horizon, from the bound upwards, until the shortest keeps below its own."""
     chained = any(job.before for job in problem.jobs)
     areas = sum(min(option.width * option.ticks for option in row) for row in options)
-    least = max(bound, areas // problem.gpus)  # what blocks of powers of 2 cannot be shorter than
-    best, shortest = None, 0
-    for factor in THRESHOLDS if len(problem.jobs) <= MANY else FEW_THRESHOLDS:
-        horizon = int(least * factor)
-        packing = pack(problem, options, horizon)
+    shortest = None
+    for horizon in horizons(max(bound, areas // problem.gpus)):  # blocks may waste GPUs
+        packing = pack(problem, options, int(horizon))
         length = realize(problem, packing).makespan(problem) if chained else max(packing.load)
-        if best is None or length < shortest:
-            best, shortest = packing, length
-        if least > POOR * bound or shortest <= horizon or (len(problem.jobs) > MANY and shortest <= GOOD * least):
-            break
-    assert best is not None
-    return best
+        if shortest is None or length < shortest:
+            shortest = length
+            yield packing
+        if shortest <= horizon:
+            return
+
+
+def best_packing(problem: Problem, options: Options, bound: int) -> Packing:
+    """The shortest of them."""
+    return list(packings(problem, options, bound))[-1]
 
 
 def pack(problem: Problem, options: Options, horizon: int) -> Packing:

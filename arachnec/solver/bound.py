@@ -12,6 +12,8 @@ for each other cannot do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from arachnec.solver.chain_bound import chain_bound
 from arachnec.solver.problem import Problem
 
@@ -37,6 +39,13 @@ def lower_bound(problem: Problem) -> int:
 def longest_chain(problem: Problem) -> int:
     """Ticks of the longest chain, every job at its fastest."""
     return max((head + job.choices[-1].ticks for head, job in zip(problem.heads, problem.jobs, strict=True)), default=0)
+
+
+def horizons(bound: int) -> Iterator[float]:
+    """Ticks from the bound up to twice as many, closest together where most schedules end: 18 in all."""
+    yield bound
+    for exponent in range(-16, 1):
+        yield bound * (1 + 1.5**exponent)
 
 
 class _Possible:

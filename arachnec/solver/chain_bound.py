@@ -122,23 +122,23 @@ def _behind(choices: Iterable[Choice], before: Frontier) -> Frontier:
 
 
 def _falling(points: Frontier) -> Frontier:
-    found: Frontier = []
+    falling: Frontier = []
     for ticks, area in points:
-        if not found or area < found[-1][1]:
-            found.append((ticks, area))
-    return found
+        if not falling or area < falling[-1][1]:
+            falling.append((ticks, area))
+    return falling
 
 
 def _widths(problem: Problem, members: Sequence[int], ready: Sequence[int]) -> Widths:
     """How many GPUs the jobs of a chain can hold at most, each from its ``ready`` ticks on."""
-    found: Widths = []
+    widths: Widths = []
     for moment in sorted({ready[j] for j in members}):
         widest: dict[int, int] = {}
         for j in members:
             own = problem.jobs[j].choices[-1].degree if ready[j] <= moment else 0
             widest[j] = max(own, sum(widest[i] for i in set(problem.jobs[j].before)))
-        found.append((moment, widest[members[-1]]))
-    return found
+        widths.append((moment, widest[members[-1]]))
+    return widths
 
 
 def _total(chains: Iterable[tuple[Widths, int]]) -> Widths:
@@ -149,9 +149,9 @@ def _total(chains: Iterable[tuple[Widths, int]]) -> Widths:
         for ticks, width in widths:
             rises[ticks] += (width - before) * count
             before = width
-    found: Widths = []
+    total: Widths = []
     width = 0
     for ticks in sorted(rises):
         width += rises[ticks]
-        found.append((ticks, width))
-    return found
+        total.append((ticks, width))
+    return total

@@ -22,9 +22,6 @@ from typing import TypeAlias
 
 from arachnec.solver.problem import Job, Problem, Schedule
 
-SNAPSHOTS = 16  # of one decoding
-FEWEST = 4  # jobs between two
-
 Snapshot: TypeAlias = tuple[list[int], int, int, int]  # when each GPU is free, ascending; idle, above, last
 
 
@@ -53,16 +50,16 @@ class Decoder:
         self.ticks = [choice.ticks for choice in chosen]
         self.degrees = [choice.degree for choice in chosen]
         self.area = sum(choice.area for choice in chosen)
-        self.every = max(FEWEST, len(self.order) // SNAPSHOTS)
+        self.every = math.isqrt(len(self.order)) + 1  # jobs between two snapshots: as many as there are snapshots
         self.aim(sum(self.ticks))
 
     def aim(self, horizon: int) -> None:
         """Another horizon; all is decoded anew."""
         self.horizon = horizon
         self.now = Decoded(0, 0, [0] * len(self.order), [([0] * self.gpus, 0, 0, 0)])
-        found = self.decode(0, math.inf)
-        assert found is not None
-        self.now = found
+        decoded = self.decode(0, math.inf)
+        assert decoded is not None
+        self.now = decoded
 
     def set_pick(self, job: int, pick: int) -> None:
         choice = self.problem.jobs[job].choices[pick]
@@ -168,10 +165,10 @@ def justified(problem: Problem, schedule: Schedule) -> Schedule:
 
     Justification: Valls, Ballestin and Quintanilla, EJOR 2005.
     """
-    turned = reversed_problem(problem)
+    backwards = reversed_problem(problem)
     while True:
-        late = _decoded(turned, reversed_schedule(problem, schedule))
-        early = _decoded(problem, reversed_schedule(turned, late))
+        late = _decoded(backwards, reversed_schedule(problem, schedule))
+        early = _decoded(problem, reversed_schedule(backwards, late))
         if early.makespan(problem) >= schedule.makespan(problem):
             return schedule
         schedule = early

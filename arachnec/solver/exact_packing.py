@@ -24,12 +24,12 @@ from arachnec.solver.block_packing import Option, Options, Packing, Placed, hold
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-MOST_JOBS = 20  # each doubles the sets
-FIRST_SPARE = 0.001  # of the area, that the first horizon leaves to spare
-MOST_PAIRS = 50_000_000  # of sets, in one join: a second
+# Each doubles the sets: 2^20 numbers are 8 MB for every block.
+MOST_JOBS = 20
+# Of the area, that the first horizon leaves to spare; it doubles.
+FIRST_SPARE = 0.001
+# Of sets, compared at once: 5 to 10 ms.
 PAIRS_AT_ONCE = 500_000
-GROUP = 48  # sets that are compared with others at once, on average, at least
-MOST_KEYS = 8
 NEVER = 1 << 60  # ticks
 
 
@@ -50,16 +50,16 @@ def shortest_packing(
     while True:
         horizon = min((least + spare) // gpus, below - 1)
         try:
-            found = _Sets(gpus, options, horizon, stop).packing()
+            packing = _Sets(gpus, options, horizon, stop).packing()
         except _TooMuch:
             return None, False
-        if found is not None or horizon == below - 1:
-            return found, True
+        if packing is not None or horizon == below - 1:
+            return packing, True
         spare *= 2
 
 
 class _TooMuch(Exception):
-    """More pairs of sets, or more time, than allowed."""
+    """More time than allowed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ class _Sets:
         """
         width = one.width + other.width
         joined = np.full(len(self.area), NEVER)
-        pairs = 0
         keys = _keys(one, other, range(len(self.options)), needed)
         both = sum(1 << place for place, job in enumerate(keys) if job in needed)
         groups, others = self._groups(one, keys), self._groups(other, keys)
@@ -140,8 +139,7 @@ class _Sets:
                 if one is other and partner == key:
                     start = np.arange(len(sets))
                 for rows, columns in _ranges(start, end):
-                    pairs += len(rows)
-                    if pairs > MOST_PAIRS or self.stop():
+                    if self.stop():
                         raise _TooMuch
                     apart = (sets[rows] & more[columns]) == 0
                     rows, columns = rows[apart], columns[apart]
@@ -158,8 +156,8 @@ class _Sets:
         key = sum((((sets >> job) & 1) << place for place, job in enumerate(keys)), np.zeros_like(sets))
         order = np.argsort(key, kind="stable")
         cuts = np.searchsorted(key[order], np.arange((1 << len(keys)) + 1))
-        found = (sets[order[start:end]] for start, end in pairwise(cuts))
-        return [(group, block.finish[group]) for group in found]
+        groups = (sets[order[start:end]] for start, end in pairwise(cuts))
+        return [(group, block.finish[group]) for group in groups]
 
     def _with_wide(self, block: _Block) -> _Block:
         """The block, with jobs that hold all of it."""
@@ -204,8 +202,8 @@ class _Sets:
 
     def _packing(self, placed: Sequence[Placed]) -> Packing:
         load = [0] * self.gpus
-        for each in placed:
-            hold(load, each.first, each.option)
+        for one in placed:
+            hold(load, one.first, one.option)
         return Packing(tuple(placed), tuple(load))
 
 
@@ -226,7 +224,7 @@ def _keys(one: _Block, other: _Block, jobs: Sequence[int], needed: Collection[in
     sets = np.flatnonzero(one.finish < NEVER)
     most = min(len(sets), int((other.finish < NEVER).sum()))
     balance = [abs(2 * int((sets >> job & 1).sum()) - len(sets)) for job in jobs]
-    count = min(MOST_KEYS, max(0, (most // GROUP).bit_length() - 1))
+    count = min(len(jobs), most.bit_length() // 2)  # as many groups as sets in each
     return sorted(jobs, key=lambda job: (job not in needed, balance[job]))[:count]
 
 

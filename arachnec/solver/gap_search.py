@@ -2,177 +2,199 @@
 
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
-the bound upwards, in leaps of a part of what is left, and a question that takes long is put off: the next ones lie
-below it, and it comes up again, with more time, when those are answered. Two questions run at once (Z3 works
-outside of Python's lock); an answer stops the other question where it has become pointless.
+the bound upwards, and a question that takes long is put off: the next ones lie below it, and it comes up again, with
+more time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the bound
+upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
+question where it has become pointless.
 
-Where the makespan is close to the bound, or the shortest packing, one of the two asks from above: is there anything
-shorter at all. A refusal ends the search. What is found is made as short as its degrees allow before it counts: with
-the degrees given, a question takes Z3 a twentieth of a second.
+What is known outlasts a call, so that a search can go on where it ended.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Effort, Problem, Schedule, Solution, violations
-from arachnec.solver.z3_assignment import Conflict, Question, schedule_by_sets
-from arachnec.solver.z3_schedule import Answer
+from arachnec.solver.budget import Clock
+from arachnec.solver.problem import Effort, Problem, Schedule, violations
+from arachnec.solver.z3_assignment import Conflict, schedule_by_sets
+from arachnec.solver.z3_question import Answer, Question
+from arachnec.solver.z3_schedule import find_schedule
 
-CORES = 2
-LEAPS = (0.5, 0.25)  # of what lies between bound and makespan: where the first and the second question is asked
-FIRST_MS = 300.0  # of a question before it is put off
-CLOSE = 0.0015  # of the makespan: where the two are that near, one question comes from above
-NEAR = 0.25  # of what lies between them: a question put off is asked again where the bound has come that near to it
-LONGER = 3  # times as long as before
-FIRST_FROM_ABOVE_MS = 2500.0  # of a question from above
+# Of a question before it is put off. On (16, 8) nearly all refusals near the bound and all but the last few answers
+# take less; with 100 or 1000 ms fewer seeds are proved in 5 s.
+FIRST_MS = 300.0
+# Times as long, when it is asked again.
+LONGER = 3
+
+Ask = Callable[[int, int, Effort, Question], tuple[Answer, Schedule | None]]  # horizon and seed come first
 
 
-def squeeze(
-    problem: Problem, incumbent: Solution, *, milliseconds: float, seed: int, from_above: bool = False
-) -> Solution:
-    """The best schedule and bound after so much wall time, sooner where they meet.
+def asker(problem: Problem) -> Ask:
+    """The encoding with fewer variables: sets of GPUs, where nothing waits, or start times."""
+    if any(job.before for job in problem.jobs) or not sets_are_fewer(problem):
 
-    ``from_above`` asks from above at once: where it is not likely that there is anything shorter.
+        def by_starts(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
+            return find_schedule(problem, horizon, seed=seed, effort=effort, question=question)
+
+        return by_starts
+    conflicts: list[Conflict] = []
+
+    def by_sets(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
+        return schedule_by_sets(problem, horizon, seed=seed, effort=effort, question=question, conflicts=conflicts)
+
+    return by_sets
+
+
+def sets_are_fewer(problem: Problem) -> bool:
+    return problem.gpus <= len(problem.jobs)
+
+
+def variables(problem: Problem) -> int:
+    """How many booleans a question about the whole problem has."""
+    jobs = len(problem.jobs)
+    chained = any(job.before for job in problem.jobs)
+    across = jobs if chained or not sets_are_fewer(problem) else problem.gpus
+    return across * sum(len(job.choices) for job in problem.jobs)
+
+
+def bisect(low: int, high: int, ask: Callable[[int], tuple[Answer, int]]) -> int:
+    """The least horizon for which the answer was yes, from ``high``, for which it is; none is below ``low``.
+
+    First comes the question whether anything is shorter at all. ``ask`` also says what was reached. No answer ends it.
     """
-    state = _Squeeze(problem, incumbent, time.perf_counter() + milliseconds / 1e3, seed, from_above)
-    with ThreadPoolExecutor(CORES) as pool:
-        for done in [pool.submit(state.work) for _ in range(CORES)]:
-            done.result()
-    return state.solution()
-
-
-def squeeze_in_steps(problem: Problem, incumbent: Solution, *, steps: int, seed: int) -> Solution:
-    """The same without a clock: one question after the other, each with as many of Z3's steps, none asked again."""
-    state = _Squeeze(problem, incumbent, None, seed)
-    while (asked := state.next()) is not None and state.limit <= FIRST_MS:
-        effort = Effort(steps, None)
-        answer, found = schedule_by_sets(problem, asked.horizon, seed=seed, effort=effort, conflicts=state.conflicts)
-        if found is not None and not violations(problem, found):
-            found = shortest_with_its_degrees(problem, found, state.low, seed=seed, effort=effort)
-        state.learn(asked, answer, found)
-    return state.solution()
-
-
-def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, *, seed: int, effort: Effort) -> Schedule:
-    """The schedule, or a shorter one in which every job has the same choice; none ends before ``low`` ticks.
-
-    ``effort`` is that of all questions in wall time, of one in steps.
-    """
-    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
-    jobs = (replace(job, choices=(job.choices[pick],)) for job, pick in zip(problem.jobs, schedule.picks, strict=True))
-    fixed = Problem(tuple(jobs), problem.gpus)
-    low, high = max(low, lower_bound(fixed)), schedule.makespan(problem)
     horizon = high - 1
     while low < high:
-        wall = None if until is None else int((until - time.perf_counter()) * 1e3)
-        if wall is not None and wall < 1:
-            break
-        answer, found = schedule_by_sets(fixed, horizon, seed=seed, effort=Effort(effort.steps, wall))
-        if answer is Answer.IMPOSSIBLE:
+        answer, reached = ask(horizon)
+        if answer is Answer.POSSIBLE:
+            high = reached
+        elif answer is Answer.IMPOSSIBLE:
             low = horizon + 1
-        elif found is not None and not violations(fixed, found):
-            schedule, high = replace(schedule, starts=found.starts), found.makespan(fixed)
         else:
             break
         horizon = (low + high - 1) // 2
-    return schedule
+    return high
+
+
+def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, clock: Clock, *, seed: int) -> Schedule:
+    """The schedule, or a shorter one in which every job has the same choice; none ends before ``low`` ticks.
+
+    Without it schedules that differ by the rounding of a few ticks would come one after another.
+    """
+    jobs = (replace(job, choices=(job.choices[pick],)) for job, pick in zip(problem.jobs, schedule.picks, strict=True))
+    fixed = Problem(tuple(jobs), problem.gpus)
+    best = schedule
+
+    def ask(horizon: int) -> tuple[Answer, int]:
+        nonlocal best
+        if not clock.any_left():
+            return Answer.UNKNOWN, 0
+        question = Question()
+        answer, shorter = schedule_by_sets(fixed, horizon, seed=seed, effort=clock.effort(), question=question)
+        clock.count_z3(question.steps)
+        if shorter is not None and not violations(fixed, shorter):
+            best = replace(schedule, starts=shorter.starts)
+            return answer, shorter.makespan(fixed)
+        return (Answer.UNKNOWN if shorter is not None else answer), 0
+
+    bisect(max(low, lower_bound(fixed)), schedule.makespan(problem), ask)
+    return best
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """Whether there is a schedule that ends by ``horizon``."""
 
     horizon: int
     from_above: bool = False
 
 
-class _Squeeze:
-    """What is known; shared by the threads, and changed under ``lock`` alone."""
+class GapSearch:
+    """What is known of a problem; shared by the threads, and changed under ``lock`` alone."""
 
-    def __init__(
-        self, problem: Problem, incumbent: Solution, until: float | None, seed: int, from_above: bool = False
-    ) -> None:
-        self.problem, self.incumbent, self.until, self.seed = problem, incumbent, until, seed
-        self.from_above = from_above
-        self.low, self.schedule = incumbent.bound, incumbent.schedule
-        self.high = self.schedule.makespan(problem)
+    def __init__(self, problem: Problem, schedule: Schedule, bound: int) -> None:
+        self.problem, self.schedule, self.low = problem, schedule, bound
+        self.high = schedule.makespan(problem)
+        self.ask = asker(problem)
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit = FIRST_MS
-        self.limit_from_above = FIRST_FROM_ABOVE_MS
-        self.hopeless = False  # to ask from above
-        self.conflicts: list[Conflict] = []
+        self.limit, self.limit_from_above = FIRST_MS, FIRST_MS * LONGER**2
+        self.number, self.alone = 0, False
         self.lock = threading.Lock()
-        self.asked: dict[Question, _Asked] = {}
+        self.asked: dict[Question, Asked] = {}
 
-    def solution(self) -> Solution:
-        return Solution(self.schedule, self.incumbent.area_bound, self.low, self.low >= self.high)
+    def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
+        """Until the bound is met or the time is over; schedule and bound are the best known now."""
+        self.low = max(self.low, bound)
+        if schedule.makespan(self.problem) < self.high:
+            self._shorter(schedule)
+        self.alone = clock.steps is not None
+        if self.alone:
+            self.work(clock, seed)
+            return
+        with ThreadPoolExecutor(2) as pool:
+            for thread in [pool.submit(self.work, clock, seed) for _ in range(2)]:
+                thread.result()
 
-    def work(self) -> None:
-        """Asks until the bound is met or the time is over."""
-        assert self.until is not None
-        number = 0
-        while True:
+    def work(self, clock: Clock, seed: int) -> None:
+        while clock.left() >= 1:
             with self.lock:
                 asked = self.next()
-                left = (self.until - time.perf_counter()) * 1e3
-                if asked is None or left < 1:
+                if asked is None:
                     return
                 question = Question()
                 self.asked[question] = asked
-                effort = Effort(None, int(min(left, self.limit_from_above if asked.from_above else self.limit)))
-                number += 1
+                self.number += 1
+                effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
+                number = self.number
+            schedule = None
             try:
-                answer, found = schedule_by_sets(
-                    self.problem,
-                    asked.horizon,
-                    seed=self.seed + number,
-                    effort=effort,
-                    question=question,
-                    conflicts=self.conflicts,
-                )
-                if found is not None and not violations(self.problem, found):
-                    effort = Effort(None, int((self.until - time.perf_counter()) * 1e3))
-                    found = shortest_with_its_degrees(self.problem, found, self.low, seed=self.seed, effort=effort)
+                answer, schedule = self.ask(asked.horizon, seed + number, effort, question)
+                if schedule is not None and not any(job.before for job in self.problem.jobs):
+                    schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
                     del self.asked[question]
             with self.lock:
+                clock.count_z3(question.steps)
                 if not question.stopped or answer is not Answer.UNKNOWN:
-                    self.learn(asked, answer, found)
+                    self.learn(asked, answer, schedule)
                 for other, at in self.asked.items():
                     if not self.low <= at.horizon < self.high:
                         other.stop()
 
-    def next(self) -> _Asked | None:
+    def next(self) -> Asked | None:
         """Where to ask next; None where bound and makespan have met."""
         if self.low >= self.high:
             return None
-        if self.put_off < self.high and self.put_off - self.low <= NEAR * (self.high - self.low):
+        if self.put_off <= self.low + (self.high - self.low) // 4:
             self.put_off, self.limit = self.high, LONGER * self.limit
-        room, running = self.put_off - self.low, {each.horizon for each in self.asked.values()}
-        from_above = not self.hopeless and (self.from_above or self.high - self.low <= CLOSE * self.high)
-        if from_above and not any(each.from_above for each in self.asked.values()) and self.high - 1 not in running:
-            return _Asked(self.high - 1, from_above=True)
-        wished = [self.low + int(room * leap) for leap in LEAPS]
-        return _Asked(next((horizon for horizon in wished if horizon not in running), wished[0]))
+        running = {asked.horizon for asked in self.asked.values()}
+        if self._from_above() and self.high - 1 not in running:
+            return Asked(self.high - 1, from_above=True)
+        room = self.put_off - self.low
+        horizon = self.low + room // 2
+        return Asked(horizon if horizon not in running else self.low + room // 4)
 
-    def learn(self, asked: _Asked, answer: Answer, found: Schedule | None) -> None:
+    def _from_above(self) -> bool:
+        """Every other question of one thread, one of the questions of two."""
+        return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked.values())
+
+    def learn(self, asked: Asked, answer: Answer, schedule: Schedule | None) -> None:
         if answer is Answer.IMPOSSIBLE:
             self.low = max(self.low, asked.horizon + 1)
-        elif found is not None and not violations(self.problem, found):
-            reached = found.makespan(self.problem)
-            if reached < self.high:
-                self.schedule, self.high = found, reached
-                self.put_off = min(self.put_off, reached)
+        elif schedule is not None and not violations(self.problem, schedule):
+            if schedule.makespan(self.problem) < self.high:
+                self._shorter(schedule)
         elif asked.from_above:
             self.limit_from_above *= LONGER
-            self.hopeless = self.until is None  # asked again with as many steps, it would have no answer again
         else:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, LONGER * self.limit
+
+    def _shorter(self, schedule: Schedule) -> None:
+        self.schedule, self.high = schedule, schedule.makespan(self.problem)
+        self.put_off = min(self.put_off, self.high)

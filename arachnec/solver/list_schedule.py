@@ -2,7 +2,11 @@
 
 Degrees: for a threshold T take the smallest area among the choices that end by T (Turek, Wolf and Yu, SPAA 1992), for
 several T between the bound and half as much again. Order: by the chain behind a job, by width, or by length. Each pair
-gives one schedule; the best is kept.
+gives one schedule.
+
+Gaps are filled here, and not by ``decoder``, which a local search calls a thousand times as often: an order found by
+rule has gaps, one found by search has none. On 36 tables of ``benchmarks/plan_tables.py`` the best list schedule,
+justified, is 20.8 % above the bound with gaps filled, and 22.2 % without.
 """
 
 from __future__ import annotations
@@ -11,35 +15,21 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from arachnec.solver.bound import horizons
 from arachnec.solver.problem import Problem, Schedule
-
-THRESHOLDS = (*(1 + step / 100 for step in range(21)), 1.25, 1.3, 1.4, 1.5, 2.0)
-FEW_THRESHOLDS = (1.0, 1.01, 1.03, 1.06, 1.1)
-MANY_JOBS = 100  # beyond, the first good schedule is taken
-GOOD = 1.01  # times the bound
 
 Priority = Callable[[int], tuple[float, ...]]
 
 
-def best_heuristic(problem: Problem, bound: int) -> Schedule:
-    """The best of all thresholds and orders; ``bound`` in ticks."""
-    thresholds = THRESHOLDS if len(problem.jobs) <= MANY_JOBS else FEW_THRESHOLDS
-    found: Schedule | None = None
-    for picks in _distinct(degrees_for(problem, bound * factor) for factor in thresholds):
-        for order in orders(problem, picks):
-            schedule = list_schedule(problem, picks, order)
-            if found is None or schedule.makespan(problem) < found.makespan(problem):
-                found = schedule
-            if len(problem.jobs) > MANY_JOBS and found.makespan(problem) <= GOOD * bound:
-                return found
-    assert found is not None
-    return found
-
-
-def quick_list_schedule(problem: Problem, bound: int) -> Schedule:
-    """One threshold, one order."""
-    picks = degrees_for(problem, bound)
-    return list_schedule(problem, picks, orders(problem, picks)[0])
+def list_schedules(problem: Problem, bound: int) -> Iterator[Schedule]:
+    """Degrees for rising thresholds, each in every order; ``bound`` in ticks."""
+    seen: set[tuple[int, ...]] = set()
+    for threshold in horizons(bound):
+        picks = degrees_for(problem, threshold)
+        if picks not in seen:
+            seen.add(picks)
+            for order in orders(problem, picks):
+                yield list_schedule(problem, picks, order)
 
 
 def degrees_for(problem: Problem, threshold: float) -> tuple[int, ...]:
@@ -49,14 +39,6 @@ def degrees_for(problem: Problem, threshold: float) -> tuple[int, ...]:
         allowed = [k for k, choice in enumerate(job.choices) if head + choice.ticks + tail <= threshold]
         picks.append(min(allowed, key=lambda k: (job.choices[k].area, k)) if allowed else len(job.choices) - 1)
     return tuple(picks)
-
-
-def _distinct(candidates: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    seen: set[tuple[int, ...]] = set()
-    for picks in candidates:
-        if picks not in seen:
-            seen.add(picks)
-            yield picks
 
 
 def orders(problem: Problem, picks: Sequence[int]) -> list[tuple[int, ...]]:

@@ -6,8 +6,10 @@ which GPUs; any set will do, since jobs whose number is never too large at any m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 TICKS = 1000  # per ms
 
@@ -88,7 +90,7 @@ class Schedule:
 
 def violations(problem: Problem, schedule: Schedule) -> list[str]:
     """Every way in which a schedule breaks its problem; empty when it is valid."""
-    found: list[str] = []
+    wrong: list[str] = []
     events: list[tuple[int, int]] = []
     ends: list[int] = []
     for index, (job, pick, start) in enumerate(zip(problem.jobs, schedule.picks, schedule.starts, strict=True)):
@@ -96,15 +98,15 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
         ends.append(start + choice.ticks)
         events += [(start, choice.degree), (ends[-1], -choice.degree)]
         if start < 0:
-            found.append(f"job {index} starts at {start}")
-        found += [f"job {index} starts before job {j} ends" for j in job.before if schedule.starts[index] < ends[j]]
+            wrong.append(f"job {index} starts at {start}")
+        wrong += [f"job {index} starts before job {j} ends" for j in job.before if schedule.starts[index] < ends[j]]
     held = 0
     for tick, change in sorted(events):
         held += change
         if held > problem.gpus:
-            found.append(f"{held} of {problem.gpus} GPUs are held at tick {tick}")
+            wrong.append(f"{held} of {problem.gpus} GPUs are held at tick {tick}")
             break
-    return found
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,23 @@ class Effort:
 
     steps: int | None = None
     wall_ms: int | None = None
+
+
+T = TypeVar("T")
+
+
+def affordable(rows: Sequence[Sequence[T]], area: Callable[[T], int], room: int) -> list[tuple[T, ...]] | None:
+    """Per job those of its options whose area leaves the others enough of ``room``; None where there are none."""
+    if not all(rows):
+        return None
+    least = [min(map(area, row)) for row in rows]
+    spare = room - sum(least)
+    if spare < 0:
+        return None
+    return [
+        tuple(option for option in row if area(option) - smallest <= spare)
+        for row, smallest in zip(rows, least, strict=True)
+    ]
 
 
 LARGEST_NUMBER = 2**31 - 1  # that Z3's pseudo-Boolean constraints take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from arachnec.solver.block_packing import SMALL
@@ -14,9 +15,13 @@ if TYPE_CHECKING:
 
 def best_one_degree(problem: Problem) -> Schedule:
     """The shortest of the schedules that give every job one degree, over all degrees."""
-    degrees = sorted({choice.degree for job in problem.jobs for choice in job.choices})
-    tried = [deal(problem, at_least(problem, degree), in_turn=False) for degree in degrees]
-    return min(tried, key=lambda schedule: schedule.makespan(problem))
+    return min(one_degree(problem), key=lambda schedule: schedule.makespan(problem))
+
+
+def one_degree(problem: Problem) -> Iterator[Schedule]:
+    """The schedules that give every job one degree, for every degree."""
+    for degree in sorted({choice.degree for job in problem.jobs for choice in job.choices}):
+        yield deal(problem, at_least(problem, degree), in_turn=False)
 
 
 def at_least(problem: Problem, degree: int) -> list[int]:
@@ -79,7 +84,7 @@ def _first_free(free: list[int] | NDArray[np.int64], width: int) -> int:
 
 def chain_of(problem: Problem, sink: int) -> list[int]:
     """A job and all that it waits for, in an order in which they can run."""
-    found: list[int] = []
+    chain: list[int] = []
     for earlier in problem.jobs[sink].before:
-        found += [j for j in chain_of(problem, earlier) if j not in found]
-    return [*found, sink]
+        chain += [j for j in chain_of(problem, earlier) if j not in chain]
+    return [*chain, sink]

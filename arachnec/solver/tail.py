@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.solver.problem import Choice, Job, Problem, Schedule
+from arachnec.solver.budget import Clock
+from arachnec.solver.gap_search import bisect
+from arachnec.solver.problem import Choice, Job, Problem, Schedule, violations
+from arachnec.solver.z3_question import Answer, Question
+from arachnec.solver.z3_schedule import find_schedule
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,39 @@ def tail_of(problem: Problem, schedule: Schedule, size: int) -> Tail:
     return Tail(Problem(tuple(jobs), problem.gpus), len(running), tuple(free), begin)
 
 
-def with_tail(schedule: Schedule, tail: Tail, found: Schedule) -> Schedule:
+def with_tail(schedule: Schedule, tail: Tail, shorter: Schedule) -> Schedule:
     """The schedule with its tail replaced by a schedule of the tail's problem."""
     picks, starts = list(schedule.picks), list(schedule.starts)
-    for j, pick, start in zip(tail.jobs, found.picks[tail.running :], found.starts[tail.running :], strict=True):
+    for j, pick, start in zip(tail.jobs, shorter.picks[tail.running :], shorter.starts[tail.running :], strict=True):
         picks[j], starts[j] = pick, tail.begin + start
     return Schedule(tuple(picks), tuple(starts))
+
+
+def shorter_tail(
+    problem: Problem, schedule: Schedule, bound: int, size: int, clock: Clock, seed: int
+) -> tuple[Schedule, bool]:
+    """The schedule with the best tail of ``size`` jobs that Z3 comes to, itself where there is no better.
+
+    And whether Z3 had an answer.
+    """
+    tail = tail_of(problem, schedule, size)
+    best, answered = schedule, True
+
+    def ask(horizon: int) -> tuple[Answer, int]:
+        nonlocal best, answered
+        question = Question()
+        answer, shorter = find_schedule(
+            tail.problem, horizon, seed=seed, effort=clock.effort(), running=tail.running, question=question
+        )
+        clock.count_z3(question.steps)
+        answered = answer is not Answer.UNKNOWN
+        if shorter is None:
+            return answer, 0
+        joined = with_tail(best, tail, shorter)
+        if violations(problem, joined):
+            return Answer.UNKNOWN, 0
+        best = joined
+        return answer, shorter.makespan(tail.problem)
+
+    bisect(max(bound - tail.begin, 0), schedule.makespan(problem) - tail.begin, ask)
+    return best, answered

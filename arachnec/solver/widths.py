@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from arachnec.solver.problem import Job, Problem, Schedule
 
-FACTORS = (2, 3, 5, 7)  # of a width to the next
-LONGER = 1.01  # times the bound: what a job may take
-
 
 @dataclass(frozen=True)
 class Nested:
@@ -61,7 +58,7 @@ def _with_widths(problem: Problem, widths: tuple[int, ...]) -> Nested | None:
 
 
 def _areas(problem: Problem, bound: int) -> Callable[[Sequence[int]], float]:
-    """The least area of all jobs at degrees of these widths, where each takes little more than the bound at most."""
+    """The least area of all jobs at degrees of these widths, where each takes the bound at most."""
     import numpy as np
 
     kinds: dict[int, list[int]] = {}
@@ -73,7 +70,7 @@ def _areas(problem: Problem, bound: int) -> Callable[[Sequence[int]], float]:
     areas = np.full((len(kinds), len(degrees)), never)
     for row, jobs in enumerate(kinds.values()):
         for choice in problem.jobs[jobs[0]].choices:
-            if choice.ticks <= LONGER * bound:
+            if choice.ticks <= bound:
                 areas[row, column[choice.degree]] = float(choice.area) * len(jobs)
 
     def area(widths: Sequence[int]) -> float:
@@ -91,7 +88,7 @@ def chains(node: int, gpus: int) -> Iterator[tuple[int, ...]]:
 
     def longer(widths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         last = widths[-1]
-        following = [last * factor for factor in FACTORS if last < node or last * factor <= gpus]
+        following = [last * factor for factor in (2, 3, 5, 7) if last < node or last * factor <= gpus]
         if last < node:
             following = [width for width in following if node % width == 0] or [node]
         following = [width for width in following if width <= gpus]

@@ -16,35 +16,17 @@ their rows (Flener and others, CP 2002: both at once, since both are by the same
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import z3
 
-from arachnec.solver.problem import Choice, Effort, Problem, Schedule, unit_for
-from arachnec.solver.z3_schedule import Answer, find_schedule
+from arachnec.solver.problem import Choice, Effort, Problem, Schedule, affordable, unit_for
+from arachnec.solver.z3_question import Answer, Question, true
 
-MOST_SETS = 200  # for which start times are looked for
-MOST_EQUAL = 50  # conflicts that follow from one, as jobs are equal
-START_STEPS = 3_000_000  # of Z3, for the start times of one choice of sets
-
-
-class Question:
-    """A question that another thread may stop."""
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self._context: z3.Context | None = None
-
-    def begin(self, context: z3.Context) -> None:
-        self._context = context
-
-    def stop(self) -> None:
-        self.stopped = True
-        if self._context is not None:
-            self._context.interrupt()
+# Conflicts that follow from one, as jobs are equal: more slow the next question down by more than they exclude.
+MOST_EQUAL = 50
 
 
 @dataclass(frozen=True)
@@ -70,77 +52,50 @@ def schedule_by_sets(
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
     known, of the same jobs, to which those found are added, also while others add theirs.
     """
-    # making the question counts too
-    until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
-    choices = _affordable(problem, horizon)
+    in_time = [
+        [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
+        for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
+    ]
+    choices = affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
     if choices is None:
         return Answer.IMPOSSIBLE, None
-    matrix = _Matrix(problem.gpus, horizon, choices, until)
+    question = question or Question()
+    matrix = _Matrix(problem.gpus, horizon, choices, question, question.begin(effort, seed, "QF_FD"))
     if not matrix.complete:
         return Answer.UNKNOWN, None
-    question = question or Question()
-    question.begin(matrix.context)
-    try:
-        known = conflicts if conflicts is not None else []
-        return _answered(problem, horizon, matrix, question, until, known, seed=seed, effort=effort)
-    except z3.Z3Exception:
-        if question.stopped:  # between an answer and its model
-            return Answer.UNKNOWN, None
-        raise
+    known = conflicts if conflicts is not None else []
+    return _answered(problem, horizon, matrix, question, known)
 
 
 def _answered(
-    problem: Problem,
-    horizon: int,
-    matrix: _Matrix,
-    question: Question,
-    until: float | None,
-    conflicts: list[Conflict],
-    *,
-    seed: int,
-    effort: Effort,
+    problem: Problem, horizon: int, matrix: _Matrix, question: Question, conflicts: list[Conflict]
 ) -> tuple[Answer, Schedule | None]:
     in_doubt, seen = False, 0
     solver = matrix.solver
-    solver.set("random_seed", seed % 2**31)
     solver.set("phase", "always_false")  # few cells of the matrix are true
-    if effort.steps is not None:
-        solver.set("rlimit", effort.steps)
-    for _ in range(MOST_SETS):
-        if question.stopped:
-            break
-        while seen < len(conflicts) and (until is None or time.perf_counter() < until):
+    while not question.late():
+        while seen < len(conflicts) and not question.late():
             if conflicts[seen].horizon >= horizon:
                 matrix.exclude(conflicts[seen])
             seen += 1
-        if until is not None:
-            left = until - time.perf_counter()
-            if left <= 0:
-                break
-            solver.set("timeout", max(1, int(left * 1e3)))
-        answer = solver.check()
-        if answer == z3.unsat:
+        answer = question.check(solver)
+        if answer is Answer.IMPOSSIBLE:
             return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
-        if answer != z3.sat:
+        if answer is Answer.UNKNOWN:
             break
         rows = matrix.rows(solver.model())
-        starts, conflict = _starts(rows, horizon)
+        starts, pairs = _starts(rows, horizon, question)
         if starts is not None:
-            picks = [0] * len(rows)
-            for job, row in enumerate(rows):
-                picks[job] = problem.jobs[job].choices.index(row.choice)
-            return Answer.FOUND, Schedule(tuple(picks), tuple(starts))
-        if conflict is None:
+            picks = [problem.jobs[job].choices.index(row.choice) for job, row in enumerate(rows)]
+            return Answer.POSSIBLE, Schedule(tuple(picks), tuple(starts))
+        if pairs is None:
             in_doubt = True
-            conflict = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
-        found = Conflict(horizon, {job: rows[job].choice.ticks for pair in conflict for job in pair}, tuple(conflict))
+            pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
+        conflict = Conflict(horizon, {job: rows[job].choice.ticks for pair in pairs for job in pair}, tuple(pairs))
         if in_doubt:
-            matrix.exclude(found)
+            matrix.exclude(conflict)
         else:
-            conflicts.append(found)
-    else:  # sets without start times, again and again
-        wall = None if until is None else max(1, int((until - time.perf_counter()) * 1e3))
-        return find_schedule(problem, horizon, seed=seed, effort=Effort(effort.steps, wall))
+            conflicts.append(conflict)
     return Answer.UNKNOWN, None
 
 
@@ -152,61 +107,46 @@ class _Row:
     gpus: frozenset[int]
 
 
-def _starts(rows: Sequence[_Row], horizon: int) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
+def _starts(
+    rows: Sequence[_Row], horizon: int, asked: Question
+) -> tuple[list[int] | None, list[tuple[int, int]] | None]:
     """Start times in which no GPU has two jobs at once.
 
-    Else pairs of jobs that, with these choices and with a GPU in common, leave none; None if in doubt.
+    Else pairs of jobs that, with these choices and with a GPU in common, leave none; None if in doubt. What Z3 counts
+    for it counts for ``asked``, too.
     """
-    context = z3.Context()
-    solver = z3.Solver(ctx=context)
-    solver.set("rlimit", START_STEPS)
+    question = Question()
+    solver = question.begin(asked.left(), 0)
     solver.set("core.minimize", True)
-    start = [z3.Int(f"start_{job}", context) for job in range(len(rows))]
+    start = [z3.Int(f"start_{job}", solver.ctx) for job in range(len(rows))]
     for job, row in enumerate(rows):
         solver.add(start[job] >= 0, start[job] <= horizon - row.choice.ticks)
     meeting = {}
     for a, b in combinations(range(len(rows)), 2):
         if rows[a].gpus & rows[b].gpus:
-            meet = z3.Bool(f"meet_{a}_{b}", context)
+            meet = z3.Bool(f"meet_{a}_{b}", solver.ctx)
             meeting[str(meet)] = (meet, (a, b))
             first = start[a] + rows[a].choice.ticks <= start[b]
             solver.add(z3.Or(z3.Not(meet), first, start[b] + rows[b].choice.ticks <= start[a]))
-    answer = solver.check(*(meet for meet, _ in meeting.values()))
-    if answer == z3.sat:
+    answer = question.check(solver, *(meet for meet, _ in meeting.values()))
+    asked.steps += question.steps
+    if answer is Answer.POSSIBLE:
         model = solver.model()
-        return [model.eval(each, model_completion=True).as_long() for each in start], []
-    if answer == z3.unsat:
-        return None, [meeting[str(each)][1] for each in solver.unsat_core()]
+        return [model.eval(moment, model_completion=True).as_long() for moment in start], []
+    if answer is Answer.IMPOSSIBLE:
+        return None, [meeting[str(meet)][1] for meet in solver.unsat_core()]
     return None, None
-
-
-def _affordable(problem: Problem, horizon: int) -> list[tuple[Choice, ...]] | None:
-    """Per job the choices that end in time and leave area enough for the others; None where there are none."""
-    timely = [
-        tuple(choice for choice in job.choices if head + choice.ticks + tail <= horizon)
-        for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
-    ]
-    if not all(timely):
-        return None
-    least = [min(choice.area for choice in row) for row in timely]
-    spare = problem.gpus * horizon - sum(least)
-    if spare < 0:
-        return None
-    return [
-        tuple(choice for choice in row if choice.area - area <= spare) for row, area in zip(timely, least, strict=True)
-    ]
 
 
 class _Matrix:
     """The constraints of one question; z3's objects are mutable, so this lives for one question only."""
 
     def __init__(
-        self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]], until: float | None = None
+        self, gpus: int, horizon: int, choices: Sequence[tuple[Choice, ...]], question: Question, solver: z3.Solver
     ) -> None:
         self.gpus = gpus
         self.complete = False  # where making it took longer than there was time
-        self.context = z3.Context()
-        self.solver = z3.SolverFor("QF_FD", ctx=self.context)
+        self.solver, self.context = solver, solver.ctx
         self.held: list[list[tuple[z3.BoolRef, int]]] = [[] for _ in range(gpus)]
         self.picks: dict[int, list[tuple[z3.BoolRef, Choice]]] = {}
         self.cells: dict[int, list[z3.BoolRef]] = {}
@@ -219,7 +159,7 @@ class _Matrix:
         previous: tuple[tuple[Choice, ...], list[z3.BoolRef], list[z3.BoolRef]] | None = None
         spent: list[tuple[z3.BoolRef, int]] = []
         for j in by_length:
-            if until is not None and time.perf_counter() > until:
+            if question.late():
                 return
             row = choices[j]
             pick = [self._bool(f"pick_{j}_{k}") for k in range(len(row))]
@@ -242,14 +182,10 @@ class _Matrix:
 
     def rows(self, model: z3.ModelRef) -> list[_Row]:
         """Per job, in the problem's order, what this answer gives it."""
-
-        def true(boolean: z3.BoolRef) -> bool:
-            return bool(z3.is_true(model.eval(boolean, model_completion=True)))
-
         return [
             _Row(
-                next(choice for pick, choice in self.picks[j] if true(pick)),
-                frozenset(gpu for gpu, cell in enumerate(self.cells[j]) if true(cell)),
+                next(choice for pick, choice in self.picks[j] if true(model, pick)),
+                frozenset(gpu for gpu, cell in enumerate(self.cells[j]) if true(model, cell)),
             )
             for j in range(len(self.picks))
         ]
@@ -267,13 +203,13 @@ class _Matrix:
 
     def _equal_to(self, jobs: Sequence[int]) -> list[dict[int, int]]:
         """For these jobs equal ones, in all ways if those are few."""
-        found: list[dict[int, int]] = [{}]
+        renamed: list[dict[int, int]] = [{}]
         for job in jobs:
             equal = [j for j, row in self.choices.items() if row == self.choices[job]]
-            found = [each | {job: j} for each in found for j in equal if j not in each.values()]
-            if len(found) > MOST_EQUAL:
+            renamed = [names | {job: j} for names in renamed for j in equal if j not in names.values()]
+            if len(renamed) > MOST_EQUAL:
                 return [{j: j for j in jobs}]
-        return found
+        return renamed
 
     def _meeting(self, a: int, b: int) -> z3.BoolRef:
         """True where two jobs have a GPU in common."""

@@ -1,4 +1,4 @@
-"""Z3, behind this one file: is there a schedule of these jobs that ends by a given time?
+"""Z3 on start times: is there a schedule of these jobs that ends by a given time?
 
 The model is exact for any degrees and any precedence. Per job one choice and one integer start; for every two jobs a
 boolean each way, "i ends before j starts"; and at the start of each job the GPUs held by it and by those then running
@@ -9,25 +9,18 @@ constraint, which is what makes refusals fast. Practical up to some twenty jobs;
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import reduce
 
 import z3
 
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, unit_for
-
-
-class Answer(Enum):
-    FOUND = "found"
-    IMPOSSIBLE = "impossible"
-    UNKNOWN = "unknown"
+from arachnec.solver.z3_question import Answer, Question, true
 
 
 def find_schedule(
-    problem: Problem, horizon: int, *, seed: int, effort: Effort, running: int = 0
+    problem: Problem, horizon: int, *, seed: int, effort: Effort, running: int = 0, question: Question | None = None
 ) -> tuple[Answer, Schedule | None]:
     """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
 
@@ -36,27 +29,18 @@ def find_schedule(
     unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
     if unit > 1:
         coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
-        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort, running=running)
+        answer, schedule = find_schedule(
+            coarse, horizon // unit, seed=seed, effort=effort, running=running, question=question
+        )
         if schedule is not None:
             schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
         return answer, schedule
-    started = time.perf_counter()
-    model = _Model(problem, horizon, running, None if effort.wall_ms is None else started + effort.wall_ms / 1e3)
+    question = question or Question()
+    model = _Model(problem, horizon, running, question, question.begin(effort, seed))
     if not model.complete:
         return Answer.UNKNOWN, None
-    solver = model.solver
-    solver.set("random_seed", seed % 2**31)
-    if effort.steps is not None:
-        solver.set("rlimit", effort.steps)
-    if effort.wall_ms is not None:
-        # making the question counts too
-        solver.set("timeout", max(1, effort.wall_ms - int((time.perf_counter() - started) * 1e3)))
-    answer = solver.check()
-    if answer == z3.unsat:
-        return Answer.IMPOSSIBLE, None
-    if answer != z3.sat:
-        return Answer.UNKNOWN, None
-    return Answer.FOUND, model.schedule(solver.model())
+    answer = question.check(model.solver)
+    return answer, model.schedule(model.solver.model()) if answer is Answer.POSSIBLE else None
 
 
 def _divided(job: Job, unit: int) -> Job:
@@ -66,14 +50,14 @@ def _divided(job: Job, unit: int) -> Job:
 class _Model:
     """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
 
-    def __init__(self, problem: Problem, horizon: int, running: int, until: float | None) -> None:
+    def __init__(self, problem: Problem, horizon: int, running: int, question: Question, solver: z3.Solver) -> None:
         self.problem = problem
         self.running = running
-        self.until = until
+        self.question = question
         self.complete = False  # where making it took longer than there was time
         self.horizon = horizon
-        self.solver = z3.Solver(ctx=z3.Context())
-        self.context = self.solver.ctx
+        self.solver = solver
+        self.context = solver.ctx
         jobs = range(len(problem.jobs))
         self.start = [z3.Int(f"start_{j}", self.context) for j in jobs]
         self.pick = [
@@ -125,7 +109,7 @@ class _Model:
             ]
         )
         for j in jobs[self.running :]:
-            if self.until is not None and time.perf_counter() > self.until:
+            if self.question.late():
                 return False
             constraints: list[z3.BoolRef] = []
             held = [(pick, choice.degree) for pick, choice in self._choices(j)]
@@ -141,17 +125,14 @@ class _Model:
         return True
 
     def schedule(self, model: z3.ModelRef) -> Schedule:
-        picks = tuple(
-            next(k for k, pick in enumerate(row) if z3.is_true(model.eval(pick, model_completion=True)))
-            for row in self.pick
-        )
+        picks = tuple(next(k for k, pick in enumerate(row) if true(model, pick)) for row in self.pick)
         starts = tuple(model.eval(start, model_completion=True).as_long() for start in self.start)
         return Schedule(picks, starts)
 
 
 def ancestors(problem: Problem) -> list[set[int]]:
     """For every job all jobs that must end before it starts."""
-    found: list[set[int]] = []
+    earlier: list[set[int]] = []
     for job in problem.jobs:
-        found.append(set(job.before).union(*(found[i] for i in job.before)))
-    return found
+        earlier.append(set(job.before).union(*(earlier[i] for i in job.before)))
+    return earlier

@@ -1,4 +1,4 @@
-"""When a placed plan's gradients are summed: never later than any buckets make it, and what plans are chosen by."""
+"""When a placed plan's gradients are all-reduced: never later than any buckets make it, and what plans are chosen by."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.lowering.buckets import finish
 from arachnec.passes.bucket import Bucket
-from arachnec.planning.exposed_sync import Ending, Sums, sums_of, through
-from tests.passes.plans import DIT, cluster, module_of, timed
+from arachnec.planning.exposed_sync import ExposedSync, StageSync, sync_of, through
+from tests.passes.plans import DIT, bucket_sizes, cluster, module_of, timed
 
 LAYERS = tuple((f"blocks.{i}", 2_000_000_000) for i in range(8))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=18_000_000_000))
@@ -26,25 +26,16 @@ def with_layers(module: Module) -> Module:
     return replace(module, stages=tuple(STAGE if stage.name == "dit" else stage for stage in module.stages))
 
 
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, ...]:
-    left, found = len(LAYERS), []
-    while left and draw(st.booleans()):
-        found.append(draw(st.integers(1, left)))
-        left -= found[-1]
-    return (*found, left)
-
-
 RANK = st.tuples(st.floats(1, 1000), st.floats(0, 1)).map(lambda pair: (pair[0], pair[0] * pair[1]))
 ENDS = st.lists(RANK, min_size=1, max_size=5)  # of the last backward, and how long it takes
 
 
-def sums_with(latency: float) -> Sums:
+def sums_with(latency: float) -> StageSync:
     layer = gradient_bytes(STAGE) / 9  # the ninth part lies in no layer
-    return Sums(STAGE, latency, tuple(RATE * layer * (9 - passed) for passed in range(len(LAYERS))))
+    return StageSync(STAGE, latency, tuple(RATE * layer * (9 - passed) for passed in range(len(LAYERS))))
 
 
-@given(ENDS, cuts())
+@given(ENDS, bucket_sizes(len(LAYERS)))
 def test_no_buckets_are_through_earlier(ends: list[tuple[float, float]], buckets: tuple[int, ...]) -> None:
     real = finish(buckets_of(STAGE, buckets), len(LAYERS), ends, lambda size: LATENCY + RATE * size)
     assert through(sums_with(LATENCY), ends) <= real * (1 + 1e-9)
@@ -60,7 +51,7 @@ def test_what_is_left_behind_is_all_but_the_layers_that_are_through() -> None:
     cost = CostModel(with_layers(one_step([(100.0,), (100.0,)])))
     ranks = (0, 1)
     whole = cost.reduce_time(STAGE, ranks)
-    sums = sums_of(STAGE, ranks, cost)
+    sums = sync_of(STAGE, ranks, cost)
     assert sums.latency + sums.behind[0] == pytest.approx(whole)
     assert sums.behind[0] - sums.behind[1] == pytest.approx(sums.behind[0] / 9)
     assert sums.latency + sums.behind[-1] == pytest.approx(
@@ -83,22 +74,22 @@ def one_step(durations: list[tuple[float, ...]]) -> Module:
 
 def test_of_two_plans_as_long_the_one_that_ends_with_long_backwards_is_through_first() -> None:
     long, short = one_step([(100.0,), (100.0,)]), one_step([(100.0,), (25.0, 25.0, 25.0, 25.0)])
-    ends = [Ending(plan, CostModel(plan)).of(plan.cascades) for plan in (long, short)]
+    ends = [ExposedSync(plan, CostModel(plan)).of(plan.cascades) for plan in (long, short)]
     assert 100.0 < ends[0] < ends[1]
-    summed = [max(_through(plan)) for plan in (long, short)]
-    assert summed[0] < summed[1]
+    synchronised = [max(_through(plan)) for plan in (long, short)]
+    assert synchronised[0] < synchronised[1]
 
 
-def test_a_plan_may_be_turned_round_and_counts_as_the_better_of_both() -> None:
+def test_a_plan_may_be_reversed_in_time_and_counts_as_the_better_of_both() -> None:
     plans = [one_step([own, own]) for own in ((80.0, 20.0), (20.0, 80.0))]
-    first, second = (Ending(plan, CostModel(plan)).of(plan.cascades) for plan in plans)
+    first, second = (ExposedSync(plan, CostModel(plan)).of(plan.cascades) for plan in plans)
     assert first == pytest.approx(second)
 
 
-def test_where_nothing_is_summed_it_is_the_makespan() -> None:
+def test_where_nothing_is_all_reduced_it_is_the_makespan() -> None:
     alone, unnamed = one_step([(40.0, 60.0)]), module_of(*_unnamed())
     for plan in (alone, unnamed):
-        assert Ending(plan, CostModel(plan)).of(plan.cascades) == max(cascade.end for cascade in plan.cascades)
+        assert ExposedSync(plan, CostModel(plan)).of(plan.cascades) == max(cascade.end for cascade in plan.cascades)
 
 
 def _unnamed() -> tuple[object, ...]:
@@ -107,7 +98,7 @@ def _unnamed() -> tuple[object, ...]:
 
 
 def _through(plan: Module) -> list[float]:
-    """When the sums of the plan's own buckets are through."""
+    """When the all-reduces of the plan's own buckets are through."""
     from arachnec.lowering.programs import lower
     from arachnec.views.timeline import planned
 

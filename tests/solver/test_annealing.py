@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.solver.annealing import anneal
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.list_schedule import best_heuristic
+from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.problem import Choice, Job, Problem, Schedule, violations
 
 
@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def annealed(problem: Problem, seed: int) -> tuple[Schedule, Schedule]:
-    start = best_heuristic(problem, lower_bound(problem))
+    start = next(list_schedules(problem, lower_bound(problem)))
     return start, anneal(problem, start, random.Random(seed), lambda tries: tries / 100)
 
 

@@ -1,15 +1,18 @@
 """The shortest packing in aligned blocks, against every packing there is."""
 
 import itertools
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.solver.block_packing import options_of, realize
+from arachnec.solver.budget import Clock
 from arachnec.solver.exact_packing import shortest_packing
 from arachnec.solver.gap_search import shortest_with_its_degrees
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
-from arachnec.solver.z3_schedule import Answer, find_schedule
+from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_schedule import find_schedule
 
 
 @st.composite
@@ -89,7 +92,7 @@ def test_z3_finds_nothing_shorter_than_what_it_made_shortest(problem: Problem) -
     picks = tuple(len(job.choices) - 1 for job in problem.jobs)
     ends = list(itertools.accumulate(job.choices[-1].ticks for job in problem.jobs))
     one_by_one = Schedule(picks, (0, *ends[:-1]))
-    found = shortest_with_its_degrees(problem, one_by_one, 0, seed=0, effort=Effort(None, 10_000))
+    found = shortest_with_its_degrees(problem, one_by_one, 0, Clock(time.perf_counter(), 10_000.0), seed=0)
     assert violations(problem, found) == [] and found.picks == picks
     fixed = Problem(tuple(Job(job.choices[-1:]) for job in problem.jobs), problem.gpus)
     below = found.makespan(problem) - 1

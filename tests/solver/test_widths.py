@@ -7,7 +7,8 @@ import pytest
 
 from arachnec.solver.block_packing import best_packing, options_of, realize
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.large_neighbourhood import Repacking
+from arachnec.solver.budget import Clock
+from arachnec.solver.large_neighbourhood import LargeNeighbourhood
 from arachnec.solver.problem import Choice, Job, Problem, violations
 from arachnec.solver.widths import chains, nested
 
@@ -26,10 +27,10 @@ def test_each_width_divides_the_next_and_keeps_nodes_whole(node: int, gpus: int)
 
 def problem_with(heads: int, gpus: int, jobs: int, seed: int) -> Problem:
     """Jobs whose work grows by a fifth at degrees that do not divide the heads."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     made = []
     for _ in range(jobs):
-        work = int(2 ** dice.uniform(10, 20))
+        work = int(2 ** rng.uniform(10, 20))
         choices: list[Choice] = []
         for degree in range(1, min(gpus, 64) + 1):
             ticks = max(1, int(work / degree * (1.0 if heads % degree == 0 else 1.2)))
@@ -50,9 +51,9 @@ def test_heads_decide_the_widths_and_schedules_are_those_of_the_whole_problem(se
         options = options_of(inside.problem)
         assert options is not None
         packed = best_packing(inside.problem, options, bound)
-        search = Repacking(inside.problem, options, packed, bound, seed=seed)
-        tries = iter(range(400))
-        while search.run(lambda tries=tries: next(tries, None) is None):  # type: ignore[misc]
+        search = LargeNeighbourhood(inside.problem, options, packed, bound, rng=random.Random(seed))
+        clock = Clock(0.0, 0.0, steps=100)
+        while search.run(clock):
             pass
         for packing in (packed, search.packing()):
             schedule = inside.whole(realize(inside.problem, packing))

@@ -51,6 +51,10 @@ class Pass(ABC):
     def run(self, module: Module) -> Module:
         """The module after this pass. Never changes its argument; a user's mistake is raised as UserError."""
 
+    def informed(self, following: tuple[Pass, ...]) -> Pass:
+        """This pass, knowing which passes follow in its pipeline; one whose work does not depend on them is itself."""
+        return self
+
     def accepts(self, level: Level) -> bool:
         return level == self.needs if self.gives > self.needs else level >= self.needs
 

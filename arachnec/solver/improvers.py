@@ -1,0 +1,300 @@
+"""The improvers of ``portfolio``: how each works is in a file of its own, here is when it can and what it leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from arachnec.solver.annealing import HOT, anneal
+from arachnec.solver.block_packing import Options, Packing, Placed, realize
+from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
+from arachnec.solver.decoder import justified, reversed_problem, reversed_schedule
+from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
+from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
+from arachnec.solver.problem import Problem, Schedule
+
+if TYPE_CHECKING:
+    from arachnec.solver.gap_search import GapSearch
+
+# Tries per job of the longest runs of annealing. Those before have a fifth of the tries, and are a tenth as hot.
+TRIES = 1000
+
+
+@dataclass
+class Candidates:
+    """Schedules that somebody makes one after another, each in about ``ms``."""
+
+    name: str
+    schedules: Iterator[Schedule]
+    ms: float
+    hope: float = HOPE
+    proves: bool = False
+    exhausted: bool = False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        return None if self.exhausted else self.ms + (incumbent.confirming if incumbent.objectives else 0.0)
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        """As many as can be confirmed by then, too."""
+        tried: list[Schedule] = []
+        confirming = incumbent.confirming if incumbent.objectives else 0.0
+        while not tried or clock.left() > confirming * (len(tried) + 1):
+            schedule = next(self.schedules, None)
+            clock.count_ms(self.ms)
+            if schedule is None:
+                self.exhausted = True
+                break
+            tried.append(schedule)
+        return Improvement(tuple(sorted(dict.fromkeys(tried), key=lambda one: one.makespan(incumbent.problem))))
+
+
+@dataclass
+class Justification:
+    """Every new shortest schedule justified, once."""
+
+    name: str = "justification"
+    hope: float = HOPE
+    proves: bool = False
+    last: Schedule | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        return None if incumbent.shortest is self.last else decoding_ms(incumbent.problem, 4)
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        self.last = justified(incumbent.problem, incumbent.shortest)
+        clock.count_ms(decoding_ms(incumbent.problem, 4))
+        return Improvement((self.last,))
+
+
+@dataclass
+class Annealing:
+    """One cooling after the other, each from the shortest schedule, every second on the time-reversed problem.
+
+    A run that gains nothing is followed by longer and hotter ones, if they fit; a slice that ends sooner cools sooner.
+    """
+
+    problem: Problem
+    name: str = "annealing"
+    hope: float = HOPE
+    proves: bool = False
+    turn: int = 0
+    warmth: int = 0  # of the longest runs so far: 0 is a quench, 2 as hot as it gets
+    backwards: Problem = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.backwards = reversed_problem(self.problem)
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """Ten tries per job, each of which decodes half of the jobs, and no less than large neighbourhoods."""
+        return max(decoding_ms(self.problem, 5 * len(self.problem.jobs)), STALL / 10) if self.problem.jobs else None
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        best = incumbent.shortest
+        while clock.any_left() and best.makespan(self.problem) > incumbent.bound:
+            warmth = max((w for w in range(self.warmth + 1) if self._run_ms(w) <= clock.left()), default=0)
+            before, best = best, self._cooled(best, incumbent.bound, warmth, clock, rng)
+            if best.makespan(self.problem) >= before.makespan(self.problem) and warmth == self.warmth:
+                self.warmth = min(2, warmth + 1)
+            self.turn += 1
+        return Improvement((best,))
+
+    def _tries(self, warmth: int) -> int:
+        return TRIES * len(self.problem.jobs) // (25, 5, 1)[warmth]
+
+    def _run_ms(self, warmth: int) -> float:
+        return self._tries(warmth) * decoding_ms(self.problem, 0.5)
+
+    def _cooled(self, start: Schedule, bound: int, warmth: int, clock: Clock, rng: random.Random) -> Schedule:
+        most = max(1, self._tries(warmth))
+        begin, whole, counted = clock.spent(), max(clock.left(), 1e-6), 0
+
+        def used(tries: int) -> float:
+            nonlocal counted
+            clock.count_ms((tries - counted) * decoding_ms(self.problem, 0.5))
+            counted = tries
+            return max(tries / most, (clock.spent() - begin) / whole)
+
+        part, hot = rng.uniform(0.5, 1.0) if warmth else 0.5, HOT * 0.1 ** (2 - warmth)
+        if self.turn % 2 == 0:
+            return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
+        mirrored = reversed_schedule(self.problem, start)
+        shorter = anneal(self.backwards, mirrored, rng, used, bound=bound, part=part, hot=hot)
+        return reversed_schedule(self.backwards, shorter)
+
+
+@dataclass
+class ExactPacking:
+    """The shortest packing of a few jobs; ``certain`` once none is shorter than the incumbent."""
+
+    problem: Problem
+    options: Options
+    name: str = "exact packing"
+    hope: float = HIGH_HOPE
+    proves: bool = False
+    certain: bool = False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """Every set of jobs is looked at for every width, several of them in an operation."""
+        from arachnec.solver.exact_packing import MOST_JOBS
+
+        jobs = len(self.problem.jobs)
+        if self.certain or jobs > MOST_JOBS or any(job.before for job in self.problem.jobs):
+            return None
+        return float(1 << jobs) * self.problem.gpus.bit_length() / OPERATIONS_PER_MS / 2
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.exact_packing import shortest_packing
+
+        def stop() -> bool:
+            clock.count_ms(1)
+            return not clock.any_left()
+
+        packing, self.certain = shortest_packing(self.problem.gpus, self.options, incumbent.makespan, stop)
+        return Improvement(() if packing is None else (realize(self.problem, packing),))
+
+
+@dataclass
+class LargeNeighbourhoods:
+    """Blocks of a packing, packed anew by best fit, and by Z3 where that stalls; done where ``exact`` is certain."""
+
+    problem: Problem
+    options: Options
+    packing: Packing
+    exact: ExactPacking
+    name: str = "large neighbourhoods"
+    hope: float = HIGH_HOPE
+    proves: bool = False
+    search: LargeNeighbourhood | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        if self.exact.certain or (self.search is not None and self.search.reached <= incumbent.bound):
+            return None
+        return STALL / 10  # a try takes a tenth of a millisecond
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        problem = self.problem
+        if self.search is None:
+            own = random.Random(rng.random())
+            self.search = LargeNeighbourhood(
+                problem, self.options, self.packing, incumbent.bound, rng=own, ask=self._ask
+            )
+        chained = any(job.before for job in problem.jobs)
+        best = None
+        while self.search.run(clock):
+            if chained:
+                schedule = realize(problem, self.search.packing())
+                clock.count(10 * len(problem.jobs))
+                if best is None or schedule.makespan(problem) < best.makespan(problem):
+                    best = schedule
+        last = realize(problem, self.search.packing())
+        return Improvement((last,) if best is None or last.makespan(problem) <= best.makespan(problem) else (best,))
+
+    def _ask(
+        self, jobs: Sequence[int], base: Sequence[int], horizon: int, widest: int, limit: float, clock: Clock
+    ) -> list[Placed] | None:
+        from arachnec.solver.z3_packing import find_packing
+        from arachnec.solver.z3_question import Question
+
+        question, effort = Question(), clock.effort(limit)
+        packed = find_packing(
+            jobs, self.options, self.problem.heads, base, horizon, widest, seed=0, effort=effort, question=question
+        )[1]
+        clock.count_z3(question.steps)
+        return packed
+
+
+@dataclass
+class Tails:
+    """The jobs that start last, given to Z3; more of them when they cannot be shorter."""
+
+    problem: Problem
+    name: str = "z3 tail"
+    hope: float = HOPE
+    proves: bool = False
+    size: int = 8
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        """None where nothing waits: then a tail is a packing, which large neighbourhoods do."""
+        if self.size > len(self.problem.jobs) or not any(job.before for job in self.problem.jobs):
+            return None
+        from arachnec.solver.tail import tail_of
+
+        tail = tail_of(self.problem, incumbent.shortest, self.size)
+        return question_ms(len(tail.problem.jobs) * sum(len(job.choices) for job in tail.problem.jobs))
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.tail import shorter_tail
+
+        shorter, answered = shorter_tail(
+            self.problem, incumbent.shortest, incumbent.bound, self.size, clock, rng.randrange(2**31)
+        )
+        if shorter is not incumbent.shortest:
+            return Improvement((shorter,))
+        if answered:
+            self.size += self.size // 2
+        return Improvement()
+
+
+@dataclass
+class Prover:
+    """Z3 on the whole problem, from both sides of the gap."""
+
+    problem: Problem
+    name: str = "z3 gap search"
+    hope: float = HIGH_HOPE
+    proves: bool = True
+    search: GapSearch | None = None
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        from arachnec.solver.gap_search import variables
+
+        return question_ms(variables(self.problem)) if incumbent.makespan > incumbent.bound else None
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        from arachnec.solver.gap_search import GapSearch
+
+        if self.search is None:
+            self.search = GapSearch(self.problem, incumbent.shortest, incumbent.bound)
+        self.search.run(incumbent.shortest, incumbent.bound, clock, rng.randrange(2**31))
+        return Improvement((self.search.schedule,), self.search.low)
+
+
+@dataclass
+class Transformed:
+    """An improver of another problem; ``back`` makes its schedules ones of the problem itself.
+
+    ``incumbent`` is that of the other problem, counted alone.
+    """
+
+    improver: Improver
+    incumbent: Incumbent
+    back: Callable[[Schedule], Schedule]
+
+    @property
+    def name(self) -> str:
+        return self.improver.name
+
+    @property
+    def hope(self) -> float:
+        return self.improver.hope
+
+    @property
+    def proves(self) -> bool:
+        return False
+
+    def slice(self, incumbent: Incumbent) -> float | None:
+        self.incumbent.bound = max(self.incumbent.bound, incumbent.bound)
+        return None if self.incumbent.closed else self.improver.slice(self.incumbent)
+
+    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
+        improvement = self.improver.improve(self.incumbent, clock, rng)
+        for schedule in improvement.schedules:
+            self.incumbent.offer(schedule, clock)
+        return Improvement(tuple(map(self.back, improvement.schedules)))
+
+
+def decoding_ms(problem: Problem, times: float) -> float:
+    """What decoding all jobs so many times takes."""
+    return times * len(problem.jobs) / OPERATIONS_PER_MS

@@ -1,0 +1,83 @@
+"""The one way into Z3: a question has a solver of its own, a seed, a limit, and an answer; another thread may stop it.
+
+Making the question counts as much as answering it: ``late`` says while it is made that its time is over.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+
+import z3
+
+from arachnec.solver.problem import Effort
+
+
+class Answer(Enum):
+    POSSIBLE = "possible"
+    IMPOSSIBLE = "impossible"
+    UNKNOWN = "unknown"
+
+
+class Question:
+    """One question at a time; ``steps`` is what Z3 has counted for all that it was asked."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.steps = 0
+        self._context: z3.Context | None = None
+
+    def begin(self, effort: Effort, seed: int, logic: str | None = None) -> z3.Solver:
+        """A solver in a context of its own."""
+        self._effort = effort
+        self._until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
+        self._context = z3.Context()
+        solver = z3.Solver(ctx=self._context) if logic is None else z3.SolverFor(logic, ctx=self._context)
+        solver.set("random_seed", seed % 2**31)
+        return solver
+
+    def late(self) -> bool:
+        return self.stopped or (self._until is not None and time.perf_counter() > self._until)
+
+    def left(self) -> Effort:
+        """What is left of the effort."""
+        steps = None if self._effort.steps is None else max(1, self._effort.steps - self.steps)
+        wall = None if self._until is None else max(1, int((self._until - time.perf_counter()) * 1e3))
+        return Effort(steps, wall)
+
+    def check(self, solver: z3.Solver, *assumptions: z3.BoolRef) -> Answer:
+        """The answer within what is left of the effort."""
+        if self.late():
+            return Answer.UNKNOWN
+        before = _counted(solver)
+        if self._effort.steps is not None:
+            if self.steps >= self._effort.steps:
+                return Answer.UNKNOWN
+            solver.set("rlimit", self._effort.steps - self.steps)
+        if self._until is not None:
+            solver.set("timeout", max(1, int((self._until - time.perf_counter()) * 1e3)))
+        try:
+            answer = solver.check(*assumptions)
+        except z3.Z3Exception:
+            if self.stopped:
+                return Answer.UNKNOWN
+            raise
+        self.steps += max(1, _counted(solver) - before)
+        if answer == z3.sat:
+            return Answer.POSSIBLE
+        return Answer.IMPOSSIBLE if answer == z3.unsat else Answer.UNKNOWN
+
+    def stop(self) -> None:
+        """From another thread: there is to be no answer any more."""
+        self.stopped = True
+        if self._context is not None:
+            self._context.interrupt()
+
+
+def _counted(solver: z3.Solver) -> int:
+    counts = solver.statistics()
+    return next((int(counts[index][1]) for index in range(len(counts)) if counts[index][0] == "rlimit count"), 0)
+
+
+def true(model: z3.ModelRef, boolean: z3.BoolRef) -> bool:
+    return bool(z3.is_true(model.eval(boolean, model_completion=True)))
