@@ -4,7 +4,7 @@
     python benchmarks/ablation_overlap.py measured [--ranks 3] [--mbit 200] [--rounds 7] [--json FILE]
 
 `predicted`: simulated steps of three models on H100 clusters with the video mix: the same plan with one sum at the
-end, with the buckets that the pass `bucket` chooses, and turned round in time where that is possible and helps.
+end, with the buckets that the pass `bucket` chooses, and reversed in time where that is possible and helps.
 `exposed` is from the end of the last cascade to the end of the last sum, in the three ways. `ahead` is one of many
 steps in a row without and with the encoders that ranks run ahead while they wait; "-" where a model has no encoder.
 
@@ -61,7 +61,7 @@ def predicted() -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     print(
         f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'one sum ms':>11} {'buckets ms':>11} {'gain':>6} "
-        f"{'turned ms':>11} {'gain':>6} {'exposed ms':>16} {'n':>3} {'ahead ms':>16}"
+        f"{'reversed ms':>11} {'gain':>6} {'exposed ms':>16} {'n':>3} {'ahead ms':>16}"
     )
     for model, title in MODELS.items():
         for cluster in CLUSTERS:
@@ -79,9 +79,9 @@ def predicted() -> list[dict[str, object]]:
 
 
 def compared(placed: Module) -> dict[str, object]:
-    """One plan, lowered with one sum at the end, with buckets, and turned round for them: steps in a row, simulated."""
+    """One plan with one all-reduce, with buckets, and reversed in time for them: steps in a row, simulated."""
     row: dict[str, object] = {}
-    for name, text in (("one_sum", ""), ("buckets", "bucket{reverse=false},"), ("turned", "bucket,")):
+    for name, text in (("one_all_reduce", ""), ("buckets", "bucket{reverse=false},"), ("reversed", "bucket,")):
         module = Pipeline.parse(f"{text}lower,check").run(placed)
         simulation = simulate(module)
         row |= {f"{name}_ms": simulation.iteration_ms, f"{name}_exposed_ms": exposed(simulation)}
@@ -158,12 +158,12 @@ def period(module: Module) -> float:
 
 
 def line(row: dict[str, object]) -> str:
-    whole, parts, turned = (float(str(row[f"{name}_ms"])) for name in ("one_sum", "buckets", "turned"))
-    hidden = "/".join(f"{row[f'{name}_exposed_ms']:.0f}" for name in ("one_sum", "buckets", "turned"))
+    whole, parts, reversed_ms = (float(str(row[f"{name}_ms"])) for name in ("one_all_reduce", "buckets", "reversed"))
+    hidden = "/".join(f"{row[f'{name}_exposed_ms']:.0f}" for name in ("one_all_reduce", "buckets", "reversed"))
     ahead = "-" if row["ahead_ms"] is None else f"{row['in_a_row_ms']:.0f} to {row['ahead_ms']:.0f}"
     return (
         f"{row['model']:17} {row['cluster']:13} {row['clips']:5} {row['schedule']:14} {whole:11.1f} "
-        f"{parts:11.1f} {1 - parts / whole:6.2%} {turned:11.1f} {1 - turned / whole:6.2%} "
+        f"{parts:11.1f} {1 - parts / whole:6.2%} {reversed_ms:11.1f} {1 - reversed_ms / whole:6.2%} "
         f"{hidden:>16} {row['count']:3} {ahead:>16}"
     )
 

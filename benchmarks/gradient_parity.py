@@ -74,22 +74,23 @@ def import_file(path: Path):
     return module
 
 
-def plain_loop(model_file: Path, clips, gradients: Path, step: int = 0) -> float:
+def plain_loop(model_file: Path, clips, gradients: Path, step: int = 0, device: str = "cpu") -> float:
     """One clip after the other on one process; writes the gradients, returns the mean loss.
 
     Weights: ``torch.manual_seed(seed)`` before ``build()``. A clip's generator: BLAKE2b of "seed/step/id", 63 bits.
     """
     import torch
     from safetensors.torch import save_file
+    from torch.utils._pytree import tree_map_only
 
     user = import_file(model_file)
     torch.manual_seed(SEED)
-    model = user.build().train()
+    model = user.build().train().to(device)
     total = 0.0
     for clip in clips:
         digest = hashlib.blake2b(f"{SEED}/{step}/{clip.id}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        arguments, target = user.sample(clip, generator)
+        arguments, target = tree_map_only(torch.Tensor, lambda value: value.to(device), user.sample(clip, generator))
         output = model(**arguments)
         if isinstance(output, dict):
             output = next(iter(output.values()))

@@ -37,7 +37,7 @@ MODULE = table("""
 CLUSTER = table("""
     nodes         | int     | traced | required | machines
     gpus          | int     | traced | required | devices per machine
-    device        | str     | traced | required | its name in the data sheets
+    device        | str     | traced | required | its name in the device specs
     memory        | GiB     | traced | required | of one device, the smallest
     flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
     intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
@@ -83,7 +83,7 @@ STAGE = table("""
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     update          | ms             | costed | optional | the optimizer's step, measured
-    costs           | str            | costed | required | where they come from: "profile", "data sheet" or "table"
+    costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
 """)
 
 FUSED = table("""
@@ -114,6 +114,7 @@ CASCADE = table("""
     ulysses   | int         | placed    | optional | heads are split over so many ranks
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
+    attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
 """)
 
 REDUCE = table("""
@@ -155,6 +156,7 @@ INSTRUCTION = {
     ring      | int   | lowered | optional | as on the cascade
     shards    | [int] | lowered | optional | as on the cascade
     recompute | bool  | lowered | optional | as on the cascade
+    attention | str   | lowered | optional | as on the cascade
 """
     ),
     "backward": table(

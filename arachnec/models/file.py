@@ -158,10 +158,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
     if function is None:
         if name not in REQUIRED:
             return None
-        found = ", ".join(
+        defined = ", ".join(
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
-        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, found or "no functions"))
+        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, defined or "no functions"))
     if not callable(function):
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
     try:

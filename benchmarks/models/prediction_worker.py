@@ -91,9 +91,9 @@ def main(folder: str, at_once: str, rounds: str) -> None:
             plans.run(number)
         profiler.forget()
         times: list[list[float]] = []
-        order, dice = list(range(count)), random.Random(0)
+        order, rng = list(range(count)), random.Random(0)
         for _ in range(int(rounds)):
-            dice.shuffle(order)
+            rng.shuffle(order)
             row = [0.0] * count
             half = count // 2
             for part in (order[:half], order[half:]):

@@ -64,3 +64,9 @@ class LateRuntime(DeviceRuntime):
 
         self.copier.submit(copy)
         return target, event
+
+
+def late_runtime() -> LateRuntime:
+    """The CPU as a late device."""
+    cpu = DeviceRuntime.of(torch.device("cpu"))
+    return LateRuntime(cpu.device, cpu.capabilities, cpu._module, cpu._to_host, cpu._to_device)

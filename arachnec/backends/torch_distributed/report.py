@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -63,6 +63,7 @@ class RunReport(msgspec.Struct, frozen=True):
     exposed_planning_ms: float
     peak_memory_gib: float
     peak_reserved_gib: float
+    attention: dict[str, str]  # the kernel family of each grid of the last step
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class Measured(msgspec.Struct, frozen=True):
     intervals: list[Interval]
 
 
-def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunReport:
+def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str]) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
     return RunReport(
@@ -90,6 +91,7 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunRepor
         exposed_planning_ms=sum(s.exposed_planning_ms for s in steps),
         peak_memory_gib=max(s.peak_memory_gib for s in steps),
         peak_reserved_gib=max(s.peak_reserved_gib for s in steps),
+        attention=dict(attention),
     )
 
 

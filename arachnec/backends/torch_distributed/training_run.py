@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
     drop_gradients,
@@ -22,6 +23,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
+from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -34,7 +36,7 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
@@ -141,13 +143,14 @@ class Trainer:
             encoders=encoders,
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
-            groups=ProcessGroups(GROUP_TIMEOUT),
+            groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
         )
+        self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -249,7 +252,7 @@ class Trainer:
         context = self._context
         drop_gradients(context.parameters)
         keep_gradients(context.parameters, module)
-        context.groups.ensure(wanted_groups(module))
+        context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
@@ -320,7 +323,9 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
     folder = executable.folder
-    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
+    training = options.training(executable.training)
+    attention = attention_by_grid(trainer.module, training.dtype, device)
+    summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
     report.write_json(options.report or folder / "run.json", summary)
     place = folder / MEASURED
     report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))

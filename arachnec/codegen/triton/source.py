@@ -146,7 +146,7 @@ class Writer:
         for scope in (*self.known[:2], self.known[-1]):  # those of a block around this one come after it
             if key in scope:
                 return scope[key]
-        name = self._made(node, place)
+        name = self._written(node, place)
         self.known[self._depth_of(name)][key] = name
         return name
 
@@ -164,7 +164,7 @@ class Writer:
             return f"({self.number(number)}).to({self.precision})"
         raise Unsupported(f"`{argument}` is no number")
 
-    def _made(self, node: fx.Node, place: Place) -> str:
+    def _written(self, node: fx.Node, place: Place) -> str:
         if node.op == "placeholder" or node in self.ends:
             return self._load(node, place)
         target: Any = node.target
@@ -190,9 +190,9 @@ class Writer:
 
     def _operand(self, node: fx.Node, argument: Any, place: Place) -> str:
         if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("val"), Tensor):
-            made = value_of(node).dtype
-            whole = not made.is_floating_point and isinstance(argument, int)
-            return repr(argument) if whole and made is not torch.bool else self._scalar(argument)
+            dtype = value_of(node).dtype
+            is_integer = not dtype.is_floating_point and isinstance(argument, int)
+            return repr(argument) if is_integer and dtype is not torch.bool else self._scalar(argument)
         value = value_of(argument)
         name = self.value(argument, broadcast(self.space, place, value))
         mixed = value_of(node).dtype.is_floating_point and not value.dtype.is_floating_point
@@ -220,8 +220,8 @@ class Writer:
             if value_of(node).dtype.is_floating_point:
                 return self.new(f"tl.exp2({float(exponent)!r} * tl.log2({base}))", place)
             raise Unsupported(f"a power of {exponent}")
-        whole = [base] * int(abs(exponent)) + [f"tl.sqrt({base})"] * bool(exponent % 1)
-        product = " * ".join(whole) or "1.0"
+        factors = [base] * int(abs(exponent)) + [f"tl.sqrt({base})"] * bool(exponent % 1)
+        product = " * ".join(factors) or "1.0"
         return self.new(product if exponent >= 0 else f"1.0 / ({product})", place)
 
     def _clamped(self, node: fx.Node, place: Place) -> str:
@@ -366,13 +366,13 @@ class Writer:
     # joins
 
     def _joined(self, node: fx.Node, place: Place) -> str:
-        found = joined(node, place, self.space)
-        last = found.pop()
+        choices = joined(node, place, self.space)
+        last = choices.pop()
         assert not isinstance(last, Choice)
         guards = self.guards
         outside: list[str] = []
         texts = []
-        for choice in found:
+        for choice in choices:
             assert isinstance(choice, Choice)
             hit = self._hit(choice)
             self.guards = (*guards, *outside, hit)

@@ -20,7 +20,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
-from tests.distributed.late_device import LateEvent, LateRuntime
+from tests.distributed.late_device import LateEvent, late_runtime
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16))
 CROSSED = [
@@ -154,8 +154,7 @@ def test_a_peer_that_died_before_its_first_message_is_named_on_either_side(tmp_p
 
 
 def train_on_a_late_device(folder: Path, options: RunOptions) -> list[str]:
-    runtime = DeviceRuntime.of(torch.device("cpu"))
-    late = LateRuntime(runtime.device, runtime.capabilities, runtime._module, runtime._to_host, runtime._to_device)
+    late = late_runtime()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRuntime, "of", classmethod(lambda cls, device: late))
         training_run.train(read_executable(folder), options, torch.device("cpu"))

@@ -1,0 +1,97 @@
+"""The call for the first GPU works whole on a processor: every section, what it writes, and what ends it early."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_acceptance.py"
+HEAD = {"schema", "dry", "device", "gpus", "torch", "cuda", "triton", "started", "seconds", "right", "sections"}
+KEYS = {  # of some row in each section
+    "parity": {"plan", "ranks", "dtype", "error", "limit", "right"},
+    "rowwise_kernels": {"kernel", "layout", "tokens", "hidden", "copy_ms", "fused", "eager", "right"},
+    "attention": {"form", "tokens", "both_ms", "tflops"},
+    "training": {"tokens", "step_ms", "planned_step_ms", "mfu", "memory_gib", "planned_memory_gib"},
+    "blocks": {"model", "form", "tokens", "error", "forward_ms", "both_ms", "span_ms", "busy_ms", "idle", "kernels"},
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_acceptance", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def head(dry: bool = True) -> dict[str, Any]:
+    return {"schema": 1, "dry": dry, "device": "none", "gpus": 1}
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_call_goes_through_every_section_and_says_that_it_is_dry(tmp_path: Path) -> None:
+    output = tmp_path / "dry.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), "--dry", "-o", str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(output.read_text())
+    assert set(results) == HEAD
+    assert results["dry"] is True and "dry" in results["device"] and results["right"] is True
+    assert {name: section["state"] for name, section in results["sections"].items()} == dict.fromkeys(KEYS, "done")
+    for name, keys in KEYS.items():
+        rows = results["sections"][name]["rows"]
+        assert any(keys <= set(row) for row in rows), f"no row of {name} has {keys}"
+    assert {row["dtype"] for row in results["sections"]["parity"]["rows"]} == {"fp32", "bf16"}
+    checked = {row["kernel"] for row in results["sections"]["rowwise_kernels"]["rows"] if "error" in row}
+    timed = {row["kernel"] for row in results["sections"]["rowwise_kernels"]["rows"] if "fused" in row}
+    assert len(checked) == 6 and checked == timed
+    assert len({row["tokens"] for row in results["sections"]["training"]["rows"]}) == 3
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "-o", str(tmp_path / "none.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "SHARES", {"training": 0.5, "attention": 120})
+    results = script.run_all(["training", "attention"], head(), tmp_path / "r.json")
+    assert [section["state"] for section in results["sections"].values()] == ["out of time", "done"]
+    assert results["right"] is False
+    assert json.loads((tmp_path / "r.json").read_text()) == results
+
+
+def test_a_section_that_fails_says_why(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SHARES", {"nothing": 60})
+    results = script.run_all(["nothing"], head(), tmp_path / "r.json")
+    assert results["sections"]["nothing"]["state"] == "failed"
+    assert "No module named" in results["sections"]["nothing"]["error"]
+    assert results["right"] is False
+
+
+def test_one_wrong_row_makes_the_whole_wrong(script: ModuleType) -> None:
+    good = {"state": "done", "rows": [{"right": True}, {"ms": 1.0}]}
+    assert script.is_right(good)
+    assert not script.is_right({**good, "rows": [*good["rows"], {"right": False}]})
+    assert not script.is_right({**good, "rows": []})
+    assert not script.is_right({**good, "state": "out of time"})
+
+
+def test_all_sections_fit_ten_minutes(script: ModuleType) -> None:
+    assert sum(script.SHARES.values()) + len(script.SHARES) * script.GRACE_S < 600
