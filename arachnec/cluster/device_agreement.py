@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, TypeVar
 
-from arachnec.backends.torch_distributed.device_selection import MASK, DeviceRecord
 from arachnec.cluster.detect import find_by_driver_name
+from arachnec.cluster.device_selection import MASK, DeviceRecord
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
 from arachnec.ir.diagnostic import Diagnostic, UserError
