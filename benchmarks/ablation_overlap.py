@@ -240,9 +240,9 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
     import torch.distributed as dist
 
     from arachnec.backends.torch_distributed.options import RunOptions
-    from arachnec.backends.torch_distributed.ranks import as_rank
     from arachnec.backends.torch_distributed.training_run import Trainer
     from arachnec.executable.folder import read_executable
+    from arachnec.launch.ranks import as_rank
 
     def work(device: torch.device) -> None:
         trainers = {way: Trainer(read_executable(Path(folder)), RunOptions(), device) for way, folder, _ in jobs}

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arachnec.backends.simulator import simulate  # noqa: E402
-from arachnec.backends.torch_distributed.launch import launch  # noqa: E402
 from arachnec.cluster.file import parse_cluster  # noqa: E402
 from arachnec.cost.profile import write_profile  # noqa: E402
 from arachnec.driver import trace  # noqa: E402
@@ -36,6 +35,7 @@ from arachnec.executable.folder import iteration_of  # noqa: E402
 from arachnec.ir.diagnostic import UserError  # noqa: E402
 from arachnec.ir.nodes import Cluster, Module  # noqa: E402
 from arachnec.ir.printer import print_module  # noqa: E402
+from arachnec.launch.local_ranks import launch  # noqa: E402
 from arachnec.passes.check import checked  # noqa: E402
 from arachnec.passes.infra.named_pipelines import PIPELINES  # noqa: E402
 from arachnec.passes.infra.pipeline import Pipeline  # noqa: E402

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import (
     LinkProfile,
@@ -26,6 +25,7 @@ from arachnec.data.manifest import read_manifest
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
+from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.file import load_model_file
 
 WORKER = "arachnec.profiling.profiler"

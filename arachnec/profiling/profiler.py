@@ -32,7 +32,6 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.cost.communication import volumes
 from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
 from arachnec.data.clip import VideoClip
@@ -44,6 +43,7 @@ from arachnec.ir.stage_sizes import token_bytes
 from arachnec.ir.values import Formula
 from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.local import Measured
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread

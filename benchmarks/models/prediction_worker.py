@@ -21,13 +21,13 @@ from arachnec.backends.torch_distributed.interpreter import Iteration, RankConte
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
-from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import TRAINING, Profiler
 

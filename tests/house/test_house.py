@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir", "solver", "kernels", "version"),
     ("data", "cluster", "analysis", "fusion"),
     ("models", "cost", "verification"),
-    ("tracing", "lowering", "simulation", "executable"),
+    ("tracing", "lowering", "simulation", "executable", "launch"),
     ("spmd", "planning"),
     ("passes", "codegen"),
     ("views",),

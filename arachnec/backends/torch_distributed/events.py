@@ -9,8 +9,7 @@ import msgspec
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.report import Event, Note, Start, StepReport
-
-EVENTS_FD = "ARACHNEC_EVENTS_FD"
+from arachnec.launch.local_ranks import EVENTS_FD
 
 
 def emit(event: Event) -> None:

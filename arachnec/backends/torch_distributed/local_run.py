@@ -9,10 +9,10 @@ import msgspec
 
 from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.display import Display
-from arachnec.backends.torch_distributed.launch import RankCrashed, launch
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
+from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import terminal
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.backends.torch_distributed.timeouts import Timeouts
 from arachnec.executable.training_options import Training, verified
+from arachnec.launch.timeouts import Timeouts
 
 F = TypeVar("F", bound=Callable[..., Any])
 

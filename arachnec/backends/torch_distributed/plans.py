@@ -14,13 +14,13 @@ import torch.distributed as dist
 from arachnec.backends.torch_distributed.agreement import share_text
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
 from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
+from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.passes.check import Check
 
 KEPT = 256

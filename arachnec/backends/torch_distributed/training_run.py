@@ -41,12 +41,12 @@ from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
-from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.views.executable_page import PAGE, executable_page
 from arachnec.views.timeline import planned, read_measured
 from arachnec.views.timeline_svg import draw

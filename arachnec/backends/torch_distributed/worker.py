@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
-from arachnec.backends.torch_distributed.ranks import exit_with, joined_rank
-from arachnec.backends.torch_distributed.timeouts import START_S
+from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.timeouts import START_S
 
 
 @click.command()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from arachnec.backends.torch_distributed.environment import SETTINGS, prepare_environment, table
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.timeouts import LONGER, START_S, STEP_S, Timeouts
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.launch.environment import SETTINGS, prepare_environment, table
+from arachnec.launch.timeouts import LONGER, START_S, STEP_S, Timeouts
 
 ROOT = Path(__file__).parents[3]
 

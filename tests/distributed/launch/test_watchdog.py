@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.failure import Failure, follows_from_another
-from arachnec.backends.torch_distributed.watchdog import Limits, Member, Watchdog
+from arachnec.launch.failure import Failure, follows_from_another
+from arachnec.launch.watchdog import Limits, Member, Watchdog
 
 FAST = Limits(poll=0.05, beat=0.1, lapse=0.6, hold=0.0)
 ENDS_S = 20.0  # on a busy machine

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 import msgspec
 
-from arachnec.backends.torch_distributed.environment import prepare_environment
-from arachnec.backends.torch_distributed.failure import Failure, failure_of, record_failure
-from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT, START_S
-from arachnec.backends.torch_distributed.watchdog import STORE_S, Limits, Watchdog
 from arachnec.cluster.device_agreement import check_devices
 from arachnec.cluster.device_selection import (
     DeviceQuery,
@@ -27,6 +23,10 @@ from arachnec.cluster.device_selection import (
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
+from arachnec.launch.environment import prepare_environment
+from arachnec.launch.failure import Failure, failure_of, record_failure
+from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
+from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 
 if TYPE_CHECKING:
     import torch

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from arachnec.backends.torch_distributed.failure import (
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.launch.failure import (
     ERROR_FILE,
     Failure,
     failure_of,
     follows_from_another,
     record_failure,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ LAPSE_S = 20.0  # without a beat a rank counts as dead
 HOLD_S = 1.5  # that a failing rank stays, for the others to read why
 GONE = "was killed or crashed: its process is gone"
 STORE_S = 10.0  # that an answer of the store may take
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)

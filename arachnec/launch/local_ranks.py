@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
-from arachnec.backends.torch_distributed.environment import prepare_environment
-from arachnec.backends.torch_distributed.events import EVENTS_FD
-from arachnec.backends.torch_distributed.failure import ERROR_FILE, Failure, read_failure
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.launch.environment import prepare_environment
+from arachnec.launch.failure import ERROR_FILE, Failure, read_failure
 
+EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 POLL_S = 0.1
