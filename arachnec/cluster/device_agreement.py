@@ -151,8 +151,8 @@ def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iter
 def _notes(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[str]:
     names = {(record.name, _planned_device(record, planned)[0]) for record in records if record.kind == "cuda"}
     for name, device in sorted(names):
-        found_specs, wanted = find_by_driver_name(name), find_device_specs(device)
-        if found_specs is not None and wanted is not None and found_specs is not wanted:
+        specs, wanted = find_by_driver_name(name), find_device_specs(device)
+        if specs is not None and wanted is not None and specs is not wanted:
             yield f"planned for {device}, run on {name}: planned times do not apply"
 
 
