@@ -1,4 +1,4 @@
-"""When a placed plan's gradients are all-reduced: never later than any buckets make it, and what plans are chosen by."""
+"""When a placed plan's gradients are all-reduced: never later than any buckets make it; what plans are chosen by."""
 
 from __future__ import annotations
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 import msgspec
 
-from arachnec.backends.torch_distributed.device_agreement import check_devices
-from arachnec.backends.torch_distributed.device_selection import (
+from arachnec.backends.torch_distributed.environment import prepare_environment
+from arachnec.backends.torch_distributed.failure import Failure, failure_of, record_failure
+from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT, START_S
+from arachnec.backends.torch_distributed.watchdog import STORE_S, Limits, Watchdog
+from arachnec.cluster.device_agreement import check_devices
+from arachnec.cluster.device_selection import (
     DeviceQuery,
     DeviceRecord,
     TorchDevices,
     select_device,
     use_device,
 )
-from arachnec.backends.torch_distributed.environment import prepare_environment
-from arachnec.backends.torch_distributed.failure import Failure, failure_of, record_failure
-from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT, START_S
-from arachnec.backends.torch_distributed.watchdog import STORE_S, Limits, Watchdog
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 

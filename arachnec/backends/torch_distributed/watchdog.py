@@ -46,6 +46,7 @@ POLL_S = 0.5
 BEAT_S = 2.0
 LAPSE_S = 20.0  # without a beat a rank counts as dead
 HOLD_S = 1.5  # that a failing rank stays, for the others to read why
+GONE = "was killed or crashed: its process is gone"
 STORE_S = 10.0  # that an answer of the store may take
 PACKAGE = Path(__file__).parents[2]
 
@@ -214,8 +215,7 @@ class Watchdog:
             try:
                 failure = asking.submit(self._look, told_to_end).result(self._limits.lapse)
             except (RuntimeError, TimeoutError) as error:
-                reason = str(error).partition("\n")[0] or "no answer"
-                failure = _failure(StoreLost(None, self._me.rank, self._me.host, reason))
+                failure = _failure(self._without_store(str(error).partition("\n")[0] or "no answer"))
             if failure is not None and not self._closing.is_set():
                 self._stop(failure)
                 return
@@ -236,6 +236,16 @@ class Watchdog:
             found = self._cause_of_sigterm()
         return None if found is None else self._publish(_failure(found))
 
+    def _without_store(self, reason: str) -> Diagnostic:
+        """Why there may be no store any more: a rank of this agent may have kept it."""
+        me, known = self._me, self._members.values()
+        gone = [member for member in known if member.agent == me.agent and member != me and not member.alive()]
+        return (
+            RankGone(None, gone[0].rank, self._world, me.host, GONE, "")
+            if gone
+            else StoreLost(None, me.rank, me.host, reason)
+        )
+
     def _beat(self) -> None:
         now = time.monotonic()
         if now < self._next_beat:
@@ -248,7 +258,7 @@ class Watchdog:
         """A rank of this agent whose process is there no more."""
         for member in self._siblings():
             if not member.alive() and not self._store.check([f"done/{member.rank}"]):
-                return self._rank_gone(member, "was killed or crashed: its process is gone")
+                return self._rank_gone(member, GONE)
         return None
 
     def _silent(self) -> Diagnostic | None:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from arachnec.backends.torch_distributed.device_agreement import check_devices
-from arachnec.backends.torch_distributed.device_selection import DeviceRecord, Gpu, select_device
+from arachnec.cluster.device_agreement import check_devices
+from arachnec.cluster.device_selection import DeviceRecord, Gpu, select_device
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.values import Attributes, Quantity

@@ -10,7 +10,7 @@ from arachnec.backends.torch_distributed.timeouts import LONGER, START_S, STEP_S
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_everything_is_set_with_a_reason_and_what_a_user_gave_stays() -> None:
