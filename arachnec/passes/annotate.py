@@ -144,7 +144,7 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
-    if links.host is not None:
+    if links.host is not None and cluster.nodes == 1:  # one machine's memory says nothing of a network
         measured["host_link"] = Quantity(links.host, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")

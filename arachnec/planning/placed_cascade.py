@@ -14,7 +14,7 @@ from arachnec.ir.nodes import Cascade
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Quantity
 
-SLOWER_GRID = 4e-3  # of its time that a cascade may take longer on a grid of the family of process groups
+SLOWER_GRID = 1e-3  # of its time that a cascade may take longer on a grid of the family of process groups
 
 
 def on(

@@ -22,7 +22,7 @@ from arachnec.cost.profile import (
 )
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Symbol, Term
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.partition import Partition, cascades
 
@@ -109,7 +109,7 @@ def test_a_fit_needs_measurements() -> None:
 
 
 def profile_at(path: Path) -> Path:
-    links = LinkProfile(latency=80.0, intra=1.5)
+    links = LinkProfile(latency=80.0, intra=1.5, host=6.0)
     profile = fit_profile([("dit", "forward", RUNS), ("dit", "backward", RUNS)], machine="m", device="cpu", links=links)
     write_profile(profile, path)
     assert read_profile(path) == profile
@@ -119,6 +119,8 @@ def profile_at(path: Path) -> Path:
 def test_a_profile_stands_instead_of_device_specs_and_brings_its_links(tmp_path: Path) -> None:
     path = profile_at(tmp_path / "p.json")
     made = Annotate(profile=str(path)).run(module())
+    assert made.cluster is not None
+    assert made.cluster.attrs.get("host_link") == (Quantity(6.0, "GB/s") if made.cluster.nodes == 1 else None)
     assert made.stages[0].attrs["costs"] == "profile"
     assert formula(made.stages[0], "forward")(B=1, S=5000, T=40) == pytest.approx(measured(1, 5000, 40).ms, rel=1e-3)
     assert made.cluster is not None

@@ -62,6 +62,8 @@ def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(mo
         measured.stages, machine="m", device="cpu", links=measured.links, synchronisation=measured.synchronisation
     )
     assert profile.links is not None
+    assert profile.links.host is not None
+    assert profile.links.host > 0
     assert profile.links.all_reduce is not None
 
 
