@@ -19,7 +19,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 
 K = TypeVar("K")
-MEMORY_SLACK = 1.0  # GiB that a driver may report less than its device specs say
+MEMORY_SLACK = 1.0  # GiB that a driver may report less than the specs say
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iter
 def _notes(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[str]:
     names = {(record.name, _planned_device(record, planned)[0]) for record in records if record.kind == "cuda"}
     for name, device in sorted(names):
-        specs, wanted = find_by_driver_name(name), find_device_specs(device)
-        if specs is not None and wanted is not None and specs is not wanted:
+        found_specs, wanted = find_by_driver_name(name), find_device_specs(device)
+        if found_specs is not None and wanted is not None and found_specs is not wanted:
             yield f"planned for {device}, run on {name}: planned times do not apply"
 
 

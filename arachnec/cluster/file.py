@@ -122,6 +122,7 @@ _UNITS = {
     "inter_latency": "us",
     "uplink": "GB/s",
     "host": "GB/s",
+    "host_link": "GB/s",
 }
 _REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where the device is unknown
 _EXAMPLES = {
@@ -140,6 +141,7 @@ _EXAMPLES = {
     "rack": "rack = 4",
     "uplink": 'uplink = "100 GB/s"',
     "host": 'host = "25 GB/s"',
+    "host_link": 'host_link = "3 GB/s"',
     "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
 }
 _OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
@@ -279,6 +281,7 @@ def _build(
         "nics": _nics(values, gpus, specs, lines),
         "cores": cores or None,
         "host": _host(values, specs, lines) if mixed is None else None,
+        "host_link": _quantity(values, "host_link", None, lines) if "host_link" in values else None,
         "rack": rack if "rack" in values else None,
         "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
         "mixed": mixed,

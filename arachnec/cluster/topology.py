@@ -300,12 +300,27 @@ def topology(cluster: Cluster) -> nx.Graph[Vertex]:
     return graph
 
 
+def host_link_of(cluster: Cluster) -> float | None:
+    """GB/s at which a node hands values over on its host's network; None where that was not measured."""
+    speed = cluster.attrs.get("host_link")
+    return None if speed is None else quantity(speed)
+
+
 def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> float:
-    """ms to move ``size`` bytes from one rank to another; 0 on the same rank."""
+    """ms to move ``size`` bytes from one rank to another; 0 on the same rank.
+
+    Over the hosts' network where its speed is known, else as if over the devices' links.
+    """
     if source == target:
         return 0.0
+    same_node = node_of(cluster, source) == node_of(cluster, target)
+    speed = host_link_of(cluster) or _device_speed(cluster, source, target)
+    return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same_node else "inter_latency"]) * 1e-3
+
+
+def _device_speed(cluster: Cluster, source: int, target: int) -> float:
     same_node = node_of(cluster, source) == node_of(cluster, target)
     speed = min(intra_of(cluster, source), host_of(cluster, source)) if same_node else quantity(cluster.attrs["inter"])
     if rack_of(cluster, source) != rack_of(cluster, target):
         speed = min(speed, uplink_of(cluster))
-    return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same_node else "inter_latency"]) * 1e-3
+    return speed

@@ -69,13 +69,17 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node."""
+    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node.
+
+    ``host``: GB/s at which all ranks of a node together send each other what lies in the host's memory.
+    """
 
     latency: float
     intra: float
     inter_latency: float | None = None
     inter: float | None = None
     all_reduce: float | None = None
+    host: float | None = None
 
 
 class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,9 +169,10 @@ def fit_profile(
     ValueError for a triple without measurements or with a time that is not positive.
     """
     solved = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
-    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in solved], links)
+    plain, links = links, fit_links([(runs, coefficients) for _, _, runs, coefficients in solved], links)
     if links is not None:
-        links = msgspec.structs.replace(links, all_reduce=fit_all_reduce(links, synchronisation))
+        host = links.host if plain is None else plain.host
+        links = msgspec.structs.replace(links, all_reduce=fit_all_reduce(links, synchronisation), host=host)
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in solved
     ]

@@ -48,6 +48,7 @@ CLUSTER = table("""
     cores         | int     | traced | optional | processor cores of a machine
     all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
     host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
+    host_link     | GB/s    | traced | optional | between machines' hosts, one a machine: what encoders hand over
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind

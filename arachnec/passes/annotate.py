@@ -144,6 +144,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
+    if links.host is not None:
+        measured["host_link"] = Quantity(links.host, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")
     if links.inter_latency is not None:

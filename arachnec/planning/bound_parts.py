@@ -76,7 +76,9 @@ def _with_free_links(module: Module) -> Module:
     """The module on a cluster whose links, within nodes and between them, cost nothing."""
     assert module.cluster is not None
     attrs = module.cluster.attrs
-    rates: dict[str, Value] = {name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink") if name in attrs}
+    rates: dict[str, Value] = {
+        name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink", "host_link") if name in attrs
+    }
     delays = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
     mixed = attrs.get("mixed")
     if isinstance(mixed, tuple):

@@ -281,7 +281,14 @@ class Profiler:
 
 
 def measure_links(device: torch.device) -> LinkProfile:
-    """Latency and bandwidth of a message while every rank sends one to the next: time = latency + bytes / bandwidth."""
+    """Latency and bandwidth of messages between devices, and bandwidth between the hosts' memories."""
+    host = fit_links(MESSAGES, _ring_times(torch.device("cpu")))
+    links = host if device.type == "cpu" else fit_links(MESSAGES, _ring_times(device))
+    return msgspec.structs.replace(links, host=host.intra * dist.get_world_size())
+
+
+def _ring_times(device: torch.device) -> list[float]:
+    """ms of a message of each size while every rank sends one to the next: time = latency + bytes / bandwidth."""
     times = []
     for size in MESSAGES:
         outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -291,7 +298,7 @@ def measure_links(device: torch.device) -> LinkProfile:
             dist.barrier()
             rows.append(_timed_exchange(outgoing, incoming, device))
         times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
-    return fit_links(MESSAGES, times)
+    return times
 
 
 def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.codegen.triton.index import Size, Space, Unsupported
+from arachnec.codegen.triton.lines import ONCE, ROW, zeros
 from arachnec.codegen.triton.operations import needed, reduced_dims, sums_rows, value_of
 from arachnec.codegen.triton.places import Place
 from arachnec.codegen.triton.rows import Target, space_of
-from arachnec.codegen.triton.source import ONCE, ROW, Writer, zeros
+from arachnec.codegen.triton.source import Writer
 from arachnec.codegen.triton.tiles import BLOCK, WHOLE, Tiling, spread, tiles_of
 
 INDENT = "    "
@@ -110,9 +111,8 @@ def _written(
     nodes = needed([target.node for target in targets], ends)
     double = any(isinstance(v := n.meta.get("val"), Tensor) and v.dtype == torch.float64 for n in nodes)
     sums = [target for target in targets if target.sum is not None]
-    writer = Writer(
-        space, tiling, "tl.float64" if double else "tl.float32", ends, frozenset(group), tiling.held(len(sums))
-    )
+    precision = "tl.float64" if double else "tl.float32"
+    writer = Writer(space, tiling, precision, frozenset(group), tiling.held(len(sums)), ends=ends)
     for number, target in enumerate(sums):
         if not value_of(target.node).is_floating_point():
             raise Unsupported(f"a sum of {value_of(target.node).dtype}")

@@ -110,7 +110,7 @@ def _planner_events(folder: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "BackgroundPlanner", Noted)
-        kept = plans.Plans(read_executable(folder), 0, 1, torch.device("cpu"))
+        kept = plans.Plans(read_executable(folder), 0, 1)
         for number in (0, 1, 2, 0, 1):
             assert kept.get(number).name == f"iteration_{number}"
             kept.prepare((number + 1) % 3)
