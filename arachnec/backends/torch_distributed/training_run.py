@@ -84,7 +84,9 @@ def train(
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    trainer = Trainer(executable, options, device, enter)
+    compiled = executable.program
+    with explained_memory(DeviceRuntime.of(device), compiled, program_of(compiled, dist.get_rank())):
+        trainer = Trainer(executable, options, device, enter)
     count = options.steps or executable.header.iterations
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
@@ -123,15 +125,15 @@ class Trainer:
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr(training))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
-        with explained_memory(runtime, executable.program, program_of(executable.program, rank)):
-            model = shared_model(model_file, training, device)
-            encoders = shared_encoders(model_file, training, device)
+        model = shared_model(model_file, training, device)
+        encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
+        enter("start", self.timeouts.of_start(first), "--start-timeout")
         sharded = any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(

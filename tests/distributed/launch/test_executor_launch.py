@@ -90,8 +90,7 @@ def test_every_step_has_its_own_clips_and_plan_on_another_number_of_ranks(tmp_pa
 def test_a_plan_is_asked_for_ahead_waited_for_once_and_kept_where_it_recurs(tmp_path: Path) -> None:
     folder = executable(tmp_path / "build", [CLIPS, CLIPS[:1], CLIPS[1:]], WORKS, 3)
     (events,) = run_ranks(1, _planner_events, folder)
-    first = list(dict.fromkeys(events))
-    assert first == ["fetch 0", "ask 0", "ask 1", "fetch 1", "ask 2", "fetch 2"]
+    assert all(events.index(f"ask {number}") < events.index(f"fetch {number}") for number in range(3))
     assert [event for event in events if event.startswith("fetch")] == ["fetch 0", "fetch 1", "fetch 2"]
 
 
@@ -110,7 +109,7 @@ def _planner_events(folder: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "BackgroundPlanner", Noted)
-        kept = plans.Plans(read_executable(folder), 0, 1, torch.device("cpu"))
+        kept = plans.Plans(read_executable(folder), 0, 1)
         for number in (0, 1, 2, 0, 1):
             assert kept.get(number).name == f"iteration_{number}"
             kept.prepare((number + 1) % 3)
