@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,6 +229,15 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return out
 
 
+KERNELS = {"has_kernel": lambda *_: True, "fused_forward": fused_forward, "fused_backward": fused_backward}
+LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _there_or(kernel: Any, plain: Any, *given: Any) -> Any:
+    """The device's kernel for its tensors, the plain one for others."""
+    return (kernel if given[0].device.type == NAME else plain)(*given)
+
+
 def register(rank: int, ranks: int) -> FakeDevice:
     """Make the device known to torch, and this process a rank of so many."""
     global DEVICE
@@ -237,12 +247,10 @@ def register(rank: int, ranks: int) -> FakeDevice:
         dist.destroy_process_group()
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     DEVICE = FakeDevice()
-    for module, name, kernel in (
-        (attention_block, "has_kernel", lambda *_: True),
-        (attention_block, "fused_forward", fused_forward),
-        (attention_block, "fused_backward", fused_backward),
-        (torch.nn.functional, "scaled_dot_product_attention", _attention),
-    ):
-        setattr(module, name, kernel)
+    FakeTensor.record_stream = lambda self, stream: None  # takes streams of torch's own classes only
+    plain = {name: getattr(attention_block, name) for name in KERNELS}
+    for name, kernel in KERNELS.items():
+        setattr(attention_block, name, partial(_there_or, kernel, plain[name]))
+    LIBRARY.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=rank, world_size=ranks)
     return DEVICE
