@@ -44,7 +44,7 @@ class Compiled:
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
     tracing_ms: float
-    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs beside attention
+    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
 
     @property
     def report(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Compared:
 
     @property
     def report(self) -> dict[str, Any]:
-        """One row of ``compare --json``; ``original_clips`` says what the original of a named rival leaves out."""
+        """One row of ``compare --json``; ``original_clips`` says what the original of a baseline leaves out."""
         trained = clips_trained(self.module)
         return {
             "pipeline": self.name,
@@ -193,8 +193,8 @@ class Compared:
         """GiB of the device that holds most, where nodes differ."""
         cluster = self.module.cluster
         assert cluster is not None
-        held = zip(self.simulation.peak_memory_gib, (program.rank for program in self.module.programs), strict=True)
-        _, fullest = max(held, default=(0.0, 0))
+        peaks = zip(self.simulation.peak_memory_gib, (program.rank for program in self.module.programs), strict=True)
+        _, fullest = max(peaks, default=(0.0, 0))
         return machines(cluster)[node_of(cluster, fullest)].memory
 
 
@@ -217,7 +217,7 @@ def compare(
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
     traced = front_end(trace_file(model_file, manifest), manifest, machine)
-    found: list[Compared] = []
+    compared: list[Compared] = []
     refused: list[tuple[str, UserError]] = []
     for name, pipeline in pipelines.items():
         try:
@@ -226,7 +226,7 @@ def compare(
         except UserError as error:
             refused.append((name, error))
             continue
-        found.append(Compared(name, module, simulate(module), model_ms + iteration_ms))
-    if not found:
+        compared.append(Compared(name, module, simulate(module), model_ms + iteration_ms))
+    if not compared:
         raise refused[0][1]
-    return found, [{"pipeline": name, "reason": str(error)} for name, error in refused]
+    return compared, [{"pipeline": name, "reason": str(error)} for name, error in refused]

@@ -20,12 +20,16 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     chain alone say; Z3 may exclude more, up to the makespan itself where that is proved optimal. ``gap`` is
     makespan / bound - 1.
 
+    ``attention`` of a cascade is the kernel family that its forward names, null where the run chooses.
+
     ``imbalance`` is the mean over ranks of (t_max - t) / t_max, t being the time that a rank is busy.
     """
     makespan, bound = quantity(module.attrs["makespan"]), quantity(module.attrs["bound"])
     area_bound = module.attrs.get("area_bound")
-    lowered = module.level is Level.LOWERED  # only then is it known which sums hide behind the last backwards
+    lowered = module.level is Level.LOWERED  # only then is it known which all-reduces hide behind the last backwards
     cost = CostModel(module)
+    steps = [step for program in module.programs for step in program.instructions]
+    families = {step.target: step.attrs.get("attention") for step in steps if step.op == "forward"}
     return {
         "makespan_ms": makespan,
         "iteration_ms": planned(module).end if lowered else makespan + synchronisation_ms(module, cost),
@@ -45,6 +49,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
                 "start_ms": cascade.start,
                 "end_ms": cascade.end,
                 "ranks": list(cascade.ranks) if module.level >= Level.PLACED else [],
+                "attention": families.get(cascade.name, cascade.attrs.get("attention")),
             }
             for cascade in module.cascades
         ],
@@ -52,7 +57,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
 
 
 def simulation_report(module: Module, simulation: Simulation, planning_ms: float = 0.0) -> dict[str, Any]:
-    """The keys of every report, with what the simulation came to in the place of the plan's sums."""
+    """The keys of every report, with what the simulation came to in the place of the plan's times."""
     report = plan_report(module, planning_ms)
     spans: dict[str, tuple[float, float]] = {}
     for interval in simulation.timeline.intervals:
@@ -99,7 +104,7 @@ def busy_ms(module: Module) -> list[float]:
 
 
 def synchronisation_ms(module: Module, cost: CostModel) -> float:
-    """ms of the gradients' sums and the optimizer's steps, one after another behind the last cascade."""
+    """ms of the gradient all-reduces and the optimizer's steps, one after another behind the last cascade."""
     everyone = tuple(range(cost.cluster.world))
     return math.fsum(
         cost.reduce_time(stage, everyone) + cost.step_time(stage) for stage in module.stages if stage.trained
@@ -108,8 +113,8 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
 
 def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, and the most that one cascade adds."""
-    held = (cascade.attrs.get("memory") for cascade in module.cascades)
-    return cost.resident + max((quantity(value) for value in held if value is not None), default=0.0)
+    memories = (cascade.attrs.get("memory") for cascade in module.cascades)
+    return cost.resident + max((quantity(value) for value in memories if value is not None), default=0.0)
 
 
 def clips_trained(module: Module) -> Counter[int]:

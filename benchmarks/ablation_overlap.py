@@ -3,8 +3,8 @@
     python benchmarks/ablation_overlap.py predicted [--json FILE]
     python benchmarks/ablation_overlap.py measured [--ranks 3] [--mbit 200] [--rounds 7] [--json FILE]
 
-`predicted`: simulated steps of three models on H100 clusters with the video mix: the same plan with one sum at the
-end, with the buckets that the pass `bucket` chooses, and turned round in time where that is possible and helps.
+`predicted`: simulated steps of three models on H100 clusters with the video mix: the same plan with one all-reduce
+at the end, with the buckets that the pass `bucket` chooses, and reversed in time where that is possible and helps.
 `exposed` is from the end of the last cascade to the end of the last sum, in the three ways. `ahead` is one of many
 steps in a row without and with the encoders that ranks run ahead while they wait; "-" where a model has no encoder.
 
@@ -51,7 +51,7 @@ SCHEDULES = {
     "one degree": "schedule-static",
 }
 FRAMES = (10, 7, 4, 4, 3)  # of 128 x 128 pixels
-WAYS = {"one sum": ("lower,check", False), "buckets": ("bucket,lower,check", False),
+WAYS = {"one all-reduce": ("lower,check", False), "buckets": ("bucket,lower,check", False),
         "buckets, encoders ahead": ("bucket,lower,check", True)}  # fmt: skip
 
 
@@ -60,8 +60,8 @@ def predicted() -> list[dict[str, object]]:
 
     rows: list[dict[str, object]] = []
     print(
-        f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'one sum ms':>11} {'buckets ms':>11} {'gain':>6} "
-        f"{'turned ms':>11} {'gain':>6} {'exposed ms':>16} {'n':>3} {'ahead ms':>16}"
+        f"{'model':17} {'cluster':13} {'clips':>5} {'schedule':14} {'single ms':>11} {'buckets ms':>11} {'gain':>6} "
+        f"{'reversed ms':>11} {'gain':>6} {'exposed ms':>16} {'n':>3} {'ahead ms':>16}"
     )
     for model, title in MODELS.items():
         for cluster in CLUSTERS:
@@ -79,9 +79,9 @@ def predicted() -> list[dict[str, object]]:
 
 
 def compared(placed: Module) -> dict[str, object]:
-    """One plan, lowered with one sum at the end, with buckets, and turned round for them: steps in a row, simulated."""
+    """One plan with one all-reduce, with buckets, and reversed in time for them: steps in a row, simulated."""
     row: dict[str, object] = {}
-    for name, text in (("one_sum", ""), ("buckets", "bucket{reverse=false},"), ("turned", "bucket,")):
+    for name, text in (("one_all_reduce", ""), ("buckets", "bucket{reverse=false},"), ("reversed", "bucket,")):
         module = Pipeline.parse(f"{text}lower,check").run(placed)
         simulation = simulate(module)
         row |= {f"{name}_ms": simulation.iteration_ms, f"{name}_exposed_ms": exposed(simulation)}
@@ -93,8 +93,8 @@ def compared(placed: Module) -> dict[str, object]:
 
 
 def exposed(simulation: Simulation) -> float:
-    sums = [i.end for i in simulation.timeline.intervals if i.op == "reduce"]
-    return max(0.0, max(sums, default=0.0) - simulation.makespan_ms)
+    reduce_ends = [i.end for i in simulation.timeline.intervals if i.op == "reduce"]
+    return max(0.0, max(reduce_ends, default=0.0) - simulation.makespan_ms)
 
 
 def may_be_ahead(module: Module, simulation: Simulation) -> dict[int, list[str]]:
@@ -158,12 +158,12 @@ def period(module: Module) -> float:
 
 
 def line(row: dict[str, object]) -> str:
-    whole, parts, turned = (float(str(row[f"{name}_ms"])) for name in ("one_sum", "buckets", "turned"))
-    hidden = "/".join(f"{row[f'{name}_exposed_ms']:.0f}" for name in ("one_sum", "buckets", "turned"))
+    whole, parts, reversed_ms = (float(str(row[f"{name}_ms"])) for name in ("one_all_reduce", "buckets", "reversed"))
+    hidden = "/".join(f"{row[f'{name}_exposed_ms']:.0f}" for name in ("one_all_reduce", "buckets", "reversed"))
     ahead = "-" if row["ahead_ms"] is None else f"{row['in_a_row_ms']:.0f} to {row['ahead_ms']:.0f}"
     return (
         f"{row['model']:17} {row['cluster']:13} {row['clips']:5} {row['schedule']:14} {whole:11.1f} "
-        f"{parts:11.1f} {1 - parts / whole:6.2%} {turned:11.1f} {1 - turned / whole:6.2%} "
+        f"{parts:11.1f} {1 - parts / whole:6.2%} {reversed_ms:11.1f} {1 - reversed_ms / whole:6.2%} "
         f"{hidden:>16} {row['count']:3} {ahead:>16}"
     )
 
@@ -259,22 +259,22 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
         if dist.get_rank() == 0:
             output.write_text(json.dumps({way: rows[2:] for way, rows in found.items()}))
 
-    as_rank(work, torch.device("cpu"))
+    as_rank(work, cpu=True)
 
 
 def report(result: dict[str, object]) -> None:
     steps, predictions = result["steps"], result["predicted_ms"]
     assert isinstance(steps, dict) and isinstance(predictions, dict)
     link = "memory of this machine" if result["mbit"] is None else f"links of {result['mbit']:g} Mbit/s"
-    print(f"{result['ranks']} gloo ranks, {link}, {len(steps['one sum'])} rounds")
-    base = [row["ms"] for row in steps["one sum"]]
+    print(f"{result['ranks']} gloo ranks, {link}, {len(steps['one all-reduce'])} rounds")
+    base = [row["ms"] for row in steps["one all-reduce"]]
     for way, rows in steps.items():
         times = [row["ms"] for row in rows]
         ratios = sorted(a / b for a, b in zip(times, base, strict=True))
         print(
             f"  {way:24} median {statistics.median(times):8.1f} ms  min {min(times):8.1f}  max {max(times):8.1f}   "
-            f"of one sum: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})   "
-            f"predicted {predictions[way]:8.1f} ms, {predictions[way] / predictions['one sum']:.3f}"
+            f"of one all-reduce: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})   "
+            f"predicted {predictions[way]:8.1f} ms, {predictions[way] / predictions['one all-reduce']:.3f}"
         )
     losses = list(zip(*([row["loss"] for row in rows] for rows in steps.values()), strict=True))
     worst = max(abs(each - row[0]) / abs(row[0]) for row in losses for each in row)

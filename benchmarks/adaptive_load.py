@@ -60,18 +60,18 @@ def both_limits(p: float) -> Callable[[int], int]:
 
 def mean_imbalance(clips: Callable[[int], int], draws: int) -> float:
     """Averaged over draws of one bucket per rank."""
-    dice = random.Random(SEED)
+    rng = random.Random(SEED)
     load = {frames: work(frames, clips(frames)) for frames in PUBLISHED}
     frames = list(PUBLISHED)
-    return math.fsum(imbalance([load[f] for f in dice.choices(frames, k=RANKS)]) for _ in range(draws)) / draws
+    return math.fsum(imbalance([load[f] for f in rng.choices(frames, k=RANKS)]) for _ in range(draws)) / draws
 
 
 def planned_imbalance(clips: Callable[[int], int], draws: int) -> float:
     """The same micro-batches as moldable jobs: each GPU's share of the busy time of a schedule."""
-    dice = random.Random(SEED)
+    rng = random.Random(SEED)
     total = 0.0
     for _ in range(draws):
-        drawn = dice.choices(list(PUBLISHED), k=RANKS)
+        drawn = rng.choices(list(PUBLISHED), k=RANKS)
         jobs = [
             Job(tuple(Choice(d, round(work(f, clips(f)) / 1e9 * slow / d)) for d, slow in DEGREES.items()))
             for f in drawn

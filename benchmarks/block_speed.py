@@ -25,8 +25,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where arachnec is not installed
 
 from arachnec.codegen.fused_block import fuse_block
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.models.precision import in_precision
-from arachnec.passes.fuse import fuse_graph
 from arachnec.tracing.blocks import CapturedBlock, capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T

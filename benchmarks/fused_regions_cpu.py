@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region, fuse_block
-from arachnec.passes.fuse import fuse_graph
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.tracing.blocks import CapturedBlock, capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T

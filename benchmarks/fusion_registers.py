@@ -11,33 +11,36 @@ and rows that are loaded ahead. A compilation takes 1 to 20 s.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_estimates import recorded
 from torch import Tensor, fx
 
 from arachnec.codegen.fused_block import fuse_block
 from arachnec.codegen.triton.index import Unsupported
 from arachnec.codegen.triton.region import Generated
 from arachnec.data.manifest import read_manifest
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.fusion.graph import FusionGraph
 from arachnec.fusion.match import match_region
 from arachnec.fusion.shape_constraints import constraints_of
 from arachnec.fusion.walk import Match
 from arachnec.ir.nodes import Fused, Graph
 from arachnec.kernels.rowwise import bias_gelu, gate_residual, norm_launch, norm_modulate, rope_launch
-from arachnec.kernels.rowwise.compile_estimate import Estimate, Recorder, estimate, specialisation
 from arachnec.kernels.rowwise.rope_plain import Rope
 from arachnec.kernels.rowwise.row_groups import group_vectors, row_groups
 from arachnec.models.file import load_model_file
-from arachnec.passes.fuse import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.captured import CapturedBlock
 from arachnec.tracing.graph import DTYPES, block_graph
 from arachnec.tracing.sample import example_calls
+
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+from compile_estimate import Estimate, Recorder, estimate, specialisation
+from estimates import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {name: dtype for dtype, name in DTYPES.items()}

@@ -18,12 +18,12 @@ import sympy
 from arachnec.data.manifest import read_manifest
 from arachnec.fusion.backward import alone
 from arachnec.fusion.cost import Machine, RegionCost
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.fusion.graph import FusionGraph, bits
 from arachnec.fusion.shape_constraints import constraints_of
 from arachnec.ir.nodes import Graph, integer
 from arachnec.ir.values import Attributes, Formula
 from arachnec.models.file import load_model_file
-from arachnec.passes.fuse import fuse_graph
 from arachnec.passes.trace import trace_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -49,7 +49,7 @@ def placed_module(count: int) -> Module:
         level=Level.PLACED,
         cluster=Cluster("pod", cluster),
         clips=tuple(Clip(number, 81, 480, 832, 226, 32760) for number in range(count)),
-        stages=(Stage("dit", True, Attributes.of(forward=time_of, backward=time_of, costs="data sheet")),),
+        stages=(Stage("dit", True, Attributes.of(forward=time_of, backward=time_of, costs="device specs")),),
         cascades=tuple(cascades),
         reductions=(Reduce("dit", tuple(cascade.name for cascade in cascades)),),
         steps=(Step("dit"),),

@@ -51,47 +51,47 @@ Task = dict[str, Any]
 
 def table(case: int) -> tuple[str, str, list[Task]]:
     """Group, cluster and tasks of one case; equal numbers, equal tables."""
-    dice = random.Random(case)
-    law = dice.choice(("published", "perfect", "amdahl", "doubling", "few degrees"))
-    cluster = dice.choice(CLUSTERS)
+    rng = random.Random(case)
+    law = rng.choice(("published", "perfect", "amdahl", "doubling", "few degrees"))
+    cluster = rng.choice(CLUSTERS)
     gpus = parse_cluster(cluster).world
-    count = dice.choice([n for n in TASKS if n <= 4 * gpus])
-    depth = dice.choice((1, 2, 2, 2, 3))
-    sizes = _sizes(dice, count)
+    count = rng.choice([n for n in TASKS if n <= 4 * gpus])
+    depth = rng.choice((1, 2, 2, 2, 3))
+    sizes = _sizes(rng, count)
     tasks = []
     for number, size in enumerate(sizes):
-        stages = _published(dice, size, gpus) if law == "published" else _stages(dice, law, depth, size, gpus)
+        stages = _published(rng, size, gpus) if law == "published" else _stages(rng, law, depth, size, gpus)
         tasks.append({"name": f"t{number}", "stages": stages})
     return law, cluster, tasks
 
 
-def _sizes(dice: random.Random, count: int) -> list[float]:
-    kind = dice.choice(("alike", "uniform", "log-normal", "zipf", "kinds"))
+def _sizes(rng: random.Random, count: int) -> list[float]:
+    kind = rng.choice(("alike", "uniform", "log-normal", "zipf", "kinds"))
     if kind == "kinds":
-        some = [dice.uniform(0.2, 5) for _ in range(4)]
-        return [dice.choice(some) for _ in range(count)]
+        some = [rng.uniform(0.2, 5) for _ in range(4)]
+        return [rng.choice(some) for _ in range(count)]
     if kind == "zipf":
-        return [10 / rank for rank in (dice.randint(1, 40) for _ in range(count))]
+        return [10 / rank for rank in (rng.randint(1, 40) for _ in range(count))]
     draw = {
         "alike": lambda: 1.0,
-        "uniform": lambda: dice.uniform(0.2, 3),
-        "log-normal": lambda: dice.lognormvariate(0, 1),
+        "uniform": lambda: rng.uniform(0.2, 3),
+        "log-normal": lambda: rng.lognormvariate(0, 1),
     }
     return [draw[kind]() for _ in range(count)]
 
 
-def _published(dice: random.Random, size: float, gpus: int) -> list[dict[str, Any]]:
+def _published(rng: random.Random, size: float, gpus: int) -> list[dict[str, Any]]:
     known = [name for name in PUBLISHED if min(PUBLISHED[name][0]) <= gpus]
-    scale = dice.choice((1.0, 1.0, dice.uniform(0.8, 1.25), size))
-    pair = PUBLISHED[dice.choice(known)]
+    scale = rng.choice((1.0, 1.0, rng.uniform(0.8, 1.25), size))
+    pair = PUBLISHED[rng.choice(known)]
     return [
         {"stage": stage, "ms": {str(d): round(1e3 * t * scale, 2) for d, t in times.items() if d <= gpus}}
         for stage, times in zip(("vae", "dit"), pair, strict=True)
     ]
 
 
-def _stages(dice: random.Random, law: str, depth: int, size: float, gpus: int) -> list[dict[str, Any]]:
-    share = {"text": 0.05, "vae": dice.choice((0.2, 0.5, 1.0)), "dit": 1.0}
+def _stages(rng: random.Random, law: str, depth: int, size: float, gpus: int) -> list[dict[str, Any]]:
+    share = {"text": 0.05, "vae": rng.choice((0.2, 0.5, 1.0)), "dit": 1.0}
     stages = []
     for stage in STAGES[-depth:]:
         work = 30_000 * size * share[stage]
@@ -99,7 +99,7 @@ def _stages(dice: random.Random, law: str, depth: int, size: float, gpus: int) -
         degrees = [d for d in (1, 2, 4, 8, 16, 32) if d <= most]
         if law == "few degrees":
             legal = range(1, min(most, 12) + 1)
-            degrees = sorted(dice.sample(legal, min(len(legal), dice.randint(1, 4))))
+            degrees = sorted(rng.sample(legal, min(len(legal), rng.randint(1, 4))))
         elif size > 2 and stage == "dit":
             degrees = [d for d in degrees if d > 1] or degrees
         serial = {"perfect": 0.0, "amdahl": 0.05, "doubling": 0.0, "few degrees": 0.03}[law]

@@ -37,20 +37,20 @@ SLOWDOWN_BETWEEN_NODES = {16: 1.35, 32: 1.60}
 MOST_TOKENS_PER_GPU = 20_000
 
 
-def tokens(dice: random.Random) -> int:
-    u = dice.random()
+def tokens(rng: random.Random) -> int:
+    u = rng.random()
     if u < 0.35:
-        return dice.choice((1024, 1560, 3600))
-    latent = (dice.choice(FRAMES) - 1) // 4 + 1
+        return rng.choice((1024, 1560, 3600))
+    latent = (rng.choice(FRAMES) - 1) // 4 + 1
     return latent * (400 if u < 0.60 else 1560 if u < 0.90 else 3600)
 
 
 def instance(clips: int, gpus: int, seed: int, *, wide: bool) -> Problem:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     slowdown = SLOWDOWN | SLOWDOWN_BETWEEN_NODES if wide else SLOWDOWN
     jobs = []
     for _ in range(clips):
-        s = tokens(dice)
+        s = tokens(rng)
         seconds = 40 * (4 * 5120 * s**2 + 28 * 5120**2 * s) * 4 / 4e14
         choices = [
             Choice(degree, round(seconds * factor / degree * 1e3 * TICKS))

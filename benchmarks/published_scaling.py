@@ -6,12 +6,12 @@
 (github.com/xdit-project/xDiT, docs/performance/hunyuanvideo.md; H100 and H20 with the model's own code, L20 with
 Diffusers). Per kind and resolution one number is fitted, the sustained TFLOP/s, so that one GPU takes what is
 published; everything else is the compiler's: the traced model's FLOPs and attention traffic, `arachnec.cost.model`,
-and links from the data sheets.
+and links from the device specs.
 
 A published time is that of a whole clip: 50 forwards of the transformer, and one VAE decode, which xDiT does not divide
 (github.com/xdit-project/DistVAE, pull request 10: "replicated among GPUs"). The decode's time is not fitted to this
 table: a tiled decode of 848x480, 77 frames took 5.713 s on one H200 (github.com/sgl-project/sglang, pull request
-36012), taken here in proportion to pixels and to the data sheets' peaks.
+36012), taken here in proportion to pixels and to the device specs' peaks.
 
 Ends with 1 where a prediction outside ``EXPECTED_OUTSIDE`` is off by more than 10 %.
 """
@@ -32,7 +32,7 @@ from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.models.file import load_model_file
-from arachnec.passes.annotate import from_data_sheet
+from arachnec.passes.annotate import from_device_specs
 from arachnec.passes.trace import trace_model
 
 MODEL = Path(__file__).parents[1] / "examples" / "hunyuanvideo.py"
@@ -53,7 +53,7 @@ PUBLISHED: dict[tuple[int, int], dict[str, dict[int, float]]] = {
 }
 DECODE = ("h200-141g", 848 * 480 * 77, 5.713)  # device, pixels, seconds
 # Eight H100 take 78 s more than this model says, six 58 s. The same code on H20, with the same links, shows no such
-# rest, so neither links nor undivided work explain it; what does is not in the data sheets.
+# rest, so neither links nor undivided work explain it; what does is not in the device specs.
 EXPECTED_OUTSIDE = {("h100-80g", 8), ("h100-80g", 6)}
 
 
@@ -86,9 +86,9 @@ def decode_seconds(device: str, height: int, width: int) -> float:
 
 
 def model_of(stage: Stage, cluster: Cluster, sustained: float) -> CostModel:
-    """The cost model at so many TFLOP/s; the overhead per block is the data sheet's."""
-    sheet = DEVICE_SPECS[str(cluster.attrs["device"])]
-    costed = from_data_sheet(stage, sustained, sheet.block_overhead)
+    """The cost model at so many TFLOP/s; the overhead per block is the device specs'."""
+    specs = DEVICE_SPECS[str(cluster.attrs["device"])]
+    costed = from_device_specs(stage, sustained, specs.block_overhead)
     return CostModel(Module("published", Level.COSTED, cluster, stages=(costed,)))
 
 

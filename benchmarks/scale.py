@@ -34,7 +34,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.lowering.programs import lower
-from arachnec.passes.annotate import from_data_sheet
+from arachnec.passes.annotate import from_device_specs
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 
@@ -53,7 +53,7 @@ def polynomial(unit: str, quadratic: float, linear: float) -> Formula:
 
 def costed(clips: int, gpus: int, *, encode: bool) -> Module:
     """A module at level costed: a train cascade for every clip, and before it, where asked for, an encode cascade."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     dit = Stage(
         "dit",
         True,
@@ -71,7 +71,7 @@ def costed(clips: int, gpus: int, *, encode: bool) -> Module:
     )
     vae = Stage("vae", False, Attributes.of(flops=polynomial("TFLOP", 0, 4e-3), output=polynomial("GiB", 0, 6e-8)))
     stages = (vae, dit) if encode else (dit,)
-    mix = tuple(Clip(number, 81, 480, 832, 512, tokens(dice)) for number in range(clips))
+    mix = tuple(Clip(number, 81, 480, 832, 512, tokens(rng)) for number in range(clips))
     cascades: list[Cascade] = []
     for clip in mix:
         names: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def costed(clips: int, gpus: int, *, encode: bool) -> Module:
         Level.COSTED,
         parse_cluster(f"{gpus // 8}x8:{DEVICE.name}"),
         mix,
-        tuple(from_data_sheet(stage, DEVICE.sustained, DEVICE.block_overhead) for stage in stages),
+        tuple(from_device_specs(stage, DEVICE.sustained, DEVICE.block_overhead) for stage in stages),
         cascades=tuple(cascades),
     )
 

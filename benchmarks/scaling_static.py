@@ -5,7 +5,7 @@
 What the JSON file holds already is not measured again.
 
 HunyuanVideo on the bucketed video mix, H200 nodes of eight (eight H100 hold no optimizer state of 13 billion
-parameters), costs from the data sheet, simulated. Strong scaling keeps the clips of an iteration and adds GPUs, weak
+parameters), costs from the device specs, simulated. Strong scaling keeps the clips of an iteration and adds GPUs, weak
 scaling adds clips with them. Static layouts are the best single degree for everything, chosen anew for every size; data
 parallelism; and groups of fixed unequal sizes, many cuts tried and the best kept (`knapformer`). Micro-batches are the
 same for all. Medians over the seeds.

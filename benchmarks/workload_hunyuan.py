@@ -3,7 +3,7 @@
     python benchmarks/workload_hunyuan.py [MANIFEST] [--clusters 2x8:h100-80g,8x8:h100-80g]
 
 The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with
-`iteration` will do. The model is traced once, on the meta device. Costs are those of the data sheet, so the ratios mean
+`iteration` will do. The model is traced once, on the meta device. Costs are those of the device specs, so ratios mean
 more than the milliseconds. Ends with 1 if the default is slower than another pipeline anywhere.
 """
 

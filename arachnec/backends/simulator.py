@@ -59,9 +59,9 @@ def simulate(module: Module) -> Simulation:
 def model_flops_utilization(module: Module, iteration_ms: float) -> float | None:
     """TFLOP that the model needs, without recomputation, over what the cluster's devices could do at their peak."""
     assert module.cluster is not None
-    sheets = [find_device_specs(machine.device) for machine in machines(module.cluster)]
-    peaks = [sheet.peak for sheet in sheets if sheet is not None and sheet.name != "cpu"]
-    if len(peaks) < len(sheets) or iteration_ms <= 0:
+    specs = [find_device_specs(machine.device) for machine in machines(module.cluster)]
+    peaks = [device.peak for device in specs if device is not None and device.name != "cpu"]
+    if len(peaks) < len(specs) or iteration_ms <= 0:
         return None
     stages = {stage.name: stage for stage in module.stages}
     needed = [
@@ -69,7 +69,7 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     ]
     if not needed or None in needed:
         return None
-    total = sum(each for each in needed if each is not None)
+    total = sum(tflop for tflop in needed if tflop is not None)
     return total / (iteration_ms / 1e3 * module.cluster.gpus * sum(peaks))
 
 

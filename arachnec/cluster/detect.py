@@ -1,6 +1,6 @@
 """A cluster file from what a machine says about itself: devices, NVLink or PCIe, a NIC for each GPU, NUMA.
 
-What the machine cannot say stands in the file as a comment, beside what was assumed instead: how many such nodes there
+What the machine cannot say stands in the file as a comment, with what was assumed instead: how many such nodes there
 are, and how fast the network between them is.
 """
 
@@ -38,7 +38,7 @@ class CountsDiffer(Diagnostic):
 
 def cpu_file(cores: int, memory: float) -> str:
     """For a machine without GPUs: a rank a core. ``memory`` is the machine's, GiB."""
-    each = max(1, int(memory / cores))
+    share = max(1, int(memory / cores))
     return "\n".join(
         (
             f"# No GPU was found: {cores} gloo ranks on the processor's {cores} cores, in short {cores}:cpu.",
@@ -46,7 +46,7 @@ def cpu_file(cores: int, memory: float) -> str:
             "nodes = 1",
             f"gpus = {cores}",
             'device = "cpu"',
-            f'memory = "{each} GiB"  # of {memory:.0f} GiB',
+            f'memory = "{share} GiB"  # of {memory:.0f} GiB',
             "",
         )
     )
@@ -66,20 +66,20 @@ def cluster_file(matrix: Matrix | None, devices: Sequence[Device]) -> str:
     ]
     lines.append(f"gpus = {count}")
     links = _links(matrix)
-    sheet, said = _device(names, links)
-    lines += said
+    specs, device_lines = _device(names, links)
+    lines += device_lines
     if devices:
-        lines += _memory(devices[0], sheet)
-    lines += _intra(matrix, links, sheet)
-    lines += _network(matrix, sheet)
+        lines += _memory(devices[0], specs)
+    lines += _intra(matrix, links, specs)
+    lines += _network(matrix, specs)
     lines += _numa(matrix)
     return "\n".join((*lines, ""))
 
 
 def find_by_driver_name(name: str) -> DeviceSpecs | None:
-    """The data sheet of ``NVIDIA H100 80GB HBM3`` and its like."""
+    """The specs of ``NVIDIA H100 80GB HBM3`` and its like."""
     words = set(re.split(r"[\s_-]+", name.lower()))
-    return next((sheet for sheet in DEVICE_SPECS.values() if sheet.name.split("-")[0] in words), None)
+    return next((specs for specs in DEVICE_SPECS.values() if specs.name.split("-")[0] in words), None)
 
 
 def _links(matrix: Matrix | None) -> set[int]:
@@ -89,46 +89,46 @@ def _links(matrix: Matrix | None) -> set[int]:
 
 def _device(names: Sequence[str], links: set[int]) -> tuple[DeviceSpecs | None, list[str]]:
     if names:
-        sheet = find_by_driver_name(names[0])
-        if sheet is not None:
-            return sheet, [f'device = "{sheet.name}"']
+        specs = find_by_driver_name(names[0])
+        if specs is not None:
+            return specs, [f'device = "{specs.name}"']
         label = re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
         return None, [
             f'device = "{label}"',
-            "# There is no data sheet for it. Fill in what its vendor says, less what never lasts (a half is usual):",
+            "# Its specs are not known. Fill in what its vendor says, less what never lasts (a half is usual):",
             '# flops = "... TFLOP/s"',
             '# latency = "10 us"',
             '# inter_latency = "20 us"',
         ]
     few = min(links, default=0)
-    alike = [sheet for sheet in DEVICE_SPECS.values() if sheet.name != "cpu" and sheet.intra == (few or 1) * NVLINK]
+    alike = [specs for specs in DEVICE_SPECS.values() if specs.name != "cpu" and specs.intra == (few or 1) * NVLINK]
     guess = alike[0] if alike else DEVICE_SPECS["l20-48g"]
-    others = ", ".join(sheet.name for sheet in alike[1:])
+    others = ", ".join(specs.name for specs in alike[1:])
     line = f'device = "{guess.name}"  # a guess from the links, which do not name it'
     return guess, [line + (f"; {others} have the same" if others else "")]
 
 
-def _memory(device: Device, sheet: DeviceSpecs | None) -> list[str]:
+def _memory(device: Device, specs: DeviceSpecs | None) -> list[str]:
     memory = device.memory // MIB_PER_GIB
-    return [] if sheet is not None and abs(memory - sheet.memory) <= 1 else [f'memory = "{memory} GiB"']
+    return [] if specs is not None and abs(memory - specs.memory) <= 1 else [f'memory = "{memory} GiB"']
 
 
-def _intra(matrix: Matrix | None, links: set[int], sheet: DeviceSpecs | None) -> list[str]:
+def _intra(matrix: Matrix | None, links: set[int], specs: DeviceSpecs | None) -> list[str]:
     pcie = DEVICE_SPECS["l20-48g"]
     if matrix is None:
         return ["# How GPUs and NICs are joined is not known: `nvidia-smi topo -m` says it."]
     if not links:
-        return [] if sheet is not None else [f'intra = "{pcie.intra} GB/s"  # there is one GPU']
+        return [] if specs is not None else [f'intra = "{pcie.intra} GB/s"  # there is one GPU']
     few = min(links)
     if few:
         speed = few * NVLINK
         line = f'intra = "{speed} GB/s"  # {few} NVLinks between every two GPUs, {NVLINK} GB/s each'
-        return [line] if sheet is None or sheet.intra != speed else [f"# NVLink: {few} between every two GPUs."]
-    found = [f"# PCIe: {_pairs(matrix)}. Which generation is not known; 4.0 x16 is assumed."]
+        return [line] if specs is None or specs.intra != speed else [f"# NVLink: {few} between every two GPUs."]
+    notes = [f"# PCIe: {_pairs(matrix)}. Which generation is not known; 4.0 x16 is assumed."]
     if max(links):
         pairs = ", ".join(f"{a}-{b}" for a, b in combinations(matrix.gpus, 2) if matrix.nvlinks(a, b))
-        found.append(f"# NVLink only between {pairs}: groups of other GPUs go over PCIe, which counts here.")
-    return [*found, f'intra = "{pcie.intra} GB/s"', f'host = "{pcie.host} GB/s"  # shared by all GPUs of the node']
+        notes.append(f"# NVLink only between {pairs}: groups of other GPUs go over PCIe, which counts here.")
+    return [*notes, f'intra = "{pcie.intra} GB/s"', f'host = "{pcie.host} GB/s"  # shared by all GPUs of the node']
 
 
 def _pairs(matrix: Matrix) -> str:
@@ -136,8 +136,8 @@ def _pairs(matrix: Matrix) -> str:
     return ", ".join(f"{kinds.count(kind)} pairs {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _network(matrix: Matrix | None, sheet: DeviceSpecs | None) -> list[str]:
-    speed = sheet.inter if sheet is not None else DEVICE_SPECS["l20-48g"].inter
+def _network(matrix: Matrix | None, specs: DeviceSpecs | None) -> list[str]:
+    speed = specs.inter if specs is not None else DEVICE_SPECS["l20-48g"].inter
     assumed = (
         f'inter = "{speed} GB/s"  # assumed: how fast a NIC is, the link matrix does not say (400 Gbit/s = 50 GB/s)'
     )
@@ -149,12 +149,12 @@ def _network(matrix: Matrix | None, sheet: DeviceSpecs | None) -> list[str]:
     order = list(dict.fromkeys(sets))
     lines = [assumed]
     if len(order) <= len(LETTERS):
-        lines.append(f'nics = "{"".join(LETTERS[order.index(each)] for each in sets)}"')
+        lines.append(f'nics = "{"".join(LETTERS[order.index(nearest)] for nearest in sets)}"')
     for number, nics in enumerate(order[: len(LETTERS)]):
         shown = ", ".join(matrix.names.get(nic, nic) for nic in nics)
         users: dict[str, list[str]] = {}
-        for gpu, each in zip(matrix.gpus, sets, strict=True):
-            if each == nics:
+        for gpu, nearest in zip(matrix.gpus, sets, strict=True):
+            if nearest == nics:
                 users.setdefault(matrix.links[gpu, nics[0]], []).append(gpu)
         near = "; ".join(f"{link} from {' '.join(gpus)}" for link, gpus in users.items())
         lines.append(f"#   {LETTERS[number]}: {shown} ({near})")

@@ -27,8 +27,8 @@ class Devices:
 
     def packed(self, degree: int) -> list[tuple[int, ...]]:
         """The first ``degree`` ranks of each kind that has so many, else of all kinds."""
-        packed = [ranks[:degree] for ranks in self.kinds if len(ranks) >= degree]
-        return packed or [tuple(sorted(rank for ranks in self.kinds for rank in ranks)[:degree])]
+        groups = [ranks[:degree] for ranks in self.kinds if len(ranks) >= degree]
+        return groups or [tuple(sorted(rank for ranks in self.kinds for rank in ranks)[:degree])]
 
     def slowdown(self, ranks: tuple[int, ...] | None) -> float:
         """How much longer the slowest of these devices takes than the cluster's fastest, for which the formulas are."""
@@ -42,8 +42,8 @@ class Devices:
         """GiB of the least of these ranks, or of the ``degree`` ranks with most memory, where there are kinds."""
         if ranks is not None:
             return min(self._memories[self._kind_of[rank]] for rank in ranks)
-        most = (memory for memory, kind in zip(self._memories, self.kinds, strict=True) for _ in kind)
-        return next(islice(most, degree - 1, None))
+        descending = (memory for memory, kind in zip(self._memories, self.kinds, strict=True) for _ in kind)
+        return next(islice(descending, degree - 1, None))
 
     @cached_property
     def _kind_of(self) -> dict[int, int]:

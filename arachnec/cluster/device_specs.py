@@ -28,6 +28,7 @@ class DeviceSpecs:
     block_overhead: float  # ms that one forward of one transformer block takes however small it is
     host: float = math.inf  # GB/s that the devices of a node share, where they have no links of their own
     nics: str | None = None  # NIC of each device of a node of eight
+    compute: tuple[int, int] = (0, 0)  # CUDA's compute capability; (0, 0) without CUDA
 
     @property
     def sustained(self) -> float:
@@ -47,11 +48,11 @@ _PCIE4 = 25
 DEVICE_SPECS = {
     specs.name: specs
     for specs in (
-        DeviceSpecs("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DeviceSpecs("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DeviceSpecs("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS),
-        DeviceSpecs("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS),
-        DeviceSpecs("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4),
+        DeviceSpecs("h100-80g", 989, 0.32, _XDIT, 79, 3350, 450, 50, 10, 20, 0.15, nics=_NICS, compute=(9, 0)),
+        DeviceSpecs("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS, compute=(9, 0)),
+        DeviceSpecs("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS, compute=(8, 0)),
+        DeviceSpecs("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS, compute=(9, 0)),
+        DeviceSpecs("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4, compute=(8, 9)),
         DeviceSpecs("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
     )
 }

@@ -1,6 +1,6 @@
 """A cluster from a TOML file or its short form: ``2x8:h100-80g`` is two nodes of eight, ``4:cpu`` one node of four.
 
-A file states what differs from the device's data sheet, every quantity with its unit::
+A file states what differs from the device's specs, every quantity with its unit::
 
     nodes = 2
     gpus = 8
@@ -10,7 +10,7 @@ A file states what differs from the device's data sheet, every quantity with its
 
 Nodes may stand in racks: ``rack`` nodes each, which share ``uplink`` to the other racks. Nodes with other devices
 are groups, ``[[group]]`` with ``nodes``, ``device``, and ``memory``, ``flops`` or ``intra`` where they differ from its
-data sheet; ``2x8:h100-80g+2x8:a100-80g`` is the short form.
+device specs; ``2x8:h100-80g+2x8:a100-80g`` is the short form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClusterNotFound(Diagnostic):
 @dataclass(frozen=True)
 class UnknownDevice(Diagnostic):
     title: ClassVar[str] = "unknown device `{device}`"
-    label: ClassVar[str] = "no data sheet of that name"
+    label: ClassVar[str] = "no device of that name is known"
     help: ClassVar[str] = (
         "did you mean `{suggestion}`? Known are {known}; "
         "a file may describe any other device by memory, flops, intra, inter, latency and inter_latency"
@@ -122,8 +122,9 @@ _UNITS = {
     "inter_latency": "us",
     "uplink": "GB/s",
     "host": "GB/s",
+    "host_link": "GB/s",
 }
-_REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where there is no data sheet
+_REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where the device is unknown
 _EXAMPLES = {
     "nodes": "nodes = 2",
     "gpus": "gpus = 8",
@@ -140,6 +141,7 @@ _EXAMPLES = {
     "rack": "rack = 4",
     "uplink": 'uplink = "100 GB/s"',
     "host": 'host = "25 GB/s"',
+    "host_link": 'host_link = "3 GB/s"',
     "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
 }
 _OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
@@ -153,13 +155,13 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     Raises UserError with one diagnostic where it describes none.
     """
     shorts = [_SHORT.fullmatch(part.strip()) for part in str(text_or_path).split("+")]
-    parts = [
+    groups = [
         {"nodes": int(short["nodes"] or 1), "gpus": int(short["gpus"]), "device": short["device"]}
         for short in shorts
         if short
     ]
-    if len(parts) == len(shorts):
-        return _of_short_forms(parts, name)
+    if len(groups) == len(shorts):
+        return _of_short_forms(groups, name)
     path = Path(text_or_path)
     if not path.is_file():
         raise UserError(ClusterNotFound(None, str(text_or_path)))
@@ -167,8 +169,8 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     try:
         values = dict(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        line, column = (int(found[1]), int(found[2])) if found else (1, 1)
+        position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line, column = (int(position[1]), int(position[2])) if position else (1, 1)
         raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
     return _cluster(values, name, Lines(str(path), text))
 
@@ -201,21 +203,21 @@ class Lines:
         if self.file is None:
             return None
         for number, row in enumerate(self.text.splitlines(), 1):
-            found = re.match(rf"\s*({re.escape(key)})\b", row)
-            if found:
-                return Span(self.file, number, found.start(1) + 1, number, found.end(1) + 1)
+            match = re.match(rf"\s*({re.escape(key)})\b", row)
+            if match:
+                return Span(self.file, number, match.start(1) + 1, number, match.end(1) + 1)
         return Span(self.file, 1, 1, 1, 2)
 
 
 def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
-    _known(values, tuple(_EXAMPLES), lines)
+    _check_keys(values, tuple(_EXAMPLES), lines)
     if "group" in values:
         return _mixed(values, name, lines)
     nodes = _count(values, "nodes", 1, lines)
     gpus = _gpus(values, nodes, lines)
-    sheet, device = _device(values, lines)
-    quantities = {key: _quantity(values, key, sheet, lines) for key in _REQUIRED}
-    return _made(values, name, lines, nodes, gpus, device, quantities, sheet)
+    specs, device = _device(values, lines)
+    quantities = {key: _quantity(values, key, specs, lines) for key in _REQUIRED}
+    return _build(values, name, lines, nodes, gpus, device, quantities, specs)
 
 
 def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
@@ -224,20 +226,18 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
     if "host" in values:
-        raise UserError(
-            _bad("host", values["host"], "left out, since the nodes differ: their data sheets say it", lines)
-        )
+        raise UserError(_bad("host", values["host"], "left out, since the nodes differ: their specs say it", lines))
     for key in _OF_A_GROUP:
         if key in values:
             raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
-    counts, found, sheets = [], [], []
+    counts, devices, specs_of_groups = [], [], []
     for row in rows:
-        _known(row, _OF_A_GROUP, lines)
+        _check_keys(row, _OF_A_GROUP, lines)
         shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
-        sheet, device = _device(row | shared, lines)
+        specs, device = _device(row | shared, lines)
         counts.append(_count(row, "nodes", 1, lines))
-        sheets.append(sheet)
-        found.append((device, {key: _quantity(row | shared, key, sheet, lines) for key in _REQUIRED}))
+        specs_of_groups.append(specs)
+        devices.append((device, {key: _quantity(row | shared, key, specs, lines) for key in _REQUIRED}))
     if min(counts) < 1:
         raise UserError(NoGpus(lines.span("nodes"), min(counts), _count(values, "gpus", None, lines)))
     nodes = sum(counts)
@@ -245,17 +245,17 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     worst: dict[str, Quantity] = {}
     for key in _REQUIRED:
         pick = max if key in ("flops", "latency", "inter_latency") else min
-        worst[key] = pick((quantities[key] for _, quantities in found), key=lambda each: each.value)
-    fastest = max(found, key=lambda each: each[1]["flops"].value)[0]
+        worst[key] = pick((quantities[key] for _, quantities in devices), key=lambda entry: entry.value)
+    fastest = max(devices, key=lambda entry: entry[1]["flops"].value)[0]
     mixed = tuple(
         (count, device, quantities["memory"], quantities["flops"], quantities["intra"])
-        for count, (device, quantities) in zip(counts, found, strict=True)
+        for count, (device, quantities) in zip(counts, devices, strict=True)
     )
-    with_nics = next((sheet for sheet in sheets if sheet is not None and sheet.nics), None)
-    return _made(values, name, lines, nodes, gpus, fastest, worst, with_nics, mixed)
+    with_nics = next((specs for specs in specs_of_groups if specs is not None and specs.nics), None)
+    return _build(values, name, lines, nodes, gpus, fastest, worst, with_nics, mixed)
 
 
-def _made(
+def _build(
     values: dict[str, object],
     name: str,
     lines: Lines,
@@ -263,7 +263,7 @@ def _made(
     gpus: int,
     device: str,
     quantities: dict[str, Quantity],
-    sheet: DeviceSpecs | None,
+    specs: DeviceSpecs | None,
     mixed: Value | None = None,
 ) -> Cluster:
     for key, other in (("rack", "uplink"), ("uplink", "rack")):
@@ -278,9 +278,10 @@ def _made(
         "gpus": gpus,
         "device": device,
         **quantities,
-        "nics": _nics(values, gpus, sheet, lines),
+        "nics": _nics(values, gpus, specs, lines),
         "cores": cores or None,
-        "host": _host(values, sheet, lines) if mixed is None else None,
+        "host": _host(values, specs, lines) if mixed is None else None,
+        "host_link": _quantity(values, "host_link", None, lines) if "host_link" in values else None,
         "rack": rack if "rack" in values else None,
         "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
         "mixed": mixed,
@@ -288,7 +289,7 @@ def _made(
     return Cluster(_text(values, "name", lines) or name, Attributes.of(**attrs))
 
 
-def _known(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
+def _check_keys(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
     for key in values:
         if key not in known:
             raise UserError(UnknownClusterKey(lines.span(key), key, _nearest(key, list(known)), ", ".join(known)))
@@ -304,34 +305,34 @@ def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
 
 
 def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None, str]:
-    """The data sheet and the full name of the device; no sheet where the file says all that one would."""
+    """The specs and the full name of the device; no specs where the file says all that they would."""
     device = _text(values, "device", lines)
     if device is None:
         raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
-    sheet = find_device_specs(device)
-    if sheet is None and not all(key in values for key in _REQUIRED):
+    specs = find_device_specs(device)
+    if specs is None and not all(key in values for key in _REQUIRED):
         names = sorted(DEVICE_SPECS)
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
         listed = ", ".join(sorted(names, key=lambda name: name != first))
         raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
-    return sheet, sheet.name if sheet else device
+    return specs, specs.name if specs else device
 
 
-def _host(values: dict[str, object], sheet: DeviceSpecs | None, lines: Lines) -> Quantity | None:
-    if "host" not in values and (sheet is None or math.isinf(sheet.host)):
+def _host(values: dict[str, object], specs: DeviceSpecs | None, lines: Lines) -> Quantity | None:
+    if "host" not in values and (specs is None or math.isinf(specs.host)):
         return None
-    return _quantity(values, "host", sheet, lines)
+    return _quantity(values, "host", specs, lines)
 
 
-def _nics(values: dict[str, object], gpus: int, sheet: DeviceSpecs | None, lines: Lines) -> str | None:
+def _nics(values: dict[str, object], gpus: int, specs: DeviceSpecs | None, lines: Lines) -> str | None:
     nics = _text(values, "nics", lines)
     if nics is not None and len(nics) != gpus:
         example = f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"'
         expected = f"one letter for each of the {gpus} devices of a node"
         raise UserError(BadClusterValue(lines.span("nics"), "nics", f'"{nics}"', expected, example))
-    if nics is None and sheet is not None and sheet.nics is not None and len(sheet.nics) == gpus:
-        return sheet.nics
+    if nics is None and specs is not None and specs.nics is not None and len(specs.nics) == gpus:
+        return specs.nics
     return nics
 
 
@@ -353,19 +354,19 @@ def _text(values: dict[str, object], key: str, lines: Lines) -> str | None:
     return value
 
 
-def _quantity(values: dict[str, object], key: str, sheet: DeviceSpecs | None, lines: Lines) -> Quantity:
+def _quantity(values: dict[str, object], key: str, specs: DeviceSpecs | None, lines: Lines) -> Quantity:
     unit = _UNITS[key]
     if key not in values:
-        assert sheet is not None, "without a data sheet every quantity is in the file"
-        number = sheet.sustained if key == "flops" else getattr(sheet, key)
+        assert specs is not None, "without device specs every quantity is in the file"
+        number = specs.sustained if key == "flops" else getattr(specs, key)
         return Quantity(round(float(number), 6), unit)
     value = values[key]
-    found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     try:
-        number = float(found["number"]) if found else 0.0
+        number = float(match["number"]) if match else 0.0
     except ValueError:
         number = 0.0
-    if found is None or found["unit"] != unit or number <= 0:
+    if match is None or match["unit"] != unit or number <= 0:
         raise UserError(_bad(key, value, f"a positive number of {unit}, with its unit", lines))
     return Quantity(number, unit)
 

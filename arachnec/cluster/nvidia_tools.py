@@ -72,9 +72,9 @@ class Matrix:
         far = {nic: DISTANCES.index(self.links[gpu, nic]) for nic in self.nics}
         return tuple(nic for nic in self.nics if far[nic] == min(far.values()))
 
-    def nvlinks(self, one: str, other: str) -> int:
+    def nvlinks(self, gpu: str, peer: str) -> int:
         """How many NVLinks join two GPUs; 0 where they talk over PCIe."""
-        link = self.links[one, other]
+        link = self.links[gpu, peer]
         return int(link[2:]) if link.startswith("NV") else 0
 
 
@@ -96,23 +96,23 @@ def parse_matrix(text: str, file: str) -> Matrix:
         name, *cells = row.split() or [""]
         if name not in columns:
             break
-        for other, cell in zip(columns, cells, strict=False):
-            if not _CELL.fullmatch(cell) or (cell == "X") != (name == other):
-                raise UserError(BadMatrix(_span(file, number, row), f"`{cell}` between {name} and {other}"))
-            links[name, other] = cell
+        for peer, cell in zip(columns, cells, strict=False):
+            if not _CELL.fullmatch(cell) or (cell == "X") != (name == peer):
+                raise UserError(BadMatrix(_span(file, number, row), f"`{cell}` between {name} and {peer}"))
+            links[name, peer] = cell
         if len(cells) < len(columns):
             problem = f"{name} has {len(cells)} of {len(columns)} cells"
             raise UserError(BadMatrix(_span(file, number, row), problem))
-        rest = cells[len(columns) :]
-        if name in gpus and len(rest) > 1 and rest[1].isdigit():
-            numa[name] = rest[1]
+        affinities = cells[len(columns) :]
+        if name in gpus and len(affinities) > 1 and affinities[1].isdigit():
+            numa[name] = affinities[1]
     missing = [name for name in columns if (name, name) not in links]
     if missing:
         raise UserError(BadMatrix(_span(file, top + 1, rows[top]), f"there is no row for {missing[0]}"))
     uneven = [(a, b) for a, b in links if links[a, b] != links[b, a]]
     if uneven:
-        one, other = uneven[0]
-        problem = f"{one} to {other} is {links[one, other]}, and {links[other, one]} the other way"
+        gpu, peer = uneven[0]
+        problem = f"{gpu} to {peer} is {links[gpu, peer]}, and {links[peer, gpu]} the other way"
         raise UserError(BadMatrix(_span(file, top + 1, rows[top]), problem))
     names = dict(re.findall(r"^\s*(NIC\d+): *(\S+)", text, re.MULTILINE))
     return Matrix(gpus, nics, links, numa, names)
@@ -131,12 +131,14 @@ def parse_devices(text: str, file: str) -> tuple[Device, ...]:
     """Raises UserError with one diagnostic where the text is not what the query prints."""
     rows = text.splitlines()
     names = [cell.strip() for cell in rows[0].split(",")]
-    wanted = {word: next((i for i, name in enumerate(names) if name.split(" ")[0] == word), None) for word in _COLUMNS}
-    for word, place in wanted.items():
-        if place is None:
+    column_of = {
+        word: next((i for i, name in enumerate(names) if name.split(" ")[0] == word), None) for word in _COLUMNS
+    }
+    for word, column in column_of.items():
+        if column is None:
             raise UserError(BadDevices(_span(file, 1, rows[0]), f"it has no column `{word}`"))
-    name_at, memory_at = (place for place in wanted.values() if place is not None)
-    found = []
+    name_at, memory_at = (column for column in column_of.values() if column is not None)
+    devices = []
     for number, cells in enumerate(csv.reader(rows[1:], skipinitialspace=True), 2):
         if not cells:
             continue
@@ -147,10 +149,10 @@ def parse_devices(text: str, file: str) -> tuple[Device, ...]:
         if memory is None:
             problem = f"`{cells[memory_at]}` is no memory in MiB"
             raise UserError(BadDevices(_span(file, number, rows[number - 1]), problem))
-        found.append(Device(cells[name_at].strip(), int(memory[1])))
-    if not found:
+        devices.append(Device(cells[name_at].strip(), int(memory[1])))
+    if not devices:
         raise UserError(BadDevices(_span(file, 1, rows[0]), "it lists none"))
-    return tuple(found)
+    return tuple(devices)
 
 
 _COLUMNS = ("name", "memory.total")

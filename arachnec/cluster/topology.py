@@ -56,7 +56,7 @@ def rack_of(cluster: Cluster, rank: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _whereabouts(cluster: Cluster) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _nodes_and_racks(cluster: Cluster) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of every rank the node and the rack: a link of a wide group asks for thousands."""
     ranks = range(cluster.world)
     return tuple(node_of(cluster, rank) for rank in ranks), tuple(rack_of(cluster, rank) for rank in ranks)
@@ -86,13 +86,13 @@ def machines(cluster: Cluster) -> tuple[Machine, ...]:
     if not isinstance(mixed, tuple):
         memory, flops, intra = (quantity(attrs[name]) for name in ("memory", "flops", "intra"))
         return (Machine(str(attrs["device"]), memory, flops, intra),) * cluster.nodes
-    found: list[Machine] = []
+    nodes: list[Machine] = []
     for row in mixed:
         assert isinstance(row, tuple), "the table of the cluster's attributes says so"
         count, device, memory_of, flops_of, intra_of = row
-        one = Machine(str(device), quantity(memory_of), quantity(flops_of), quantity(intra_of))
-        found += [one] * integer(count)
-    return tuple(found)
+        machine = Machine(str(device), quantity(memory_of), quantity(flops_of), quantity(intra_of))
+        nodes += [machine] * integer(count)
+    return tuple(nodes)
 
 
 def mix_of(cluster: Cluster, nodes: int) -> Value | None:
@@ -129,20 +129,20 @@ def packed_ranks(cluster: Cluster, degree: int, spans_nodes: int | None = None) 
         return tuple(range(degree))
     if not math.ceil(degree / cluster.gpus) <= spans_nodes <= min(degree, cluster.nodes):
         raise ValueError(f"degree {degree} cannot span {spans_nodes} nodes of {cluster.gpus}")
-    each, extra = divmod(degree, spans_nodes)
+    share, extra = divmod(degree, spans_nodes)
     return tuple(
         node * cluster.gpus + device
         for node in range(spans_nodes)
-        for device in range(each + (1 if node < extra else 0))
+        for device in range(share + (1 if node < extra else 0))
     )
 
 
 def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
-    """The link of a gather or a sum over all these ranks, for the rank that sends most to other nodes.
+    """The link of a gather or an all-reduce over all these ranks, for the rank that sends most to other nodes.
 
     Such collectives run as rings through the ranks in order, so that every byte leaves a rack once.
     """
-    nodes, rack = _whereabouts(cluster)
+    nodes, rack = _nodes_and_racks(cluster)
     racks = {rack[rank] for rank in ranks}
     passed = (len(ranks) - 1) / len(ranks)
     busiest = max(Counter(nodes[rank] for rank in ranks).values())
@@ -152,7 +152,7 @@ def group_link(cluster: Cluster, ranks: tuple[int, ...]) -> Link:
 
 def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the all-to-alls: their groups are runs of ``ulysses`` consecutive ranks of the cascade."""
-    nodes, racks = _whereabouts(cluster)
+    nodes, racks = _nodes_and_racks(cluster)
     if ranks == tuple(range(len(ranks))) and "mixed" not in cluster.attrs:
         # the groups of packed ranks lie in nodes and racks as those of the first ranks do, again and again
         ranks = ranks[: math.lcm(ulysses, cluster.gpus * integer(cluster.attrs.get("rack", 1)))]
@@ -161,11 +161,11 @@ def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link
     hosted: Counter[int] = Counter()
     carried: Counter[tuple[int, str]] = Counter()
     for group in groups:
-        for rack, here in Counter(racks[rank] for rank in group).items():
-            shared[rack] += here * (len(group) - here)
+        for rack, members in Counter(racks[rank] for rank in group).items():
+            shared[rack] += members * (len(group) - members)
         near = Counter(nodes[rank] for rank in group)
-        for node, here in near.items():
-            hosted[node] += here * (here - 1)
+        for node, members in near.items():
+            hosted[node] += members * (members - 1)
         if len(near) > 1:
             for rank in group:
                 carried[nodes[rank], nic_of(cluster, rank)] += len(group) - near[nodes[rank]]
@@ -175,14 +175,14 @@ def ulysses_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link
 
 def ring_link(cluster: Cluster, ranks: tuple[int, ...], ulysses: int) -> Link:
     """The link of the rings: every ``ulysses``-th rank of the cascade, each sending to the next."""
-    nodes, racks = _whereabouts(cluster)
+    nodes, racks = _nodes_and_racks(cluster)
     following = (*ranks[ulysses:], *ranks[:ulysses])  # of each rank the next of its ring
-    here, there = [nodes[rank] for rank in ranks], [nodes[rank] for rank in following]
-    crossing = here != there
+    from_nodes, to_nodes = [nodes[rank] for rank in ranks], [nodes[rank] for rank in following]
+    crossing = from_nodes != to_nodes
     shared = Counter(racks[a] for a, b in zip(ranks, following, strict=True) if racks[a] != racks[b])
-    hosted = Counter(compress(here, map(eq, here, there)))
-    letters = map(partial(nic_of, cluster), compress(ranks, map(ne, here, there)))
-    carried = Counter(zip(compress(here, map(ne, here, there)), letters, strict=True))
+    hosted = Counter(compress(from_nodes, map(eq, from_nodes, to_nodes)))
+    letters = map(partial(nic_of, cluster), compress(ranks, map(ne, from_nodes, to_nodes)))
+    carried = Counter(zip(compress(from_nodes, map(ne, from_nodes, to_nodes)), letters, strict=True))
     busiest = (float(max(count.values(), default=0)) for count in (carried, hosted, shared))
     return _with_fractions(cluster, [ranks], 0.0 if crossing else 1.0, 1.0 if crossing else 0.0, *busiest)
 
@@ -192,8 +192,8 @@ def _link(cluster: Cluster, groups: Sequence[tuple[int, ...]], carried: float, h
     worst = (0.0, 0.0)
     for group in groups:
         counts = Counter(rank // gpus for rank in group)
-        least = min(counts.values())
-        worst = max(worst, ((len(group) - least) / len(group), (least - 1) / len(group)))
+        fewest = min(counts.values())
+        worst = max(worst, ((len(group) - fewest) / len(group), (fewest - 1) / len(group)))
     outside, inside = worst
     return _with_fractions(cluster, groups, inside, outside, carried, hosted, shared)
 
@@ -208,8 +208,8 @@ def intra_of(cluster: Cluster, rank: int) -> float:
 def host_of(cluster: Cluster, rank: int) -> float:
     """GB/s that the devices of a rank's node share, where they have no links of their own; else infinite."""
     if "mixed" in cluster.attrs:
-        sheet = find_device_specs(machines(cluster)[node_of(cluster, rank)].device)
-        return sheet.host if sheet else math.inf
+        specs = find_device_specs(machines(cluster)[node_of(cluster, rank)].device)
+        return specs.host if specs else math.inf
     host = cluster.attrs.get("host")
     return math.inf if host is None else quantity(host)
 
@@ -225,7 +225,7 @@ def _with_fractions(
 ) -> Link:
     """With the speeds of the slowest node."""
     attrs = cluster.attrs
-    first, node = groups[0][0], _whereabouts(cluster)[0]
+    first, node = groups[0][0], _nodes_and_racks(cluster)[0]
     mixed = "mixed" in attrs
     nodes = {node[rank]: rank for group in groups for rank in group}.values() if mixed else (first,)
     return Link(
@@ -300,12 +300,27 @@ def topology(cluster: Cluster) -> nx.Graph[Vertex]:
     return graph
 
 
+def host_link_of(cluster: Cluster) -> float | None:
+    """GB/s at which a node hands values over on its host's network; None where that was not measured."""
+    speed = cluster.attrs.get("host_link")
+    return None if speed is None else quantity(speed)
+
+
 def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> float:
-    """ms to move ``size`` bytes from one rank to another; 0 on the same rank."""
+    """ms to move ``size`` bytes from one rank to another; 0 on the same rank.
+
+    Over the hosts' network where its speed is known, else as if over the devices' links.
+    """
     if source == target:
         return 0.0
-    same = node_of(cluster, source) == node_of(cluster, target)
-    speed = min(intra_of(cluster, source), host_of(cluster, source)) if same else quantity(cluster.attrs["inter"])
+    same_node = node_of(cluster, source) == node_of(cluster, target)
+    speed = host_link_of(cluster) or _device_speed(cluster, source, target)
+    return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same_node else "inter_latency"]) * 1e-3
+
+
+def _device_speed(cluster: Cluster, source: int, target: int) -> float:
+    same_node = node_of(cluster, source) == node_of(cluster, target)
+    speed = min(intra_of(cluster, source), host_of(cluster, source)) if same_node else quantity(cluster.attrs["inter"])
     if rack_of(cluster, source) != rack_of(cluster, target):
         speed = min(speed, uplink_of(cluster))
-    return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same else "inter_latency"]) * 1e-3
+    return speed

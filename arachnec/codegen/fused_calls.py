@@ -56,10 +56,10 @@ class KernelCalls:
         if match.splits:
             gone = [self.nodes[match.splits], *gone]
             operands = self._without_bias(match, operands)
-        made = self._call(match, kernel, operands)
+        call = self._call(match, kernel, operands)
         for role, name in match.results.items():
-            self.nodes[name].replace_all_uses_with(made[role])
-            self.nodes[name] = made[role]
+            self.nodes[name].replace_all_uses_with(call[role])
+            self.nodes[name] = call[role]
         for node in reversed(gone):
             if not node.users:
                 self.graph.erase_node(node)
@@ -87,13 +87,13 @@ class KernelCalls:
                 read.setdefault(traced, set()).add(running)
         names_of = {node: name for name, node in self.captured.items()}
         readers = {names_of[node]: nodes for node, nodes in read.items() if node in names_of}
-        found: dict[str, fx.Node] = {}
+        operands: dict[str, fx.Node] = {}
         for role, name in match.operands.items():
             nodes = readers.get(name, set())
             if len(nodes) != 1:
                 return None
-            (found[role],) = nodes
-        return found
+            (operands[role],) = nodes
+        return operands
 
     def _without_bias(self, match: Match, operands: dict[str, fx.Node]) -> dict[str, fx.Node]:
         """The layer's matrix product alone, in its place; the layer goes with the operation that read it."""
@@ -115,13 +115,13 @@ class KernelCalls:
         call.meta = {"val": values[0] if len(returned) == 1 else tuple(values)}
         if len(returned) == 1:
             return {returned[0]: call, "calls": [call]}
-        made: dict[str, Any] = {"calls": [call]}
+        results: dict[str, Any] = {"calls": [call]}
         for index, role in reversed(list(enumerate(returned))):
             with self.graph.inserting_after(call):
-                made[role] = self.graph.call_function(_item, (call, index))
-            made[role].meta = dict(value[role])
-            made["calls"].append(made[role])
-        return made
+                results[role] = self.graph.call_function(_item, (call, index))
+            results[role].meta = dict(value[role])
+            results["calls"].append(results[role])
+        return results
 
 
 def learned_nodes(captured: CapturedBlock, here: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -134,13 +134,13 @@ def learned_nodes(captured: CapturedBlock, here: Mapping[fx.Node, fx.Node]) -> s
     for node in captured.exported.graph.nodes:
         if any(before in learned for before in node.all_input_nodes):
             learned.add(node)
-    found = {here[node] for node in learned if node in here}
-    front = list(found)
+    learned_here = {here[node] for node in learned if node in here}
+    front = list(learned_here)
     while front:  # what only the running graph has, such as a slice of a trained table
-        new = [user for user in front.pop().users if user not in found]
-        found.update(new)
+        new = [user for user in front.pop().users if user not in learned_here]
+        learned_here.update(new)
         front.extend(new)
-    return found
+    return learned_here
 
 
 def _item(values: tuple[Tensor, ...], index: int) -> Tensor:

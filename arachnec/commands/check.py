@@ -26,10 +26,10 @@ def command(program: Path) -> None:
     values = Values(module)
     limits = [node.memory for node in machines(module.cluster)]
     peak, limit = max(
-        ((high_water(values, each), limits[node_of(module.cluster, each.rank)]) for each in module.programs),
+        ((high_water(values, listing), limits[node_of(module.cluster, listing.rank)]) for listing in module.programs),
         key=lambda pair: pair[0].total / pair[1],
     )
-    instructions = sum(len(each.instructions) for each in module.programs)
+    instructions = sum(len(listing.instructions) for listing in module.programs)
     click.echo(
         f"{module.name}: {instructions} instructions on {len(module.programs)} ranks hold all rules\n"
         f"  gradient  {len(module.clips)} clips, each once in every trained stage, with weight 1/{len(module.clips)}\n"

@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the cluster file there.")
 def detect(files: tuple[Path, ...], output: Path | None) -> None:
     """Write a cluster file for one node: its devices, how they are joined, its NICs, and what is not known."""
-    text = _saved(files) if files else _here()
+    text = _saved(files) if files else _detected()
     if output is None:
         click.echo(text, nl=False)
         return
@@ -55,19 +55,19 @@ def _saved(files: tuple[Path, ...]) -> str:
     return cluster_file(matrix, devices)
 
 
-def _here() -> str:
+def _detected() -> str:
     from arachnec.cluster.detect import cluster_file, cpu_file
     from arachnec.cluster.nvidia_tools import QUERY, parse_devices, parse_matrix
 
     devices = _by_nvml()
     if devices is None:
-        listed = _said("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")
+        listed = _output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")
         devices = parse_devices(listed, "nvidia-smi --query-gpu") if listed else ()
     if not devices:
         click.echo("no GPU was found on this machine; the file describes its processor", err=True)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return cpu_file(len(os.sched_getaffinity(0)), pages / 2**30)
-    matrix = _said("nvidia-smi", "topo", "-m")
+    matrix = _output_of("nvidia-smi", "topo", "-m")
     return cluster_file(parse_matrix(matrix, "nvidia-smi topo -m") if matrix else None, devices)
 
 
@@ -86,8 +86,8 @@ def _by_nvml() -> tuple[Device, ...] | None:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return tuple(
-            Device(_text(pynvml.nvmlDeviceGetName(each)), pynvml.nvmlDeviceGetMemoryInfo(each).total // 2**20)
-            for each in handles
+            Device(_text(pynvml.nvmlDeviceGetName(handle)), pynvml.nvmlDeviceGetMemoryInfo(handle).total // 2**20)
+            for handle in handles
         )
     except pynvml.NVMLError:
         return None
@@ -99,10 +99,10 @@ def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name  # older packages give bytes
 
 
-def _said(*words: str) -> str | None:
+def _output_of(*words: str) -> str | None:
     """What a program prints; None where it is not there or fails."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        completed = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return completed.stdout if completed.returncode == 0 else None

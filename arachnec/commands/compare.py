@@ -40,7 +40,7 @@ def command(
     """Plan the first iteration of the clips with every named pipeline and print what each would take.
 
     Times, imbalance, MFU and memory are the simulator's. MFU is model FLOPs without recomputation over what the
-    devices could do at their data sheet's peak; a dash where either is not known. `x bound` is makespan over the lower
+    devices could do at their specified peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
     from arachnec.commands.tables import terminal
@@ -49,15 +49,15 @@ def command(
     if not names(pipelines):
         raise click.UsageError("--pipelines names none; leave it out to compare all")
     named = {name: options.pipeline(name, profile) for name in names(pipelines)}
-    found, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
-    rows = [each.report for each in found]
+    plans, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
+    rows = [plan.report for plan in plans]
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
         print()
     else:
         _print(rows, refused)
     if svg is not None:  # last: what took minutes to plan is on the screen where the file cannot be written
-        svg.write_text(drawing(model, found), encoding="utf-8")
+        svg.write_text(drawing(model, plans), encoding="utf-8")
         if not as_json:
             terminal().print(f"wrote {svg}")
 
@@ -72,32 +72,34 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
     console.print()
     for row in refused:
         console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}", highlight=False, soft_wrap=True)
-    others = [row for row in rows if row["original_clips"]]
-    console.print(f"every pipeline here trains each clip once{'; the originals of these do not:' if others else ''}")
-    for row in others:
+    leaving_out = [row for row in rows if row["original_clips"]]
+    console.print(
+        f"every pipeline here trains each clip once{'; the originals of these do not:' if leaving_out else ''}"
+    )
+    for row in leaving_out:
         console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
 
 
-def drawing(model: Path, found: Sequence[Compared]) -> str:
+def drawing(model: Path, plans: Sequence[Compared]) -> str:
     """Bars and timelines of all, as SVG."""
     from arachnec.ir.nodes import quantity
     from arachnec.views.comparison_svg import Plan, draw_comparison
 
-    module = found[0].module
+    module = plans[0].module
     assert module.cluster is not None
-    where = f"{module.cluster.world} x {module.cluster.attrs['device']}"
+    cluster = f"{module.cluster.world} x {module.cluster.attrs['device']}"
     return draw_comparison(
-        f"{model.stem}, {len(module.clips)} clips on {where}: one iteration",
+        f"{model.stem}, {len(module.clips)} clips on {cluster}: one iteration",
         [
             Plan(
-                each.name,
-                each.module,
-                each.simulation.timeline,
-                each.simulation.makespan_ms,
-                each.simulation.iteration_ms,
-                quantity(each.module.attrs["bound"]),
+                plan.name,
+                plan.module,
+                plan.simulation.timeline,
+                plan.simulation.makespan_ms,
+                plan.simulation.iteration_ms,
+                quantity(plan.module.attrs["bound"]),
             )
-            for each in found
+            for plan in plans
         ],
     )
 

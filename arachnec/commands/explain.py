@@ -22,7 +22,7 @@ WITHOUT_FOLDER = "schedule-z3,place,bucket,lower,check"  # where no folder says 
 def command(program: Path, budget: str, what_if: bool) -> None:
     """Say in sentences why the plan of PROGRAM, an executable folder or a lowered .cascade file, is as it is.
 
-    What bounds it, the critical chain by name, why long cascades have their degrees, what recomputes, where ranks
+    What bounds it, the critical path by name, why long cascades have their degrees, what recomputes, where ranks
     idle; and what one more node, other degrees, more memory or encoders out of the way would make of it, each planned
     anew.
     """
@@ -38,11 +38,11 @@ def command(program: Path, budget: str, what_if: bool) -> None:
     except BadOption as error:
         raise click.BadParameter(str(error), param_hint="--budget") from None
     module = read_program(program)
-    found = explain(module)
+    sections = explain(module)
     if what_if:
-        found += (Section("What would change it", tuple(sentences(answers(program, module, milliseconds)))),)
+        sections += (Section("What would change it", tuple(sentences(answers(program, module, milliseconds)))),)
     console = terminal()
-    for section in found:
+    for section in sections:
         console.print("\n", bold(section.title), sep="")
         for sentence in section.sentences:
             console.print(f"  {sentence}", highlight=False, soft_wrap=True)

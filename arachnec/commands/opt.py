@@ -42,10 +42,10 @@ def read_text(path: Path) -> str:
 
 def wanted_passes(passes: str | None, text: str, file: str) -> str:
     """``--passes``, else what line 1 of the text names. Raises UserError where there is neither."""
-    found = passes if passes is not None else pipeline_of(text)
-    if found is None:
+    pipeline = passes if passes is not None else pipeline_of(text)
+    if pipeline is None:
         raise UserError(NoPipeline(None, file))
-    return found
+    return pipeline
 
 
 @click.command("opt")
@@ -58,8 +58,8 @@ def command(file: Path, passes: str | None, output: Path | None, options: PassOp
     text = read_text(file)
     pipeline = options.pipeline(wanted_passes(passes, text, str(file)))
     name = "<stdin>" if str(file) == "-" else str(file)
-    result = print_module(pipeline.run(parse_module(text, name), options.instruments()))
+    printed = print_module(pipeline.run(parse_module(text, name), options.instruments()))
     if output is None:
-        click.echo(result, nl=False)
+        click.echo(printed, nl=False)
     else:
-        output.write_text(result, encoding="utf-8")
+        output.write_text(printed, encoding="utf-8")

@@ -54,14 +54,14 @@ class PassOptions:
     def instruments(self) -> tuple[Instrument, ...]:
         """A reproducer on a crash, always; and what the options ask for. Texts go to standard error."""
         tell = functools.partial(click.echo, err=True)
-        found: list[Instrument] = [Reproducer(self.dump or Path(), tell)]
+        instruments: list[Instrument] = [Reproducer(self.dump or Path(), tell)]
         if self.print_after_all or self.print_after:
-            found.append(PrintAfter(tell, None if self.print_after_all else frozenset(self.print_after)))
+            instruments.append(PrintAfter(tell, None if self.print_after_all else frozenset(self.print_after)))
         if self.dump is not None:
-            found.append(Dump(self.dump))
+            instruments.append(Dump(self.dump))
         if self.timing is not None:
-            found.append(self.timing)
-        return tuple(found)
+            instruments.append(self.timing)
+        return tuple(instruments)
 
 
 def pass_options(command: Command) -> Command:
@@ -77,7 +77,7 @@ def pass_options(command: Command) -> Command:
         time_passes: bool,
         **kwargs: Any,
     ) -> Any:
-        registry = functools.reduce(lambda known, path: load_file(path, known), load, installed())
+        registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
         for name in print_ir_after:
             if name not in registry:
                 raise UserError(UnknownPass(None, name, did_you_mean(name, list(registry), "passes are")))

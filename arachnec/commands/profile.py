@@ -33,22 +33,24 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     for stage in profile.stages:
         length = only_length(stage)
         if length is not None and stage.measurements[0].sizes is None:
-            said = f"measured at {length} tokens only; what clips of another length take is a guess"
-            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False)
+            note = f"measured at {length} tokens only; what clips of another length take is a guess"
+            console.print(f"{stage.stage} {stage.phase}: {note}", highlight=False)
     for stage in profile.stages:
         if stage.fit.held_out is not None:
             error = f"{100 * stage.fit.held_out:.0f} %"
             grows = "" if stage.fit.exponent is None else f", grows as S^{stage.fit.exponent:.2f}"
-            known = {tuple(run.sizes.items()) for run in stage.measurements if run.sizes is not None}
-            said = (
-                f"{counted(len(known), 'size')} of clips taken as measured; the formula for others: " if known else ""
+            sizes_measured = {tuple(run.sizes.items()) for run in stage.measurements if run.sizes is not None}
+            note = (
+                f"{counted(len(sizes_measured), 'size')} of clips taken as measured; the formula for others: "
+                if sizes_measured
+                else ""
             )
-            said += f"mean error {error} on points held out{grows}"
-            console.print(f"{stage.stage} {stage.phase}: {said}", highlight=False)
+            note += f"mean error {error} on points held out{grows}"
+            console.print(f"{stage.stage} {stage.phase}: {note}", highlight=False)
     if profile.links is not None:
         links = f"{profile.links.latency:.0f} us, {profile.links.intra:.2f} GB/s"
         console.print(f"links inside a machine: {links}", highlight=False)
     for end in profile.synchronisation:
         times = f"{end.reduce_ms:.1f} ms over {end.ranks} ranks, optimizer step {end.step_ms:.1f} ms"
-        console.print(f"{end.stage}: sum of gradients {times}", highlight=False)
+        console.print(f"{end.stage}: gradient all-reduce {times}", highlight=False)
     console.print(f"wrote {output}", highlight=False, soft_wrap=True)

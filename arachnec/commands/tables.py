@@ -31,7 +31,7 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     left_out = len(report["cascades"]) - MOST_ROWS
     if left_out > 0:
         console.print(f"  ... and {left_out} more; `--json` has them all")
-    everything = f"{ms(report['makespan_ms'])} + what no backward hides of the gradient sum + optimizer"
+    everything = f"{ms(report['makespan_ms'])} + exposed gradient all-reduce + optimizer"
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     console.print(
         bold("predicted"),
@@ -48,8 +48,8 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
         f"  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
     )
     if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):
-        what = "ranks that share a clip gather more than attention needs, in every block:"
-        console.print(bold("warning:"), what)
+        notice = "ranks that share a clip gather more than attention needs, in every block:"
+        console.print(bold("warning:"), notice)
         for line in compiled.warnings:
             console.print(f"  {line}", highlight=False, soft_wrap=True)
     if folder is not None:
@@ -84,8 +84,8 @@ def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def attention_word(ulysses: object, ring: object) -> str:
     """``ulysses 4``, ``ring 3``, ``ulysses 4 x ring 2``, or nothing on one rank."""
-    parts = [f"{name} {n}" for name, n in (("ulysses", ulysses), ("ring", ring)) if isinstance(n, int) and n > 1]
-    return " x ".join(parts)
+    factors = [f"{name} {n}" for name, n in (("ulysses", ulysses), ("ring", ring)) if isinstance(n, int) and n > 1]
+    return " x ".join(factors)
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -118,12 +118,15 @@ def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     scale = (width - label - 13) / ordered[-1]["iteration_ms"]
     lines = []
     for row in ordered:
-        work, whole, bound = (round(row[key] * scale) for key in ("makespan_ms", "iteration_ms", "bound_ms"))
-        bar = list("█" * work + "░" * (whole - work))
+        work, total, bound = (round(row[key] * scale) for key in ("makespan_ms", "iteration_ms", "bound_ms"))
+        bar = list("█" * work + "░" * (total - work))
         if bar:
             bar[min(bound, len(bar) - 1)] = "│"
         lines.append(f"{row['pipeline']:{label}} {''.join(bar)} {ms(row['iteration_ms'])}")
-    return [*lines, f"{'':{label}} █ makespan  ░ gradient sum and step after it  │ lower bound of its micro-batches"]
+    return [
+        *lines,
+        f"{'':{label}} █ makespan  ░ exposed gradient all-reduce and step  │ lower bound of its micro-batches",
+    ]
 
 
 def plain_table(title: str) -> Table:

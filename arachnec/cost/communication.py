@@ -43,7 +43,7 @@ class Volumes:
     @property
     def moved(self) -> float:
         """Bytes that leave a rank."""
-        return self.traded * _others(self.ulysses) + self.passed + self.gathered * _others(self.degree)
+        return self.traded * _share_sent(self.ulysses) + self.passed + self.gathered * _share_sent(self.degree)
 
 
 def volumes(
@@ -86,7 +86,7 @@ def _steps(ranks: int) -> int:
     return math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
 
-def _others(ranks: int) -> float:
+def _share_sent(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 

@@ -14,7 +14,7 @@ EVERY, STEP, WIDE, WIDE_STEP = 64, 8, 256, 32
 
 
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
-    """Degrees at which a cascade may run, ascending; memory is not asked.
+    """Degrees at which a cascade may run, ascending, whether the memory holds them or not.
 
     Those that were measured, else those that the stage lists, else those of ``wide_steps`` that leave no rank without a
     token or, of an encoder, without a clip.
@@ -25,17 +25,17 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
     listed = stage.attrs.get("degrees")
     if listed is not None:
         return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))
-    most = min(cluster.world, cascade.batch if cascade.phase is Phase.ENCODE else max(1, cascade.tokens))
-    return wide_steps(most, cluster.gpus)
+    largest = min(cluster.world, cascade.batch if cascade.phase is Phase.ENCODE else max(1, cascade.tokens))
+    return wide_steps(largest, cluster.gpus)
 
 
-def wide_steps(most: int, gpus: int) -> tuple[int, ...]:
-    """Degrees up to ``most``: all to 64, then multiples of 8 and of 32, whole nodes of ``gpus``, and the last."""
+def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
+    """Degrees up to ``largest``: all to 64, then multiples of 8 and of 32, whole nodes of ``gpus``, and the last."""
     return tuple(
         degree
-        for degree in range(1, most + 1)
+        for degree in range(1, largest + 1)
         if degree <= EVERY
-        or degree == most
+        or degree == largest
         or degree % (STEP if degree <= WIDE else WIDE_STEP) == 0
         or (gpus >= STEP and degree % gpus == 0)
     )

@@ -28,7 +28,7 @@ class Memory:
         return {stage.name: stage for stage in self.module.stages}
 
     def of(self, cascade: Cascade, degree: int, recompute: bool) -> float:
-        """GiB that each of the cascade's ranks holds while it runs, beside its ``state``."""
+        """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
             return divided(stage, "workspace", on_busiest_rank(cascade, degree), 1.0) + self.output(cascade)

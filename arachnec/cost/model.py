@@ -5,7 +5,7 @@
     cost = CostModel(module)
     cost.time(cascade, 4)                     # ms on four ranks of one node
     cost.time(cascade, 16, recompute=True)    # ms, packed on as few nodes as hold it
-    cost.memory(cascade, 4)                   # GiB per rank while it runs, beside the rank's state
+    cost.memory(cascade, 4)                   # GiB per rank while it runs, without the rank's state
     cost.legal_degrees(cascade)               # (1, 2, 3, 4, ...)
     cost.table                                # all of it as rows: ``arachnec.cost.table``
 
@@ -61,7 +61,7 @@ class CostModel:
     # -- degrees ---------------------------------------------------------------------------------------------------
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
-        """Degrees at which this cascade can run on this cluster, ascending; memory is not asked."""
+        """Degrees at which this cascade can run on this cluster, ascending, whether the memory holds it or not."""
         return self.table.legal_degrees(cascade)
 
     def options(self, cascade: Cascade) -> dict[int, float]:
@@ -130,7 +130,7 @@ class CostModel:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def memory(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
-        """GiB that each of the cascade's ranks holds while it runs, beside its ``state``."""
+        """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
         return self._memory.of(cascade, degree, recompute)
 
     def received(self, cascade: Cascade) -> float:

@@ -69,17 +69,21 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node."""
+    """Alpha-beta of the links: us and GB/s. ``all_reduce``: GB/s of gradients within a node.
+
+    ``host``: GB/s at which all ranks of a node together send each other what lies in the host's memory.
+    """
 
     latency: float
     intra: float
     inter_latency: float | None = None
     inter: float | None = None
     all_reduce: float | None = None
+    host: float | None = None
 
 
 class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The end of an iteration: ``bytes`` of a stage's gradients summed over ``ranks``, and the optimizer's step."""
+    """The end of an iteration: the all-reduce of ``bytes`` of gradients over ``ranks``, and the optimizer's step."""
 
     stage: str
     ranks: int
@@ -99,7 +103,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ProfileNotFound(Diagnostic):
-    title: ClassVar[str] = "`{profile}` is neither a profile file nor a device with a data sheet"
+    title: ClassVar[str] = "`{profile}` is neither a profile file nor a known device"
     help: ClassVar[str] = "make a profile with `arachnec profile`, or name one of {known}"
     profile: str
     known: str
@@ -116,7 +120,7 @@ class BadProfile(Diagnostic):
 @dataclass(frozen=True)
 class StageNotProfiled(Diagnostic):
     title: ClassVar[str] = "the profile has no stage `{stage}`"
-    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's data sheet"
+    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's specs"
     stage: str
     known: str
 
@@ -164,12 +168,13 @@ def fit_profile(
     ``links`` are those of plain messages, which stand for what no cascade on several ranks could tell. Raises
     ValueError for a triple without measurements or with a time that is not positive.
     """
-    found = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
-    links = fit_links([(runs, coefficients) for _, _, runs, coefficients in found], links)
+    solved = [(stage, phase, list(runs), _solved(runs)) for stage, phase, runs in measurements]
+    plain, links = links, fit_links([(runs, coefficients) for _, _, runs, coefficients in solved], links)
     if links is not None:
-        links = msgspec.structs.replace(links, all_reduce=fit_sums(links, synchronisation))
+        host = links.host if plain is None else plain.host
+        links = msgspec.structs.replace(links, all_reduce=fit_all_reduce(links, synchronisation), host=host)
     stages = [
-        StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in found
+        StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in solved
     ]
     return Profile(machine, device, stages, links, list(synchronisation))
 
@@ -180,7 +185,7 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
 
 
 def fit_links(
-    found: Sequence[tuple[Sequence[Measurement], dict[str, float]]], plain: LinkProfile | None = None
+    solved: Sequence[tuple[Sequence[Measurement], dict[str, float]]], plain: LinkProfile | None = None
 ) -> LinkProfile | None:
     """Alpha and beta of what runs on several ranks took beyond their computing; ``plain`` without such runs.
 
@@ -189,13 +194,15 @@ def fit_links(
     import numpy as np
     from scipy.optimize import nnls
 
-    shared = [(run, run.ms - predict(own, run)) for runs, own in found for run in runs if run.messages]
+    shared = [
+        (run, run.ms - predict(coefficients, run)) for runs, coefficients in solved for run in runs if run.messages
+    ]
     if not shared:
         return plain
     rows = np.array([[run.messages / run.ms, run.moved / run.ms] for run, _ in shared])
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
-    took = np.array([max(0.0, rest) / run.ms for run, rest in shared])
+    took = np.array([max(0.0, excess) / run.ms for run, excess in shared])
     solution, _ = nnls(rows / scale, took)
     alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
     if plain is not None and (beta <= 0 or np.linalg.matrix_rank(rows / scale, tol=ONE_SIZE) < 2):
@@ -204,14 +211,14 @@ def fit_links(
     return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))
 
 
-def fit_sums(links: LinkProfile, synchronisation: Sequence[Synchronisation]) -> float | None:
-    """GB/s at which gradients are summed, given the links' latency: a ring passes 2 (n-1)/n of the bytes."""
-    found = []
-    for each in synchronisation:
-        waiting = 2 * math.ceil(math.log2(each.ranks)) * links.latency * 1e-3
-        moving = each.reduce_ms - min(waiting, each.reduce_ms / 2)
-        found.append(2 * (each.ranks - 1) / each.ranks * each.bytes / moving / 1e6)
-    return min(found, default=None)
+def fit_all_reduce(links: LinkProfile, synchronisation: Sequence[Synchronisation]) -> float | None:
+    """GB/s at which gradients are all-reduced, given the links' latency: a ring passes 2 (n-1)/n of the bytes."""
+    speeds = []
+    for end in synchronisation:
+        waiting = 2 * math.ceil(math.log2(end.ranks)) * links.latency * 1e-3
+        moving = end.reduce_ms - min(waiting, end.reduce_ms / 2)
+        speeds.append(2 * (end.ranks - 1) / end.ranks * end.bytes / moving / 1e6)
+    return min(speeds, default=None)
 
 
 def _solved(runs: Sequence[Measurement]) -> dict[str, float]:
@@ -274,8 +281,8 @@ def _held_out(measurements: Sequence[Measurement]) -> float | None:
         return None
     errors = []
     for index, run in enumerate(measurements):
-        rest = [*measurements[:index], *measurements[index + 1 :]]
-        errors.append(abs(predict(_solve(rest), run) - run.ms) / run.ms)
+        others = [*measurements[:index], *measurements[index + 1 :]]
+        errors.append(abs(predict(_solve(others), run) - run.ms) / run.ms)
     return math.fsum(errors) / len(errors)
 
 
@@ -309,14 +316,14 @@ def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
 def find_clip_time(profile: Profile, stage: str, sizes: Mapping[str, int]) -> float | None:
     """ms of an encoder for one clip with these sizes, alone on one rank: the mean of the measurements of clips equal in
     all that decides its time. None where there are none."""
-    found = [
+    times = [
         run.ms
         for entry in profile.stages
         if entry.stage == stage
         for run in entry.measurements
         if run.sizes is not None and (run.batch, run.degree) == (1, 1) and run.sizes.items() <= sizes.items()
     ]
-    return math.fsum(found) / len(found) if found else None
+    return math.fsum(times) / len(times) if times else None
 
 
 def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None:
@@ -330,9 +337,9 @@ def exponent_of(profile: Profile, stage: str) -> float | None:
     """
     fits = [entry.fit for entry in profile.stages if entry.stage == stage]
     if not fits:
-        known = ", ".join(sorted({f"`{entry.stage}`" for entry in profile.stages})) or "none"
-        raise UserError(StageNotProfiled(None, stage, known))
-    found = [fit.exponent for fit in fits if fit.exponent is not None]
-    if not found:
+        profiled = ", ".join(sorted({f"`{entry.stage}`" for entry in profile.stages})) or "none"
+        raise UserError(StageNotProfiled(None, stage, profiled))
+    exponents = [fit.exponent for fit in fits if fit.exponent is not None]
+    if not exponents:
         return None
-    return min(2.0, max(1.0, math.fsum(found) / len(found)))
+    return min(2.0, max(1.0, math.fsum(exponents) / len(exponents)))

@@ -36,8 +36,8 @@ def grid_of(degree: int, ulysses: int | None, ring: int | None) -> Attention | N
     """
     if ulysses is None and ring is None:
         return None
-    one = ulysses if ulysses is not None else degree // max(1, ring or 1)
-    other = ring if ring is not None else degree // max(1, one)
-    if one < 1 or other < 1 or one * other != degree:
-        raise ValueError(f"ulysses {one} times ring {other} is not degree {degree}")
-    return Attention(one, other)
+    all_to_all = ulysses if ulysses is not None else degree // max(1, ring or 1)
+    around = ring if ring is not None else degree // max(1, all_to_all)
+    if all_to_all < 1 or around < 1 or all_to_all * around != degree:
+        raise ValueError(f"ulysses {all_to_all} times ring {around} is not degree {degree}")
+    return Attention(all_to_all, around)

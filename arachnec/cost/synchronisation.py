@@ -31,7 +31,7 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
 def step_time(cluster: Cluster, stage: Stage) -> float:
     """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
     specs = [find_device_specs(name) for name in {machine.device for machine in machines(cluster)}]
-    bandwidth = min(known.bandwidth if known else ASSUMED_BANDWIDTH for known in specs)
+    bandwidth = min(device.bandwidth if device else ASSUMED_BANDWIDTH for device in specs)
     update = 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
     if "update" in stage.attrs:  # measured with the whole state on every rank
         update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1))

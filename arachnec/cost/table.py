@@ -36,7 +36,7 @@ class Entry:
     """One row: what a cascade of a shape costs at a degree by a strategy."""
 
     time: float  # ms that it holds its ranks
-    memory: float  # GiB on each of them while it runs, beside the rank's state
+    memory: float  # GiB on each of them while it runs, without the rank's state
     strategy: Strategy
 
     @property
@@ -63,7 +63,7 @@ class CostTable:
         return Communication(self.stages, self.devices.cluster)
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
-        """Degrees at which the cascade may run on the cluster, ascending; memory is not asked."""
+        """Degrees at which the cascade may run on the cluster, ascending, whether the memory holds it or not."""
         return legal_degrees(cascade, self.stages[cascade.stage], self.devices.cluster)
 
     def entry(
@@ -98,12 +98,12 @@ class CostTable:
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = {}
-            least = math.inf
+            fastest = math.inf
             for degree in self.legal_degrees(cascade):
                 entry = self.fitting(cascade, degree)
-                if entry is not None and entry.time < least:
+                if entry is not None and entry.time < fastest:
                     options[degree] = entry
-                    least = entry.time
+                    fastest = entry.time
         return options
 
     def _alike(self, ranks: tuple[int, ...] | None, degree: int) -> tuple[int, ...] | None:

@@ -220,8 +220,8 @@ class RegionCost:
         core = list(bits(region & graph.core))
         for i in core:
             find(self._rows[i])
-        for i, whole in self._slices(region):
-            parent[find(self._rows[i])] = find(self._rows[whole])
+        for i, part in self._slices(region):
+            parent[find(self._rows[i])] = find(self._rows[part])
         members: dict[str, list[int]] = {}
         for i in core:
             members.setdefault(find(self._rows[i]), []).append(i)

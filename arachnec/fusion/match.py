@@ -87,10 +87,10 @@ def _modulated(walk: Walk, name: str) -> tuple[Norm, dict[str, str]] | None:
 
 
 def _norm_modulate(walk: Walk, name: str) -> Match | None:
-    found = _modulated(walk, name)
-    if found is None or not found[1]:
+    modulated = _modulated(walk, name)
+    if modulated is None or not modulated[1]:
         return None
-    norm, vectors = found
+    norm, vectors = modulated
     x, ops = same_dtype(walk, norm.x, name)
     if x is None:
         return None
@@ -98,10 +98,10 @@ def _norm_modulate(walk: Walk, name: str) -> Match | None:
 
 
 def _gate_residual_norm_modulate(walk: Walk, name: str) -> Match | None:
-    found = _modulated(walk, name)
-    if found is None:
+    modulated = _modulated(walk, name)
+    if modulated is None:
         return None
-    norm, vectors = found
+    norm, vectors = modulated
     h, casts = same_dtype(walk, norm.x, name)
     if h is None:
         return None
@@ -125,8 +125,8 @@ def _gate_residual_norm_modulate(walk: Walk, name: str) -> Match | None:
 def _gate_residual(walk: Walk, name: str) -> Match | None:
     """``residual + gate * branch`` with no norm behind it."""
     inner, casts = walk.uncast(name)
-    found = _gated_sum(walk, inner, name)
-    return None if found is None else Match("gate_residual", {"h": name}, found[0], {}, casts | found[1])
+    gated = _gated_sum(walk, inner, name)
+    return None if gated is None else Match("gate_residual", {"h": name}, gated[0], {}, casts | gated[1])
 
 
 def _gated_sum(walk: Walk, name: str, like: str, *vectors: str) -> tuple[dict[str, str], int] | None:
@@ -144,14 +144,14 @@ def _gated_sum(walk: Walk, name: str, like: str, *vectors: str) -> tuple[dict[st
 
 
 def _bias_gelu(walk: Walk, name: str) -> Match | None:
-    found = walk.op(name, "gelu")
-    if found is not None and (match := _biased_linear(walk, name)) is not None:
+    matched = walk.op(name, "gelu")
+    if matched is not None and (match := _biased_linear(walk, name)) is not None:
         return match
-    total = walk.op(found[0].operands[0], "add") if found else None
+    total = walk.op(matched[0].operands[0], "add") if matched else None
     for x, bias in walk.pairs(total[0]) if total else ():
-        if found and total and len(walk.dims(bias)) == 1 and walk.dims(x)[-1:] == walk.dims(bias):
-            options = {"approximate": found[0].attrs.get("approximate", "none")}
-            return Match("bias_gelu", {"y": name}, {"x": x, "bias": bias}, options, found[1] | total[1])
+        if matched and total and len(walk.dims(bias)) == 1 and walk.dims(x)[-1:] == walk.dims(bias):
+            options = {"approximate": matched[0].attrs.get("approximate", "none")}
+            return Match("bias_gelu", {"y": name}, {"x": x, "bias": bias}, options, matched[1] | total[1])
     return None
 
 
@@ -165,14 +165,14 @@ def _biased_linear(walk: Walk, name: str) -> Match | None:
     if walk.free & graph.core != 1 << graph.index[name]:
         return None
     gelu = graph.ops[graph.index[name]]
-    made = graph.index.get(gelu.operands[0])
-    if made is None or stem(graph.ops[made]) != "linear" or len(graph.ops[made].operands) != 3:
+    linear = graph.index.get(gelu.operands[0])
+    if linear is None or stem(graph.ops[linear]) != "linear" or len(graph.ops[linear].operands) != 3:
         return None
-    if graph.after[made] != [graph.index[name]] or graph.results >> made & 1:
+    if graph.after[linear] != [graph.index[name]] or graph.results >> linear & 1:
         return None
     options = {"approximate": gelu.attrs.get("approximate", "none")}
-    operands = {"x": graph.ops[made].name, "bias": graph.ops[made].operands[2]}
-    return Match("bias_gelu", {"y": name}, operands, options, 1 << graph.index[name], splits=graph.ops[made].name)
+    operands = {"x": graph.ops[linear].name, "bias": graph.ops[linear].operands[2]}
+    return Match("bias_gelu", {"y": name}, operands, options, 1 << graph.index[name], splits=graph.ops[linear].name)
 
 
 def biased_gelus(graph: FusionGraph, regions: list[int]) -> list[int]:

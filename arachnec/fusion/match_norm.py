@@ -23,14 +23,14 @@ class Norm:
 def find_norm(walk: Walk, name: str) -> Norm | None:
     """The norm that makes ``name``: one operation, or the operations of its formula, with its vectors behind it."""
     name, casts = walk.uncast(name)
-    norm = _whole(walk, name) or _biased(walk, name) or _weighted(walk, name) or _written_out(walk, name)
+    norm = _single_op(walk, name) or _biased(walk, name) or _weighted(walk, name) or _written_out(walk, name)
     return None if norm is None else replace(norm, ops=norm.ops | casts)
 
 
-def _whole(walk: Walk, name: str) -> Norm | None:
-    if (found := walk.op(name, "layer_norm", "rms_norm")) is None:
+def _single_op(walk: Walk, name: str) -> Norm | None:
+    if (matched := walk.op(name, "layer_norm", "rms_norm")) is None:
         return None
-    op, ops = found
+    op, ops = matched
     shape = op.attrs.get("normalized_shape")
     kind = "layer" if stem(op) == "layer_norm" else "rms"
     eps = op.attrs.get("eps", 1e-5 if kind == "layer" else _smallest(walk, op))
@@ -50,23 +50,23 @@ def _smallest(walk: Walk, op: GraphOp) -> float:
 
 def _weighted(walk: Walk, name: str) -> Norm | None:
     """``norm(x) * weight``, with one weight for all rows."""
-    found = walk.op(name, "mul")
-    for left, right in walk.pairs(found[0]) if found else ():
+    matched = walk.op(name, "mul")
+    for left, right in walk.pairs(matched[0]) if matched else ():
         weight, moves = _vector(walk, right, name)
         inner = find_norm(walk, left) if weight else None
-        if found and weight and inner is not None and not inner.operands:
-            return replace(inner, operands={"weight": weight}, ops=inner.ops | found[1] | moves)
+        if matched and weight and inner is not None and not inner.operands:
+            return replace(inner, operands={"weight": weight}, ops=inner.ops | matched[1] | moves)
     return None
 
 
 def _biased(walk: Walk, name: str) -> Norm | None:
     """``norm(x) + bias``, or ``norm(x) * weight + bias`` in one operation, with one bias for all rows."""
-    found = walk.op(name, "add")
-    for left, right in walk.pairs(found[0]) if found else ():
+    matched = walk.op(name, "add")
+    for left, right in walk.pairs(matched[0]) if matched else ():
         bias, moves = _vector(walk, right, name)
         inner = find_norm(walk, left) if bias else None
-        if found and bias and inner is not None and "bias" not in inner.operands:
-            return replace(inner, operands={**inner.operands, "bias": bias}, ops=inner.ops | found[1] | moves)
+        if matched and bias and inner is not None and "bias" not in inner.operands:
+            return replace(inner, operands={**inner.operands, "bias": bias}, ops=inner.ops | matched[1] | moves)
     if walk.op(name, "addcmul") is None:
         return None
     for addend, left, right, ops in walk.multiply_add(name):
@@ -86,17 +86,17 @@ def _vector(walk: Walk, name: str, like: str) -> tuple[str | None, int]:
 
 def _written_out(walk: Walk, name: str) -> Norm | None:
     """``x / sqrt(mean(x^2) + eps)`` or ``(x - mean(x)) / sqrt(variance(x) + eps)``, or times the reciprocal root."""
-    found = walk.op(name, "mul", "div")
-    if found is None or len(found[0].operands) != 2:
+    matched = walk.op(name, "mul", "div")
+    if matched is None or len(matched[0].operands) != 2:
         return None
-    orders = walk.pairs(found[0]) if stem(found[0]) == "mul" else [found[0].operands]
+    orders = walk.pairs(matched[0]) if stem(matched[0]) == "mul" else [matched[0].operands]
     for x, factor in orders:
-        radicand, ops = _under_root(walk, factor, inverse=stem(found[0]) == "mul")
+        radicand, ops = _under_root(walk, factor, inverse=stem(matched[0]) == "mul")
         inner, casts = walk.uncast(radicand)
         plus = walk.op(inner, "add")
         if plus is None or len(plus[0].operands) != 1 or type(eps := plus[0].attrs.get("other")) is not float:
             continue
-        ops |= found[1] | casts | plus[1]
+        ops |= matched[1] | casts | plus[1]
         for kind in (_centered, _root_mean_square):  # what is centred is a mean square as well
             if (norm := kind(walk, x, plus[0].operands[0])) is not None:
                 return replace(norm, options={**norm.options, "eps": eps}, ops=norm.ops | ops)
@@ -156,10 +156,10 @@ def _centered(walk: Walk, x: str, radicand: str) -> Norm | None:
 def _mean(walk: Walk, name: str) -> tuple[str, int]:
     """What ``name`` is the mean over each row of; an empty name if of nothing."""
     name, ops = walk.uncast(name)
-    found = walk.op(name, "mean")
-    if found is None or not _over_rows(walk, found[0]):
+    matched = walk.op(name, "mean")
+    if matched is None or not _over_rows(walk, matched[0]):
         return "", 0
-    return found[0].operands[0], ops | found[1]
+    return matched[0].operands[0], ops | matched[1]
 
 
 def _over_rows(walk: Walk, op: GraphOp) -> bool:
@@ -170,10 +170,10 @@ def _over_rows(walk: Walk, op: GraphOp) -> bool:
 def _square_root(walk: Walk, name: str) -> tuple[str, int]:
     """What ``name`` is the square of; an empty name if of nothing."""
     name, ops = walk.uncast(name)
-    found = walk.op(name, "pow", "square", "mul")
-    if found is None:
+    matched = walk.op(name, "pow", "square", "mul")
+    if matched is None:
         return "", 0
-    op, bit = found
+    op, bit = matched
     if stem(op) == "pow" and op.attrs.get("exponent") not in (2, 2.0):
         return "", 0
     if stem(op) == "mul" and len(op.operands) != 2:

@@ -72,10 +72,10 @@ def wide_rope(walk: Walk, name: str) -> Match | None:
 
 def joined_rope(walk: Walk, name: str) -> Match | None:
     """The same on the first or last tokens of a sequence, which others (a caption) join as they are."""
-    outer, ops = _whole(walk, name)
-    if (found := walk.op(outer, "slice_scatter", "cat")) is None or len(found[0].operands) != 2:
+    outer, ops = _uncut(walk, name)
+    if (matched := walk.op(outer, "slice_scatter", "cat")) is None or len(matched[0].operands) != 2:
         return None
-    op, bit = found
+    op, bit = matched
     part, rest = op.operands
     if stem(op) == "cat" and (rotation := rotated_whole(walk, rest)) is not None:
         part, rest = rest, part
@@ -89,10 +89,10 @@ def joined_rope(walk: Walk, name: str) -> Match | None:
     side = None if cut is None else _side(cut[0], rotation.tokens)
     if cut is None or side is None:
         return None
-    base, more = _whole(walk, cut[0].operands[0])
+    base, more = _uncut(walk, cut[0].operands[0])
     ops |= bit | rotation.ops | cut[1] | more
     if stem(op) == "slice_scatter":
-        other, more = _whole(walk, rest)
+        other, more = _uncut(walk, rest)
         if other != base or _side(op, rotation.tokens) != side or op.operands[1] != part:
             return None
     else:
@@ -101,7 +101,7 @@ def joined_rope(walk: Walk, name: str) -> Match | None:
             return None
         if op.operands.index(part) != (0 if side == "front" else 1):
             return None
-        other, more = _whole(walk, kept[0].operands[0])
+        other, more = _uncut(walk, kept[0].operands[0])
         more |= kept[1]
         if other != base or sympy.expand(
             walk.dims(part)[rotation.tokens] + walk.dims(rest)[rotation.tokens] - dims[rotation.tokens]
@@ -169,14 +169,14 @@ def _unviewed(walk: Walk, name: str) -> tuple[str, int]:
     return name, moves
 
 
-def _whole(walk: Walk, name: str) -> tuple[str, int]:
+def _uncut(walk: Walk, name: str) -> tuple[str, int]:
     """The value behind slices, and writes of slices, that are all of a tensor."""
     ops = 0
-    while (found := walk.op(name, "slice", "slice_scatter")) is not None:
-        inner = found[0].operands[-1]
-        if walk.dims(inner) != walk.dims(name) or found[0].attrs.get("step", 1) != 1:
+    while (matched := walk.op(name, "slice", "slice_scatter")) is not None:
+        inner = matched[0].operands[-1]
+        if walk.dims(inner) != walk.dims(name) or matched[0].attrs.get("step", 1) != 1:
             break
-        name, ops = inner, ops | found[1]
+        name, ops = inner, ops | matched[1]
     return name, ops
 
 

@@ -94,8 +94,8 @@ def reduced_dims(op: GraphOp, rank: int) -> tuple[int, ...]:
         return (rank - 1,)
     dim = op.attrs.get("dim")
     dims = dim if isinstance(dim, tuple) else (dim,)
-    found = tuple(d % rank for d in dims if type(d) is int and rank)
-    return found or tuple(range(rank))  # no dimension given: all of them
+    dims_of_op = tuple(d % rank for d in dims if type(d) is int and rank)
+    return dims_of_op or tuple(range(rank))  # no dimension given: all of them
 
 
 def values_read(op: GraphOp) -> list[str]:

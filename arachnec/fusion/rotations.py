@@ -39,7 +39,7 @@ def rotated_pairs(walk: Walk, name: str) -> tuple[str, dict[str, str], bool, int
     interleaved = stem(stack[0]) == "stack"
     first, second = (walk.uncast(x) for x in stack[0].operands)
     minus, plus = walk.op(first[0], "sub"), walk.op(second[0], "add")
-    products = [walk.op(x, "mul") for found in (minus, plus) if found for x in found[0].operands]
+    products = [walk.op(x, "mul") for matched in (minus, plus) if matched for x in matched[0].operands]
     if minus is None or plus is None or len(products) != 4 or None in products:
         return None
     ops = stack[1] | first[1] | second[1] | minus[1] | plus[1]
@@ -72,13 +72,13 @@ def rotated_whole(walk: Walk, name: str) -> Rotation | None:
             continue
         ops = casts | total[1] | plain[1] | crossed[1] | walk.uncast(left)[1] | walk.uncast(right)[1]
         for rotated, sin in walk.pairs(crossed[0]):
-            if (found := _rotation(walk, rotated)) is None:
+            if (rotation := _rotation(walk, rotated)) is None:
                 continue
             for x, cos in walk.pairs(plain[0]):
                 source, more = walk.uncast(x)
                 tokens = token_dim(walk, walk.dims(source), cos, sin)
-                if source == found[0] and tokens is not None:
-                    return Rotation(source, {"cos": cos, "sin": sin}, tokens, found[1], ops | found[2] | more)
+                if source == rotation[0] and tokens is not None:
+                    return Rotation(source, {"cos": cos, "sin": sin}, tokens, rotation[1], ops | rotation[2] | more)
     return None
 
 
@@ -125,8 +125,8 @@ def _rotation(walk: Walk, name: str) -> tuple[str, bool, int] | None:
 def _pair_place(walk: Walk, name: str, interleaved: bool) -> tuple[str, int, int] | None:
     """The source of one place of all pairs, which place, and the operations."""
     name, casts = walk.uncast(name)
-    found = _half(walk, name) if interleaved else _side_of_head(walk, name)
-    return None if found is None else (found[0], found[1], found[2] | casts)
+    place = _half(walk, name) if interleaved else _side_of_head(walk, name)
+    return None if place is None else (place[0], place[1], place[2] | casts)
 
 
 def _half(walk: Walk, name: str) -> tuple[str, int, int] | None:
@@ -141,23 +141,23 @@ def _half(walk: Walk, name: str) -> tuple[str, int, int] | None:
 
 def _unbound(walk: Walk, name: str, dim: int) -> tuple[str, int, int] | None:
     part = walk.op(name, "getitem")
-    whole = walk.op(part[0].operands[0], "unbind") if part else None
-    if part is None or whole is None:
+    unbound = walk.op(part[0].operands[0], "unbind") if part else None
+    if part is None or unbound is None:
         return None
-    pairs = walk.op(whole[0].operands[0], "reshape", "view", "unflatten")
-    rank = len(walk.dims(whole[0].operands[0]))
-    if pairs is None or rank < 2 or whole[0].attrs.get("dim", 0) not in (dim, rank + dim):
+    pairs = walk.op(unbound[0].operands[0], "reshape", "view", "unflatten")
+    rank = len(walk.dims(unbound[0].operands[0]))
+    if pairs is None or rank < 2 or unbound[0].attrs.get("dim", 0) not in (dim, rank + dim):
         return None
     if walk.dims(pairs[0].name)[dim] != 2:
         return None
     index = part[0].attrs.get("index")
-    return (pairs[0].operands[0], index, part[1] | whole[1] | pairs[1]) if type(index) is int else None
+    return (pairs[0].operands[0], index, part[1] | unbound[1] | pairs[1]) if type(index) is int else None
 
 
 def _side_of_head(walk: Walk, name: str) -> tuple[str, int, int] | None:
     """The low (0) or high (1) half of each head: slices, chunks, or ``unbind(reshape(x, ..., 2, -1), -2)``."""
-    if (found := _unbound(walk, name, -2)) is not None:
-        return found
+    if (half := _unbound(walk, name, -2)) is not None:
+        return half
     if (cut := walk.op(name, "slice")) is not None:
         source = cut[0].operands[0]
         rank, width = len(walk.dims(source)), walk.dims(source)[-1]
@@ -167,14 +167,14 @@ def _side_of_head(walk: Walk, name: str) -> tuple[str, int, int] | None:
             return source, 0 if start == 0 and end != "end" else 1, cut[1]
         return None
     part = walk.op(name, "getitem")
-    whole = walk.op(part[0].operands[0], "chunk", "split", "split_with_sizes") if part else None
-    if part is None or whole is None:
+    split = walk.op(part[0].operands[0], "chunk", "split", "split_with_sizes") if part else None
+    if part is None or split is None:
         return None
-    source, index = whole[0].operands[0], part[0].attrs.get("index")
+    source, index = split[0].operands[0], part[0].attrs.get("index")
     rank = len(walk.dims(source))
-    if whole[0].attrs.get("dim", 0) not in (-1, rank - 1) or 2 * walk.dims(name)[-1] != walk.dims(source)[-1]:
+    if split[0].attrs.get("dim", 0) not in (-1, rank - 1) or 2 * walk.dims(name)[-1] != walk.dims(source)[-1]:
         return None
-    return (source, index, part[1] | whole[1]) if type(index) is int else None
+    return (source, index, part[1] | split[1]) if type(index) is int else None
 
 
 def _table_key(walk: Walk, name: str) -> tuple[object, ...]:

@@ -137,12 +137,14 @@ def _learn(
                 return
     candidates = [s for s in (over - under).free_symbols if sympy.degree(over - under, s) == 1]
     for symbol in sorted(candidates, key=lambda s: (s.name in OWN, OWN.index(s.name) if s.name in OWN else 0, s.name)):
-        found = sympy.solve(over - under, symbol)
-        if len(found) == 1 and symbol not in found[0].free_symbols and found[0].is_positive is not False:
-            equal.update({s: sympy.expand(e.subs(symbol, found[0])) for s, e in equal.items()} | {symbol: found[0]})
-            whole, part = sympy.fraction(sympy.together(found[0]))
-            if part.is_Integer and part != 1 and whole.is_Symbol:
-                multiples[whole] = math.lcm(multiples.get(whole, 1), int(part))
+        solutions = sympy.solve(over - under, symbol)
+        if len(solutions) == 1 and symbol not in solutions[0].free_symbols and solutions[0].is_positive is not False:
+            equal.update(
+                {s: sympy.expand(e.subs(symbol, solutions[0])) for s, e in equal.items()} | {symbol: solutions[0]}
+            )
+            numerator, denominator = sympy.fraction(sympy.together(solutions[0]))
+            if denominator.is_Integer and denominator != 1 and numerator.is_Symbol:
+                multiples[numerator] = math.lcm(multiples.get(numerator, 1), int(denominator))
             return
 
 

@@ -54,19 +54,19 @@ class Walk:
     def uncast(self, name: str) -> tuple[str, int]:
         """The value before casts, copies, and arithmetic that changes nothing, inside the region."""
         ops = 0
-        while (found := self.op(name, *CASTS, *COPIES, *NEUTRAL)) is not None and _is_idle(found[0]):
-            name, ops = found[0].operands[0], ops | found[1]
+        while (matched := self.op(name, *CASTS, *COPIES, *NEUTRAL)) is not None and _is_idle(matched[0]):
+            name, ops = matched[0].operands[0], ops | matched[1]
         return name, ops
 
     def vector(self, name: str) -> tuple[str, int]:
         """The value before casts and moves inside the region that keep all of it."""
         count = self.graph.sizes.count(name)
         ops = 0
-        while (found := self.op(name, *CASTS, *COPIES, *NEUTRAL, *MOVES)) is not None and _is_idle(found[0]):
-            before = found[0].operands[0]
+        while (matched := self.op(name, *CASTS, *COPIES, *NEUTRAL, *MOVES)) is not None and _is_idle(matched[0]):
+            before = matched[0].operands[0]
             if self.graph.sizes.count(before) != count:
                 break
-            name, ops = before, ops | found[1]
+            name, ops = before, ops | matched[1]
         return name, ops
 
     def pairs(self, op: GraphOp) -> Iterator[tuple[str, str]]:
@@ -77,10 +77,10 @@ class Walk:
 
     def multiply_add(self, name: str) -> Iterator[tuple[str, str, str, int]]:
         """(c, a, b) of ``c + a * b``, in every order, as a sum of a product or in one operation."""
-        if (found := self.op(name, "addcmul")) is not None and found[0].attrs.get("value", 1) == 1:
-            addend, *factors = found[0].operands
+        if (matched := self.op(name, "addcmul")) is not None and matched[0].attrs.get("value", 1) == 1:
+            addend, *factors = matched[0].operands
             for a, b in (factors, factors[::-1]) if len(factors) == 2 else ():
-                yield addend, a, b, found[1]
+                yield addend, a, b, matched[1]
         total = self.op(name, "add")
         for side, addend in self.pairs(total[0]) if total else ():
             product, casts = self.uncast(side)
@@ -91,11 +91,11 @@ class Walk:
     def one_plus(self, name: str) -> tuple[str, int] | None:
         """s of ``1 + s``, however it is moved."""
         moved, ops = self.vector(name)
-        found = self.op(moved, "add")
-        if found is None or len(found[0].operands) != 1 or found[0].attrs.get("other") != 1:
+        matched = self.op(moved, "add")
+        if matched is None or len(matched[0].operands) != 1 or matched[0].attrs.get("other") != 1:
             return None
-        inner, more = self.vector(found[0].operands[0])
-        return inner, ops | found[1] | more
+        inner, more = self.vector(matched[0].operands[0])
+        return inner, ops | matched[1] | more
 
     def one_kind(self, rows: tuple[sympy.Expr, ...], *vectors: str) -> bool:
         """Whether vectors are all for all rows [H], per sample [B, H] or per token: what the kernels take."""
@@ -127,6 +127,6 @@ def same_dtype(walk: Walk, name: str, like: str) -> tuple[str | None, int]:
         if (cast := walk.op(name, *CASTS)) is None:
             return None, 0
         name, ops = cast[0].operands[0], ops | cast[1]
-    while (found := walk.op(name, *COPIES, *NEUTRAL)) is not None and _is_idle(found[0]):
-        name, ops = found[0].operands[0], ops | found[1]
+    while (matched := walk.op(name, *COPIES, *NEUTRAL)) is not None and _is_idle(matched[0]):
+        name, ops = matched[0].operands[0], ops | matched[1]
     return name, ops

@@ -37,7 +37,7 @@ MODULE = table("""
 CLUSTER = table("""
     nodes         | int     | traced | required | machines
     gpus          | int     | traced | required | devices per machine
-    device        | str     | traced | required | its name in the data sheets
+    device        | str     | traced | required | its name in the device specs
     memory        | GiB     | traced | required | of one device, the smallest
     flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
     intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
@@ -48,6 +48,7 @@ CLUSTER = table("""
     cores         | int     | traced | optional | processor cores of a machine
     all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
     host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
+    host_link     | GB/s    | traced | optional | between machines' hosts, one a machine: what encoders hand over
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
@@ -83,7 +84,7 @@ STAGE = table("""
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     update          | ms             | costed | optional | the optimizer's step, measured
-    costs           | str            | costed | required | where they come from: "profile", "data sheet" or "table"
+    costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
 """)
 
 FUSED = table("""
@@ -114,6 +115,7 @@ CASCADE = table("""
     ulysses   | int         | placed    | optional | heads are split over so many ranks
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
+    attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
 """)
 
 REDUCE = table("""
@@ -155,6 +157,7 @@ INSTRUCTION = {
     ring      | int   | lowered | optional | as on the cascade
     shards    | [int] | lowered | optional | as on the cascade
     recompute | bool  | lowered | optional | as on the cascade
+    attention | str   | lowered | optional | as on the cascade
 """
     ),
     "backward": table(

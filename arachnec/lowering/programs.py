@@ -25,6 +25,7 @@ from arachnec.ir.nodes import (
     quantity,
 )
 from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.order import (
     COMPUTE,
@@ -49,16 +50,17 @@ class NoCluster(Diagnostic):
     module: str
 
 
-def lower(module: Module) -> Module:
+def lower(module: Module, attention: str | None = None) -> Module:
     """The module at level ``lowered``, with a program for every rank of the cluster.
 
+    ``attention`` is the kernel family for cascades that name none; None means the best of the cluster's device.
     Raises UserError for a plan that no order of instructions can follow.
     """
     if module.cluster is None:
         raise UserError(NoCluster(module.span, module.name))
     order = global_order(module.cascades)
     handoffs = plan_handoffs(module, module.cluster, order)
-    lists = compute_lists(module, module.cluster, order, handoffs)
+    lists = compute_lists(module, module.cluster, order, handoffs, attention)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
     states = {
@@ -73,7 +75,7 @@ def lower(module: Module) -> Module:
 
 
 def compute_lists(
-    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]
+    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None = None
 ) -> dict[int, list[Instruction]]:
     """Every rank's instructions up to the gradient synchronisation."""
     placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}
@@ -87,7 +89,7 @@ def compute_lists(
     stages = {stage.name: stage for stage in module.stages}
     count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
     position = {cascade.name: i for i, cascade in enumerate(order)}
-    for i, cascade in enumerate(order):
+    for i, cascade in enumerate(with_attention(order, module.stages, cluster, attention)):
         inputs = math.fsum(
             output_gib(order[position[name]], cascade, stages)
             for name in cascade.inputs
@@ -152,6 +154,7 @@ def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) ->
         ring=attrs.get("ring"),
         shards=attrs.get("shards"),
         recompute=attrs.get("recompute"),
+        attention=attrs.get("attention"),
     )
 
 

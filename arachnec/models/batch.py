@@ -107,8 +107,8 @@ def _names(
     for clip, (kwargs, _) in zip(clips, samples, strict=True):
         other = sorted(set(names) ^ set(kwargs))
         if other:
-            found = "given for one of them only"
-            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, found))
+            difference = "given for one of them only"
+            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, difference))
     return names
 
 
@@ -120,13 +120,13 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
     if _is_batched(first):
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
-                found = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, found))
+                difference = f"{_described(first)} and {_described(value)}"
+                raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, difference))
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
-            found = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, found))
+            difference = f"{_described(first)} and {_described(value)}"
+            raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, difference))
     return first
 
 

@@ -158,10 +158,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
     if function is None:
         if name not in REQUIRED:
             return None
-        found = ", ".join(
+        defined = ", ".join(
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
-        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, found or "no functions"))
+        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, defined or "no functions"))
     if not callable(function):
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
     try:
@@ -182,7 +182,7 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            if not _frames(error, path):
+            if not _frames(error, path) or ran_out_of_memory(error):
                 raise  # not the user's code: a bug of ours keeps its traceback
             raise UserError(_raised(error, path, f"{name}()")) from error
 
@@ -199,6 +199,11 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
     return functools.wraps(function)(checked)
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's or the host's allocator had no more: no mistake of the line that asked for it."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 @contextlib.contextmanager
 def own_errors(path: Path, where: str) -> Iterator[None]:
     """Shows what the file's code raised as a ``UserError`` at its line; what the compiler raised below stays a bug."""
@@ -209,7 +214,7 @@ def own_errors(path: Path, where: str) -> Iterator[None]:
     except Exception as error:
         frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         below = itertools.takewhile(lambda file: file != path, reversed(frames))
-        if path not in frames or any(PACKAGE in file.parents for file in below):
+        if path not in frames or ran_out_of_memory(error) or any(PACKAGE in file.parents for file in below):
             raise
         raise UserError(_raised(error, path, where)) from error
 

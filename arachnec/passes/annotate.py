@@ -1,6 +1,6 @@
-"""Costs for every stage: fitted from a profile, or derived from FLOPs and a device's data sheet.
+"""Costs for every stage: fitted from a profile, or derived from FLOPs and a device's specs.
 
-From a data sheet, one forward takes the stage's TFLOP over the cluster's sustained TFLOP/s and a constant per block;
+From device specs, one forward takes the stage's TFLOP over the cluster's sustained TFLOP/s and a constant per block;
 a backward takes twice that (two matrix products for each one of forward).
 
 An encoder's time is no formula of sizes: its cascades carry what one of their clips takes, where a profile has it.
@@ -29,7 +29,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
-BLOCK_OVERHEAD = 0.15  # ms, where the device has no data sheet
+BLOCK_OVERHEAD = 0.15  # ms, where the device is unknown
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Annotate(Pass):
 
     Encoders' cascades of clips that the profile measured get their time ``per_clip``.
 
-    ``profile`` is a file made by ``arachnec profile`` or the name of a device with a data sheet; by default the data
-    sheet of the cluster's device counts, with the cluster's own ``flops``.
+    ``profile`` is a file made by ``arachnec profile`` or the name of a known device. By default
+    the specs of the cluster's device are taken, with the cluster's own ``flops``.
     """
 
     needs: ClassVar[Level] = Level.PARTITIONED
@@ -64,33 +64,33 @@ class Annotate(Pass):
     def run(self, module: Module) -> Module:
         if module.cluster is None:
             raise UserError(NoCluster(None))
-        sheet = find_device_specs(self.profile) if self.profile and not Path(self.profile).is_file() else None
-        if sheet is not None:
-            flops, overhead = sheet.sustained, sheet.block_overhead
+        specs = find_device_specs(self.profile) if self.profile and not Path(self.profile).is_file() else None
+        if specs is not None:
+            flops, overhead = specs.sustained, specs.block_overhead
         else:
-            known = find_device_specs(str(module.cluster.attrs.get("device")))
+            device = find_device_specs(str(module.cluster.attrs.get("device")))
             flops = quantity(module.cluster.attrs["flops"])
-            overhead = known.block_overhead if known else BLOCK_OVERHEAD
-        profile = read_profile(self.profile) if self.profile and sheet is None else None
+            overhead = device.block_overhead if device else BLOCK_OVERHEAD
+        profile = read_profile(self.profile) if self.profile and specs is None else None
         stages = []
         for stage in module.stages:
             if profile is not None and find_fit(profile, stage.name, "forward") is not None:
                 stages.append(from_profile(stage, profile, module.cluster))
             else:
-                stages.append(from_data_sheet(stage, flops, overhead))
+                stages.append(from_device_specs(stage, flops, overhead))
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
         cascades = with_measured_clips(module, profile)
         return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)
 
 
-def from_data_sheet(stage: Stage, flops: float, overhead: float) -> Stage:
+def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:
     """``flops`` are the device's sustained TFLOP/s, ``overhead`` ms for each block; raises UserError without FLOPs."""
     work = stage.attrs.get("flops")
     if not isinstance(work, Formula):
         raise UserError(NoFlops(stage.span, stage.name))
     forward = _scaled(work, 1e3 / flops, overhead * max(1, block_count(stage)))
     backward = _scaled(forward, BACKWARD, 0.0) if stage.trained else None
-    return _with(stage, forward=forward, backward=backward, costs="data sheet")
+    return _with(stage, forward=forward, backward=backward, costs="device specs")
 
 
 def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
@@ -99,8 +99,8 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
     forward = find_fit(profile, stage.name, "forward")
     backward = find_fit(profile, stage.name, "backward")
     if forward is None or (stage.trained and backward is None):
-        known = ", ".join(f"`{entry.stage}` {entry.phase}" for entry in profile.stages)
-        raise UserError(StageNotProfiled(stage.span, stage.name, known))
+        profiled = ", ".join(f"`{entry.stage}` {entry.phase}" for entry in profile.stages)
+        raise UserError(StageNotProfiled(stage.span, stage.name, profiled))
     crowd = crowding(cluster)
     end = find_synchronisation(profile, stage.name) if stage.trained else None
     if end is not None:
@@ -123,14 +123,14 @@ def with_measured_clips(module: Module, profile: Profile | None) -> tuple[Cascad
         for clip in module.clips
     }
     crowd = crowding(module.cluster) if module.cluster else 1.0
-    made = []
+    cascades = []
     for cascade in module.cascades:
-        found: set[float | None] = set()
+        times: set[float | None] = set()
         if profile is not None and cascade.phase is Phase.ENCODE:
-            found = {find_clip_time(profile, cascade.stage, clips[number]) for number in cascade.clips}
-        ms = found.pop() if len(found) == 1 else None
-        made.append(cascade.with_attrs(per_clip=None if ms is None else Quantity(ms * crowd, "ms")))
-    return tuple(made)
+            times = {find_clip_time(profile, cascade.stage, clips[number]) for number in cascade.clips}
+        ms = times.pop() if len(times) == 1 else None
+        cascades.append(cascade.with_attrs(per_clip=None if ms is None else Quantity(ms * crowd, "ms")))
+    return tuple(cascades)
 
 
 def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
@@ -144,6 +144,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
+    if links.host is not None:
+        measured["host_link"] = Quantity(links.host, "GB/s")
     if links.inter is not None:
         measured["inter"] = Quantity(links.inter, "GB/s")
     if links.inter_latency is not None:

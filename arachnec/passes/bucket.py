@@ -1,4 +1,4 @@
-"""``bucket``: gradient all-reduces in buckets that run beside the last backwards (``arachnec.lowering.buckets``)."""
+"""``bucket``: gradient all-reduces in buckets that overlap the last backwards (``arachnec.lowering.buckets``)."""
 
 from __future__ import annotations
 

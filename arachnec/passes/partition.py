@@ -122,8 +122,8 @@ class Partition(Pass):
         return p
 
 
-def micro_batches(clips: Sequence[Clip], most: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
-    """Clips of equal shape in runs of at most ``most(clip)`` clips (never less than one), as even as possible.
+def micro_batches(clips: Sequence[Clip], limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
+    """Clips of equal shape in runs of at most ``limit_of(clip)`` clips (never less than one), as even as possible.
 
     The order is that of each shape's first clip, and within a shape that of the clips.
     """
@@ -132,7 +132,7 @@ def micro_batches(clips: Sequence[Clip], most: Callable[[Clip], float]) -> list[
         shapes.setdefault((clip.frames, clip.height, clip.width, clip.text), []).append(clip)
     batches: list[tuple[Clip, ...]] = []
     for members in shapes.values():
-        limit = max(1, math.floor(most(members[0]) + 1e-9))
+        limit = max(1, math.floor(limit_of(members[0]) + 1e-9))
         count = math.ceil(len(members) / limit)
         bounds = [len(members) * part // count for part in range(count + 1)]
         batches += [tuple(members[a:b]) for a, b in pairwise(bounds)]
@@ -143,13 +143,13 @@ def cascades(batches: Sequence[tuple[Clip, ...]], stages: Sequence[Stage]) -> tu
     """One `encode` per encoder and micro-batch, then one `train` per trained stage, which reads them."""
     encoders = [stage for stage in stages if not stage.trained and "output" in stage.attrs]
     trained = [stage for stage in stages if stage.trained]
-    made: list[Cascade] = []
+    nodes: list[Cascade] = []
     for batch in batches:
         first = batch[0]
         inputs: list[str] = []
         for stage in [*encoders, *trained]:
-            name = str(len(made))
-            made.append(
+            name = str(len(nodes))
+            nodes.append(
                 Cascade(
                     name=name,
                     phase=Phase.TRAIN if stage.trained else Phase.ENCODE,
@@ -163,7 +163,7 @@ def cascades(batches: Sequence[tuple[Clip, ...]], stages: Sequence[Stage]) -> tu
             )
             if not stage.trained:
                 inputs.append(name)
-    return tuple(made)
+    return tuple(nodes)
 
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:

@@ -23,7 +23,7 @@ from arachnec.solver.problem import TICKS
 
 @dataclass(frozen=True)
 class Recost(Pass):
-    """New times for every instruction of a lowered module, by a profile or a device's data sheet.
+    """New times for every instruction of a lowered module, by a profile or a device's specs.
 
     Every cascade starts as soon as its ranks and its inputs allow, in the order that the plan had.
     """
@@ -42,8 +42,8 @@ class Recost(Pass):
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
         problem = problem_of(costed, cost)
         # the problem rounds each time up by less than a tick
-        least = max(0, lower_bound(problem) - len(problem.jobs))
-        bound = min(makespan, least / TICKS)
+        ticks = max(0, lower_bound(problem) - len(problem.jobs))
+        bound = min(makespan, ticks / TICKS)
         return replace(
             costed,
             cascades=tuple(cascades[cascade.name] for cascade in module.cascades),
@@ -57,26 +57,26 @@ class Recost(Pass):
 def retimed(cascades: Sequence[Cascade], cost: CostModel) -> dict[str, Cascade]:
     """Every cascade on its ranks, as early as they and its inputs are there."""
     free: dict[int, float] = {}
-    done: dict[str, Cascade] = {}
+    placed: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
-        inputs = (done[name].end for name in cascade.inputs if name in done)
+        inputs = (placed[name].end for name in cascade.inputs if name in placed)
         start = max(0.0, *inputs, *(free.get(rank, 0.0) for rank in cascade.ranks))
         split = {name: integer(cascade.attrs[name]) for name in ("ulysses", "ring") if name in cascade.attrs}
         end = start + cost.time(cascade, cascade.degree, ranks=cascade.ranks, recompute=cascade.recompute, **split)
-        done[cascade.name] = cascade.with_attrs(start=Quantity(start, "ms"), end=Quantity(end, "ms"))
+        placed[cascade.name] = cascade.with_attrs(start=Quantity(start, "ms"), end=Quantity(end, "ms"))
         free |= dict.fromkeys(cascade.ranks, end)
-    return done
+    return placed
 
 
 def _instructions(program: Program, cascades: Mapping[str, Cascade], cost: CostModel) -> Iterator[Instruction]:
-    stretched = 1.0  # the latest backward, inside which sums may start
+    stretched = 1.0  # how much longer the latest backward takes: reduces may start inside it
     for step in program.instructions:
         if step.op == "step":
             yield _with(step, time=cost.step_time(cost.stages[step.target]))
         elif step.op == "reduce":
             size = step.attrs.get("bytes")
-            whole = float(size) if isinstance(size, int) else None
-            timed = _with(step, time=cost.reduce_time(cost.stages[step.target], step.peers, whole))
+            bucket_bytes = float(size) if isinstance(size, int) else None
+            timed = _with(step, time=cost.reduce_time(cost.stages[step.target], step.peers, bucket_bytes))
             early = step.attrs.get("early")
             yield timed if early is None else _with(timed, early=quantity(early) * stretched)
         elif "time" in step.attrs:

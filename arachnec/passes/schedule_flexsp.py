@@ -44,5 +44,5 @@ class ScheduleFlexsp(Pass):
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
 
     def _schedule(self, problem: Problem) -> Schedule:
-        found = [best_one_degree(problem), *solved(problem, self.limit / 1e3, self.buckets, self.micro_batches)]
-        return min(found, key=lambda schedule: schedule.makespan(problem))
+        candidates = [best_one_degree(problem), *solved(problem, self.limit / 1e3, self.buckets, self.micro_batches)]
+        return min(candidates, key=lambda schedule: schedule.makespan(problem))

@@ -49,7 +49,7 @@ class ScheduleKnapformer(Pass):
         problem = problem_of(module, cost)
         schedule = best_bags(problem, [self.bags] if self.bags else cuts(world))
         if schedule is None:
-            least = max(job.choices[0].degree for job in problem.jobs)
-            raise UserError(BagsTooSmall(None, written, least))
+            widest = max(job.choices[0].degree for job in problem.jobs)
+            raise UserError(BagsTooSmall(None, written, widest))
         bound = lower_bound(problem)
         return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))

@@ -35,7 +35,7 @@ class BadDegree(Diagnostic):
 class ScheduleStatic(Pass):
     """A fixed layout.
 
-    ``degree`` is the one degree; by default every one is tried and the best kept, so that this is a rival and not a
+    ``degree`` is the one degree; by default every one is tried and the best kept, so that this is a baseline and not a
     straw man. A cascade that this degree does not hold or that does not allow it takes the next larger that does, else
     the largest it has.
     """

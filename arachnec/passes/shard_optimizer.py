@@ -35,8 +35,8 @@ class ShardOptimizer(Pass):
 def _sharded(module: Module) -> Module:
     if module.cluster is None or module.cluster.world < 2:
         return module
-    whole = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
-    if whole <= CROWDED * module.cluster.memory:
+    state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
+    if state <= CROWDED * module.cluster.memory:
         return module
     return replace(module, stages=tuple(_dealt_out(stage, module.cluster.world) for stage in module.stages))
 

@@ -35,7 +35,7 @@ class Trace:
     graphs: tuple[Graph, ...]
     captured: CapturedModel
     counter: TokenCounter
-    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs beside attention
+    warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
@@ -57,12 +57,12 @@ class TokenCounter:
     captured: CapturedModel
     source: ModelSource
     encoders: dict[str, nn.Module]
-    known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    counts: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
     def __call__(self, clip: VideoClip) -> int:
-        if clip.shape not in self.known:
-            self.known[clip.shape] = self._count(clip)
-        return self.known[clip.shape]
+        if clip.shape not in self.counts:
+            self.counts[clip.shape] = self._count(clip)
+        return self.counts[clip.shape]
 
     def _count(self, clip: VideoClip) -> int:
         first = self.captured.calls[0].path

@@ -76,7 +76,9 @@ def _with_free_links(module: Module) -> Module:
     """The module on a cluster whose links, within nodes and between them, cost nothing."""
     assert module.cluster is not None
     attrs = module.cluster.attrs
-    rates: dict[str, Value] = {name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink") if name in attrs}
+    rates: dict[str, Value] = {
+        name: Quantity(PLENTY, "GB/s") for name in ("intra", "inter", "uplink", "host_link") if name in attrs
+    }
     delays = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
     mixed = attrs.get("mixed")
     if isinstance(mixed, tuple):
@@ -87,7 +89,9 @@ def _with_free_links(module: Module) -> Module:
 def _with_plenty(row: Value, unit: str) -> Value:
     """A kind of nodes, with as much as one likes of what is measured in this unit."""
     assert isinstance(row, tuple), "the table of the cluster's attributes says so"
-    return tuple(Quantity(PLENTY, unit) if isinstance(item, Quantity) and item.unit == unit else item for item in row)
+    return tuple(
+        Quantity(PLENTY, unit) if isinstance(value, Quantity) and value.unit == unit else value for value in row
+    )
 
 
 def _cause(problem: Problem, horizon: int) -> Cause:
@@ -106,9 +110,9 @@ def _chain(problem: Problem) -> list[int]:
     if not problem.jobs:
         return []
     fastest = [job.choices[-1].ticks for job in problem.jobs]
-    at = max(range(len(fastest)), key=lambda index: problem.heads[index] + fastest[index])
-    found = [at]
-    while problem.jobs[at].before:
-        at = max(problem.jobs[at].before, key=lambda index: problem.heads[index] + fastest[index])
-        found.append(at)
-    return found[::-1]
+    job = max(range(len(fastest)), key=lambda index: problem.heads[index] + fastest[index])
+    path = [job]
+    while problem.jobs[job].before:
+        job = max(problem.jobs[job].before, key=lambda index: problem.heads[index] + fastest[index])
+        path.append(job)
+    return path[::-1]

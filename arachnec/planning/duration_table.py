@@ -114,12 +114,12 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
 
 def _once(file: Path, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """An object of the table; Python would keep the last of two values of one key and say nothing."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise UserError(KeyTwice(_second(str(file), text, key), key))
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _second(file: str, text: str, key: str) -> Span:
@@ -153,10 +153,10 @@ class _Reader:
         last: set[str] = set()
         order: dict[str, None] = {}
         for number, entry in enumerate(tasks):
-            made = self._task(entry, number, unit, names)
-            cascades += made
-            last.add(made[-1].stage)
-            order |= dict.fromkeys(cascade.stage for cascade in made)
+            chain = self._task(entry, number, unit, names)
+            cascades += chain
+            last.add(chain[-1].stage)
+            order |= dict.fromkeys(cascade.stage for cascade in chain)
         stages = tuple(Stage(name, name in last, Attributes.of(costs="table")) for name in order)
         return Table(Module("plan", Level.COSTED, cluster, stages=stages, cascades=tuple(cascades)), names)
 
@@ -197,15 +197,15 @@ class _Reader:
     def _times(
         self, stage: Mapping[str, Any], where: str, unit: str | None, near: str
     ) -> tuple[tuple[int, Quantity], ...]:
-        given = [key for key in ("ms", "s") if key in stage]
-        if len(given) != 1:
-            raise self._bad(f"{where}", "without times" if not given else "given twice", f"one `{unit or 'ms'}`", near)
-        if unit == "ms" and given != ["ms"]:
+        units = [key for key in ("ms", "s") if key in stage]
+        if len(units) != 1:
+            raise self._bad(f"{where}", "without times" if not units else "given twice", f"one `{unit or 'ms'}`", near)
+        if unit == "ms" and units != ["ms"]:
             raise self._bad(f"`unit` beside the `s` of {where}", unit, "s, or `ms` in its place", near)
-        scale = UNITS[unit or given[0]]
-        times = stage[given[0]]
+        scale = UNITS[unit or units[0]]
+        times = stage[units[0]]
         if not isinstance(times, dict) or not times:
-            raise self._bad(f"`{given[0]}` of {where}", times, "an object from degree to time", near)
+            raise self._bad(f"`{units[0]}` of {where}", times, "an object from degree to time", near)
         pairs = []
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):

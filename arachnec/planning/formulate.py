@@ -86,10 +86,10 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
         raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
     choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}  # shared, so that equal jobs are known by identity
-    others = held_beside(module, cost)
+    co_resident = co_resident_outputs(module, cost)
     jobs = []
     for cascade in module.cascades:
-        held = others.get(cascade.name, 0.0)
+        held = co_resident.get(cascade.name, 0.0)
         key = (*shape_of(cascade), cost.received(cascade), held)
         if key not in choices:
             choices[key] = choices_of(cascade, cost, held)
@@ -97,7 +97,7 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     return Problem(tuple(jobs), cost.cluster.world)
 
 
-def held_beside(module: Module, cost: CostModel) -> dict[str, float]:
+def co_resident_outputs(module: Module, cost: CostModel) -> dict[str, float]:
     """For every encoder the GiB of what others made of its clips before it, where one rank encodes all in turn."""
     named = {cascade.name: cascade for cascade in module.cascades}
     held: dict[str, float] = {}
@@ -113,8 +113,8 @@ def held_beside(module: Module, cost: CostModel) -> dict[str, float]:
 def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Choice, ...]:
     """The degrees worth considering: they fit the memory, and each is faster than every smaller one.
 
-    Where it fits only with recomputation it recomputes. ``held`` GiB lie beside it, and may take what
-    cascades leave free of a device. Raises UserError where there is no degree at all.
+    Where it fits only with recomputation it recomputes. ``held`` GiB of other encoders' outputs are co-resident. They
+    may take what cascades leave free of a device. Raises UserError where there is no degree at all.
     """
     legal = cost.legal_degrees(cascade)
     if not legal:
@@ -123,22 +123,22 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         gpus = counted(cost.cluster.world, "GPU")
         raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
     spare = RESERVE * cost.cluster.memory - held
-    options = cost.table.options(cascade) if spare >= 0 else _options_beside(cascade, cost, legal, spare)
+    options = cost.table.options(cascade) if spare >= 0 else _options_next_to(cascade, cost, legal, spare)
     choices: list[Choice] = []
     for degree, entry in options.items():
         ticks = max(1, math.ceil(entry.time * TICKS - 1e-6))
         if not choices or ticks < choices[-1].ticks:
             choices.append(Choice(degree, ticks, entry.recompute))
     if not choices and cost.table.options(cascade):
-        least = min(cost.memory(cascade, degree) for degree in legal)
+        smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident
-        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), least, held, room))
+        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))
     return tuple(choices)
 
 
-def _options_beside(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, Entry]:
+def _options_next_to(cascade: Cascade, cost: CostModel, legal: Sequence[int], spare: float) -> dict[int, Entry]:
     """An encoder's rows by degree where it must leave ``-spare`` GiB of what cascades may use."""
     return {
         degree: cost.table.entry(cascade, degree)

@@ -51,18 +51,18 @@ class Overflow:
 def is_roomy(placed: Sequence[Cascade], cost: CostModel) -> bool:
     """Whether all values that ever come to a rank fit into what cascades leave free of it: then none need be late."""
     named = {cascade.name: cascade for cascade in placed}
-    held: dict[int, float] = {}
-    come: dict[str, set[int]] = {}
+    waiting: dict[int, float] = {}
+    holders: dict[str, set[int]] = {}
     for cascade in placed:
         for name in cascade.inputs:
             if name in named:
-                come.setdefault(name, set(named[name].ranks)).update(cascade.ranks)
-    for name, ranks in come.items():
+                holders.setdefault(name, set(named[name].ranks)).update(cascade.ranks)
+    for name, ranks in holders.items():
         size = cost.output(named[name])
         for rank in ranks if size else ():
-            held[rank] = held.get(rank, 0.0) + size
+            waiting[rank] = waiting.get(rank, 0.0) + size
     nodes = machines(cost.cluster)
-    return all(size <= RESERVE * nodes[node_of(cost.cluster, rank)].memory for rank, size in held.items())
+    return all(size <= RESERVE * nodes[node_of(cost.cluster, rank)].memory for rank, size in waiting.items())
 
 
 def find_overflow(placed: Sequence[Cascade], cost: CostModel) -> Overflow | None:
@@ -89,9 +89,11 @@ def find_overflow(placed: Sequence[Cascade], cost: CostModel) -> Overflow | None
     if worst is None:
         return None
     _, program, usage = worst
-    where = written(program.instructions[usage.index]) if usage.index >= 0 else "its parameters alone"
+    instruction = written(program.instructions[usage.index]) if usage.index >= 0 else "its parameters alone"
     limit = nodes[node_of(cluster, program.rank)].memory
-    return Overflow(ValuesFitNowhere(None, program.rank, where, usage.total, limit, usage.values), frozenset(waiting))
+    return Overflow(
+        ValuesFitNowhere(None, program.rank, instruction, usage.total, limit, usage.values), frozenset(waiting)
+    )
 
 
 def _to_be_late(
@@ -99,30 +101,30 @@ def _to_be_late(
 ) -> Iterator[str]:
     """Encoders whose values wait while an instruction runs, those read last first, until ``excess`` is made up for."""
     instruction = program.instructions[index] if index >= 0 else None
-    own = values.reads(instruction) if instruction is not None and instruction.op not in ("send", "free") else ()
-    held = {
+    reads = values.reads(instruction) if instruction is not None and instruction.op not in ("send", "free") else ()
+    sizes = {
         name: size
-        for name, size in _held(values, program, index).items()
-        if name not in own and values.cascades[name].phase is Phase.ENCODE
+        for name, size in _value_sizes(values, program, index).items()
+        if name not in reads and values.cascades[name].phase is Phase.ENCODE
     }
-    for name in sorted(held, key=lambda name: (name not in late, -first_reader.get(name, 0), name)):
+    for name in sorted(sizes, key=lambda name: (name not in late, -first_reader.get(name, 0), name)):
         if excess <= 0:
             return
-        excess -= held[name]
+        excess -= sizes[name]
         yield name
 
 
-def _held(values: Values, program: Program, index: int) -> dict[str, float]:
+def _value_sizes(values: Values, program: Program, index: int) -> dict[str, float]:
     """GiB of every value on the rank while an instruction runs."""
-    held: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for number, instruction in enumerate(program.instructions[: index + 1]):
         name = values.makes(instruction)
         if name is not None:
             memory = instruction.attrs.get("memory")
-            held[name] = 0.0 if memory is None else quantity(memory)
+            sizes[name] = 0.0 if memory is None else quantity(memory)
         elif instruction.op == "free" and number < index:
-            held.pop(instruction.target, None)
-    return held
+            sizes.pop(instruction.target, None)
+    return sizes
 
 
 def in_turn(encoders: Iterable[Cascade], cost: CostModel) -> list[Cascade]:
@@ -131,10 +133,10 @@ def in_turn(encoders: Iterable[Cascade], cost: CostModel) -> list[Cascade]:
     Those that need most beside their output, at their highest degree, come first: nothing waits for them yet.
     """
 
-    def beside(each: Cascade) -> float:
-        return cost.memory(each, max(cost.legal_degrees(each), default=1)) - cost.output(each)
+    def needed_to_run(encoder: Cascade) -> float:
+        return cost.memory(encoder, max(cost.legal_degrees(encoder), default=1)) - cost.output(encoder)
 
-    return sorted(encoders, key=lambda each: (-beside(each), each.name))
+    return sorted(encoders, key=lambda encoder: (-needed_to_run(encoder), encoder.name))
 
 
 @dataclass(frozen=True)
@@ -154,25 +156,25 @@ def late_order(
     Where its ranks cannot hold a late one, that one stays on its own.
     """
     named = {cascade.name: cascade for cascade in cascades}
-    found: dict[str, Late] = {}
+    placed: dict[str, Late] = {}
 
     def add(cascade: Cascade, reader: Cascade | None) -> None:
-        if cascade.name in found:
+        if cascade.name in placed:
             return
         before = [named[name] for name in cascade.inputs if name in late and name in named]
-        for each in in_turn(before, cost):
-            add(each, cascade)
-        own = ranks[cascade.name]
+        for encoder in in_turn(before, cost):
+            add(encoder, cascade)
+        planned = ranks[cascade.name]
         if reader is None:
-            found[cascade.name] = Late(cascade, own)
+            placed[cascade.name] = Late(cascade, planned)
             return
         near = ranks[reader.name]
-        where = (*near, *(rank for rank in own if rank not in near))[: cascade.degree]
-        fits = not cost.devices.kinds or cost.recompute_at(cascade, cascade.degree, where) is not None
-        found[cascade.name] = Late(cascade, tuple(sorted(where)) if fits else own, near)
+        target = (*near, *(rank for rank in planned if rank not in near))[: cascade.degree]
+        fits = not cost.devices.kinds or cost.recompute_at(cascade, cascade.degree, target) is not None
+        placed[cascade.name] = Late(cascade, tuple(sorted(target)) if fits else planned, near)
 
     read = {name for cascade in cascades for name in cascade.inputs}
     for cascade in cascades:
         if cascade.name not in late or cascade.name not in read:
             add(cascade, None)
-    return list(found.values())
+    return list(placed.values())

@@ -44,12 +44,12 @@ def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> 
     rows = []
     for (cascade, count), indices in zip(members, shapes.values(), strict=True):
         job, around = problem.jobs[indices[0]], problem.heads[indices[0]] + problem.tails[indices[0]]
-        used = used_up(cascade, cost, kinds, weights, [choice.degree for choice in job.choices])
-        rows.append([(choice.ticks + around, count * least) for choice, least in zip(job.choices, used, strict=True)])
+        used = least_uses(cascade, cost, kinds, weights, [choice.degree for choice in job.choices])
+        rows.append([(choice.ticks + around, count * use) for choice, use in zip(job.choices, used, strict=True)])
     worth = sum(weight * len(kind.ranks) for weight, kind in zip(weights, kinds, strict=True))
 
     def possible(horizon: int) -> bool:
-        return sum(min(least for needed, least in row if needed <= horizon) for row in rows) <= worth * horizon
+        return sum(min(use for needed, use in row if needed <= horizon) for row in rows) <= worth * horizon
 
     high = low
     while not possible(high):
@@ -95,8 +95,8 @@ def weights_of(members: Sequence[tuple[Cascade, int]], cost: CostModel, kinds: S
             for (_, count), row in zip(members, works, strict=True)
             if row[number] < math.inf
         ]
-        here = sum(count * work for count, _, work in fitting)
-        weights.append(round(SCALE * sum(count * best for count, best, _ in fitting) / here) if here > 0 else SCALE)
+        total = sum(count * work for count, _, work in fitting)
+        weights.append(round(SCALE * sum(count * best for count, best, _ in fitting) / total) if total > 0 else SCALE)
     return weights
 
 
@@ -107,16 +107,16 @@ def _least_work(cascade: Cascade, cost: CostModel, kind: Kind) -> float:
     return min((degree * time for degree, time in times if time is not None), default=math.inf)
 
 
-def used_up(
+def least_uses(
     cascade: Cascade, cost: CostModel, kinds: Sequence[Kind], weights: Sequence[int], degrees: Sequence[int]
 ) -> list[int]:
     """Ticks times weights that a cascade uses up at least, at each degree or one up to the next that is listed."""
-    least = []
+    smallest = []
     tried = cost.legal_degrees(cascade)
     for degree, following in zip(degrees, [*degrees[1:], math.inf], strict=True):
         uses = (use for d in tried if degree <= d < following for use in _uses(cascade, cost, d, kinds, weights))
-        least.append(math.floor(min(uses, default=0.0) * TICKS))
-    return least
+        smallest.append(math.floor(min(uses, default=0.0) * TICKS))
+    return smallest
 
 
 def _uses(
@@ -128,11 +128,13 @@ def _uses(
             time = least_time(cascade, cost, degree, kind, alone=True)
             if time is not None:
                 yield degree * weights[number] * time
-        others = [weights[k] for k, other in enumerate(kinds) if k != number and other.slowdown <= kind.slowdown]
-        if degree > 1 and others:
+        other_weights = [
+            weights[k] for k, faster in enumerate(kinds) if k != number and faster.slowdown <= kind.slowdown
+        ]
+        if degree > 1 and other_weights:
             time = least_time(cascade, cost, degree, kind, alone=False)
             if time is not None:
-                together = weights[number] + min(others) + (degree - 2) * min(weights[number], *others)
+                together = weights[number] + min(other_weights) + (degree - 2) * min(weights[number], *other_weights)
                 yield together * time
 
 

@@ -13,24 +13,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from arachnec.cluster.topology import handoff_time, nic_of, node_of, rack_of
-from arachnec.cost.memory import GIB
+from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Strategy
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
-from arachnec.ir.stage_sizes import times_of
-from arachnec.ir.values import Quantity
 from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-TOLERANCE = 1e-6  # ms
+from arachnec.planning.placed_cascade import on
+from arachnec.planning.rank_choice import (
+    TOLERANCE,
+    pick_ranks,
+    ranks_from_the_end,
+    ranks_from_the_start,
+    spread_ranks,
+)
 
 LATE = 5e-4  # of the makespan, by which a placement may be longer before another is tried
 
@@ -47,18 +43,18 @@ def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
 
     Raises UserError where the memory does not hold the values that encoders hand off.
     """
-    forwards = placements(cascades, cost)
-    planned = max((cascade.end for cascade in cascades), default=0.0)
-    late = max((cascade.end for cascade in forwards), default=0.0)
-    found = forwards
+    planned = end_of(cascades)
+    best = placements(cascades, cost)
     for ranks_of in (ranks_from_the_end, ranks_from_the_start):
-        if cost.devices.kinds or late <= planned * (1 + LATE) + TOLERANCE:
+        if cost.devices.kinds or end_of(best) <= planned * (1 + LATE) + TOLERANCE:
             break
-        tried = on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
-        end = max(cascade.end for cascade in tried)
-        if end < late:
-            found, late = tried, end
-    return within_memory(cascades, found, cost)
+        best = min(best, on_ranks(cascades, cost, ranks_of(cascades, cost.cluster)), key=end_of)
+    return within_memory(cascades, best, cost)
+
+
+def end_of(cascades: Sequence[Cascade]) -> float:
+    """ms at which the last one ends."""
+    return max((cascade.end for cascade in cascades), default=0.0)
 
 
 def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel) -> list[Cascade]:
@@ -95,7 +91,7 @@ def _encoded_late(turns: Sequence[Late], cost: CostModel) -> list[Cascade]:
         begin = max((free[rank] for rank in turn.behind), default=0.0)
         for rank in turn.ranks:
             free[rank] = max(free[rank], begin)
-        done[turn.cascade.name] = placed = _on(turn.cascade, turn.ranks, inputs, free, cost)
+        done[turn.cascade.name] = placed = on(turn.cascade, turn.ranks, inputs, free, cost)
         for rank in placed.ranks:
             free[rank] = placed.end
     return list(done.values())
@@ -107,7 +103,7 @@ def on_ranks(cascades: Sequence[Cascade], cost: CostModel, ranks: Mapping[str, t
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        done[cascade.name] = placed = _on(cascade, ranks[cascade.name], inputs, free, cost)
+        done[cascade.name] = placed = on(cascade, ranks[cascade.name], inputs, free, cost)
         for rank in placed.ranks:
             free[rank] = placed.end
     return list(done.values())
@@ -137,15 +133,15 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.devices.kinds:
-            tried = [_placed(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
+            tried = [place_among(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
             placed = min(tried, key=lambda each: each.end)
         else:
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
-            placed = _placed(cascade, free, inputs, actual, cost, pick)
+            placed = place_among(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
                 whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
-                tried = [placed, *(_placed(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
+                tried = [placed, *(place_among(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
                 placed = min(tried, key=lambda each: each.end)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
@@ -172,7 +168,7 @@ def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
     ]
 
 
-def _placed(
+def place_among(
     cascade: Cascade,
     pool: Sequence[int],
     inputs: Sequence[Cascade],
@@ -186,186 +182,4 @@ def _placed(
     slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
-    return _on(cascade, ranks, inputs, actual, cost)
-
-
-def _on(
-    cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
-) -> Cascade:
-    placed = with_ranks(cascade, ranks, cost)
-    arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
-    start = max(arrived, *(actual[rank] for rank in ranks))
-    return placed.with_attrs(start=_ms(start), end=_ms(start + (placed.end - placed.start)))
-
-
-def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
-    """``degree`` of the free ranks, ascending; ``near`` are the ranks that hold the inputs.
-
-    Raises ValueError where fewer are free.
-    """
-    if len(free) < degree:
-        raise ValueError(f"degree {degree} with {len(free)} ranks free")
-    gpus = cluster.gpus
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in free:
-        nodes[rank // gpus].append(rank)
-    near_racks = {rack_of(cluster, rank) for rank in near}
-    whole = [node for node, ranks in nodes.items() if len(ranks) >= degree]
-    if whole:
-
-        def within(node: int) -> tuple[int, bool, int, int]:
-            far = rack_of(cluster, nodes[node][0]) not in near_racks
-            return -len(near.intersection(nodes[node])), far, len(nodes[node]), node
-
-        return _within(nodes[min(whole, key=within)], degree, near)
-    racks = _racks(cluster, nodes, degree, near)
-    fullest = sorted(
-        nodes,
-        key=lambda node: (
-            racks.index(rack_of(cluster, nodes[node][0])),
-            -len(nodes[node]),
-            -len(near.intersection(nodes[node])),
-            node,
-        ),
-    )
-    picked: list[int] = []
-    letters: set[str] = set()
-    for node in fullest:
-        wanted = degree - len(picked)
-        matching = sorted(nodes[node], key=lambda rank: (nic_of(cluster, rank) not in letters, rank))
-        picked += matching[:wanted]
-        letters |= {nic_of(cluster, rank) for rank in matching[:wanted]}
-        if len(picked) == degree:
-            break
-    return tuple(sorted(picked))
-
-
-def spread_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int]) -> tuple[int, ...]:
-    """``degree`` of the free ranks at equal distances, whatever their nodes and wherever the inputs are."""
-    return tuple(sorted(free)[index * len(free) // degree] for index in range(degree))
-
-
-def _racks(cluster: Cluster, nodes: dict[int, list[int]], degree: int, near: set[int]) -> list[int]:
-    """The racks in the order in which a cascade of several nodes should take them, so that it crosses few uplinks.
-
-    First comes one that holds all of it, on as few nodes as can be, else the one with most free ranks.
-    """
-    free: dict[int, list[list[int]]] = defaultdict(list)
-    for ranks in nodes.values():
-        free[rack_of(cluster, ranks[0])].append(ranks)
-
-    def order(rack: int) -> tuple[int, int, int, int]:
-        sizes = sorted((len(ranks) for ranks in free[rack]), reverse=True)
-        room, here = sum(sizes), sum(len(near.intersection(ranks)) for ranks in free[rack])
-        if room < degree:
-            return len(nodes) + 1, -room, -here, rack
-        needed = next(count for count, total in enumerate(accumulate(sizes), 1) if total >= degree)
-        return needed, -here, room, rack
-
-    return sorted(free, key=order)
-
-
-def ranks_from_the_end(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """For every cascade, last ends first, ranks that are free until then, and for the shortest time after it.
-
-    An aligned block where there is one, else ranks of one node, else whole nodes, else any.
-    """
-    last = max((cascade.end for cascade in cascades), default=0.0)
-    return _ranks_in_turn([(last - each.end, last - each.start, each) for each in cascades], cluster)
-
-
-def ranks_from_the_start(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """For every cascade, first starts first, ranks that are free then, and have been for the shortest time."""
-    return _ranks_in_turn([(each.start, each.end, each) for each in cascades], cluster)
-
-
-def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """Ranks for every cascade from its start to its end; of those that start together the widest is first."""
-    import numpy as np
-
-    free = np.zeros((cluster.nodes, cluster.gpus))  # ms from which on each rank is
-    found: dict[str, tuple[int, ...]] = {}
-    for start, end, cascade in sorted(times, key=lambda row: (row[0], -row[2].degree)):
-        degree = cascade.degree
-        idle = np.where(free <= start + TOLERANCE, start - free, np.inf)
-        ranks = _least_idle(idle, degree, cluster.gpus)
-        if ranks is None:
-            ranks = pick_ranks(cluster, np.flatnonzero(np.isfinite(idle)).tolist(), degree, set())
-        free.reshape(-1)[list(ranks)] = end
-        found[cascade.name] = ranks
-    return found
-
-
-def _least_idle(idle: NDArray[np.float64], degree: int, gpus: int) -> tuple[int, ...] | None:
-    """Ranks of one node, or whole nodes, that idle least in all; ``idle`` is nodes x GPUs, infinite where not free."""
-    import numpy as np
-
-    if degree >= gpus:
-        whole, part = divmod(degree, gpus)
-        nodes = idle.sum(axis=1)
-        best = np.argsort(nodes, kind="stable")[:whole]
-        if part or not np.isfinite(nodes[best]).all():
-            return None
-        return tuple(sorted(int(node) * gpus + gpu for node in best for gpu in range(gpus)))
-    if gpus % degree == 0:
-        blocks = idle.reshape(-1, degree).sum(axis=1)
-        block = int(blocks.argmin())
-        if np.isfinite(blocks[block]):
-            return tuple(range(block * degree, (block + 1) * degree))
-    order = np.argsort(idle, axis=1, kind="stable")[:, :degree]
-    sums = np.take_along_axis(idle, order, axis=1).sum(axis=1)
-    node = int(sums.argmin())
-    return tuple(sorted(node * gpus + int(gpu) for gpu in order[node])) if np.isfinite(sums[node]) else None
-
-
-def _within(ranks: list[int], degree: int, near: set[int]) -> tuple[int, ...]:
-    """A run of neighbours at a multiple of the degree where there is one, else those nearest to the inputs."""
-    present = set(ranks)
-    if degree == 1:
-        return (min(ranks, key=lambda rank: (rank not in near, rank ^ 1 in present, rank)),)
-    blocks = [
-        range(first, first + degree)
-        for first in sorted({rank - rank % degree for rank in ranks})
-        if present.issuperset(range(first, first + degree))
-    ]
-    if blocks:
-        best = min(blocks, key=lambda block: (-len(near.intersection(block)), block[0]))
-        return tuple(best)
-    return tuple(sorted(sorted(ranks, key=lambda rank: (rank not in near, rank))[:degree]))
-
-
-def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
-    """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
-    recompute = cascade.recompute
-    if cost.devices.kinds:
-        recompute = cost.recompute_at(cascade, cascade.degree, ranks) is True
-    entry = cost.table.entry(cascade, cascade.degree, ranks, Strategy(recompute=recompute))
-    split = entry.strategy.attention if cost.has_attention(cascade) else None
-    duration = cascade.end - cascade.start
-    if cost.devices.kinds:
-        memory = Quantity(round(entry.memory, 6), "GiB")
-        cascade = cascade.with_attrs(recompute=True if recompute else None, memory=memory)
-        duration = entry.time
-    elif not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
-        # the tick to which the scheduler rounded up is not taken away again
-        duration = max(duration, entry.time)
-    return cascade.with_attrs(
-        ranks=ranks,
-        ulysses=split.ulysses if split else None,
-        ring=split.ring if split else None,
-        end=Quantity(cascade.start + duration, "ms"),
-    )
-
-
-def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
-    """ms after the producer's end at which the consumer's last rank has its output."""
-    size = cost.output(producer) * GIB
-    if not size:
-        return 0.0
-    source = producer.ranks[0]
-    targets = [rank for rank in consumer.ranks if rank not in producer.ranks]
-    return max((handoff_time(cost.cluster, source, rank, size) for rank in targets), default=0.0)
-
-
-def _ms(value: float) -> Quantity:
-    return Quantity(round(value, 6), "ms")
+    return on(cascade, ranks, inputs, actual, cost)

@@ -21,16 +21,16 @@ def validate_schedule(module: Module) -> list[str]:
     """Every violation in words: illegal degree, too little time or memory, precedence, more ranks than there are."""
     cost = CostModel(module)
     named = {cascade.name: cascade for cascade in module.cascades}
-    found = [problem for cascade in module.cascades for problem in _cascade_problems(cascade, named, cost)]
-    found += _capacity_problems(module, cost)
+    problems = [problem for cascade in module.cascades for problem in _cascade_problems(cascade, named, cost)]
+    problems += _capacity_problems(module, cost)
     if module.level >= Level.PLACED:
-        found += [problem for cascade in module.cascades for problem in _rank_problems(cascade, cost)]
-        found += _overlaps(module)
+        problems += [problem for cascade in module.cascades for problem in _rank_problems(cascade, cost)]
+        problems += _overlaps(module)
     makespan = module.attrs.get("makespan")
     last = max((cascade.end for cascade in module.cascades), default=0.0)
     if makespan is None or abs(quantity(makespan) - last) > _slack(last):
-        found.append(f"the makespan is said to be {makespan}, the last cascade ends at {last} ms")
-    return found
+        problems.append(f"the makespan is said to be {makespan}, the last cascade ends at {last} ms")
+    return problems
 
 
 def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostModel) -> list[str]:
@@ -39,22 +39,22 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
     if degree not in legal:
         nearest = [*[d for d in legal if d < degree][-1:], *[d for d in legal if d > degree][:1]]
         return [f"{name}: degree {degree} is not legal, nearest are {' and '.join(map(str, nearest)) or 'none'}"]
-    found = []
+    problems = []
     if cascade.start < 0:
-        found.append(f"{name} starts at {cascade.start} ms")
+        problems.append(f"{name} starts at {cascade.start} ms")
     listed = integers(cascade.attrs.get("ranks", ()))
     ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
     entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cascade.recompute))
     if cascade.end - cascade.start < entry.time - _slack(cascade.end):
-        found.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
+        problems.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
     if entry.memory > cost.room_on(ranks, degree) + TOLERANCE:
-        found.append(f"{name} needs more memory than a rank has at degree {degree}")
+        problems.append(f"{name} needs more memory than a rank has at degree {degree}")
     for producer in cascade.inputs:
         if producer not in named:
-            found.append(f"{name} reads %{producer}, which does not exist")
+            problems.append(f"{name} reads %{producer}, which does not exist")
         elif cascade.start < named[producer].end - _slack(cascade.start):
-            found.append(f"{name} starts at {cascade.start} ms, before %{producer} ends at {named[producer].end} ms")
-    return found
+            problems.append(f"{name} starts at {cascade.start} ms, before %{producer} ends at {named[producer].end} ms")
+    return problems
 
 
 def _capacity_problems(module: Module, cost: CostModel) -> list[str]:
@@ -62,25 +62,25 @@ def _capacity_problems(module: Module, cost: CostModel) -> list[str]:
     for cascade in module.cascades:
         events.append((cascade.start, 1, cascade.degree))
         events.append((cascade.end - _slack(cascade.end), 0, -cascade.degree))
-    held = 0
+    busy = 0
     for moment, _, change in sorted(events):
-        held += change
-        if held > cost.cluster.world:
-            return [f"{held} ranks are needed at {moment} ms, there are {cost.cluster.world}"]
+        busy += change
+        if busy > cost.cluster.world:
+            return [f"{busy} ranks are needed at {moment} ms, there are {cost.cluster.world}"]
     return []
 
 
 def _rank_problems(cascade: Cascade, cost: CostModel) -> list[str]:
     ranks = cascade.ranks
-    found = []
+    problems = []
     if len(set(ranks)) != cascade.degree:
-        found.append(f"%{cascade.name} has degree {cascade.degree} and ranks {ranks}")
+        problems.append(f"%{cascade.name} has degree {cascade.degree} and ranks {ranks}")
     if any(not 0 <= rank < cost.cluster.world for rank in ranks):
-        found.append(f"%{cascade.name} is on ranks {ranks} of {cost.cluster.world}")
+        problems.append(f"%{cascade.name} is on ranks {ranks} of {cost.cluster.world}")
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
     if isinstance(ulysses, int) and isinstance(ring, int) and ulysses * ring != cascade.degree:
-        found.append(f"%{cascade.name}: ulysses {ulysses} times ring {ring} is not degree {cascade.degree}")
-    return found
+        problems.append(f"%{cascade.name}: ulysses {ulysses} times ring {ring} is not degree {cascade.degree}")
+    return problems
 
 
 def _overlaps(module: Module) -> list[str]:
@@ -88,13 +88,13 @@ def _overlaps(module: Module) -> list[str]:
     for cascade in module.cascades:
         for rank in cascade.ranks:
             runs[rank].append(cascade)
-    found = []
+    problems = []
     for rank, cascades in sorted(runs.items()):
         cascades.sort(key=lambda cascade: (cascade.start, cascade.end))
         for earlier, later in pairwise(cascades):
             if later.start < earlier.end - _slack(earlier.end):
-                found.append(f"rank {rank} is in %{earlier.name} and %{later.name} at {later.start} ms")
-    return found
+                problems.append(f"rank {rank} is in %{earlier.name} and %{later.name} at {later.start} ms")
+    return problems
 
 
 def _slack(moment: float) -> float:

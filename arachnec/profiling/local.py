@@ -59,15 +59,15 @@ def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> 
     read_manifest(data)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
-        found = Path(scratch) / "measured.json"
-        arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(found)]
+        results = Path(scratch) / "measured.json"
+        arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
         try:
             launch(machine.world, arguments, lambda line: None, worker=WORKER)
         except RankCrashed as crash:
             # The launcher's own traceback would only hide the rank's.
             print(crash, file=sys.stderr)
             sys.exit(1)
-        measured = msgspec.json.decode(found.read_bytes(), type=Measured)
+        measured = msgspec.json.decode(results.read_bytes(), type=Measured)
     profile = fitted(measured, machine)
     write_profile(profile, output)
     return profile

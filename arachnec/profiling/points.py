@@ -44,13 +44,13 @@ def more_points(
 
     With those there are they are up to ``ENCODED_SHAPES``, spread over the range of tokens.
     """
-    known = {tuple(sizes_of(point.clips[0], deciding).values()) for point in chosen}
+    chosen_sizes = {tuple(sizes_of(point.clips[0], deciding).values()) for point in chosen}
     further: dict[tuple[int, ...], Point] = {}
     for point in _of_every_shape(clips, tokens):
         key = tuple(sizes_of(point.clips[0], deciding).values())
-        if key not in known:
+        if key not in chosen_sizes:
             further.setdefault(key, point)
-    return spread(list(further.values()), ENCODED_SHAPES - len(known))
+    return spread(list(further.values()), ENCODED_SHAPES - len(chosen_sizes))
 
 
 def spread(points: Sequence[Point], count: int) -> list[Point]:
@@ -71,15 +71,15 @@ def deciding_sizes(encoder: nn.Module, clips: Sequence[VideoClip]) -> tuple[str,
     def loaded(clip: VideoClip) -> tuple[int, ...]:
         return tuple(load(clip, torch.device("meta")).shape)
 
-    first, found = clips[0], []
+    first, deciding = clips[0], []
     usual = loaded(first)
     for name, fields in FIELDS.items():
         of_size = attrgetter(fields[0])
         for end in (min(clips, key=of_size), max(clips, key=of_size)):
-            other = replace(first, **{field: getattr(end, field) for field in fields})
-            if name not in found and loaded(other) != usual:
-                found.append(name)
-    return tuple(found)
+            resized = replace(first, **{field: getattr(end, field) for field in fields})
+            if name not in deciding and loaded(resized) != usual:
+                deciding.append(name)
+    return tuple(deciding)
 
 
 def sizes_of(clip: VideoClip, names: Sequence[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a model's stages, sums of gradients and this machine's links take, measured on as many ranks as training uses.
+"""What stages, gradient all-reduces and this machine's links take, measured on as many ranks as training uses.
 
 All measurements take turns, one of each a round, so that a machine whose speed drifts slows all of them alike; a
 measurement is the median over the rounds. Ranks measure at the same time, as many as have a core of their own, so
@@ -32,7 +32,7 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
+from arachnec.backends.torch_distributed.ranks import as_rank, exit_with
 from arachnec.cost.communication import volumes
 from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
 from arachnec.data.clip import VideoClip
@@ -162,7 +162,7 @@ class Profiler:
         everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
         takers = [job.ranks for job in self.jobs for _ in job.phases]
         medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
-        found: dict[tuple[str, str], list[Measurement]] = {}
+        measurements: dict[tuple[str, str], list[Measurement]] = {}
         ends: dict[str, float] = {}
         values = iter(medians)
         for job in self.jobs:
@@ -171,13 +171,13 @@ class Profiler:
                 if job.point is None:
                     ends[phase] = ms
                 else:
-                    found.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
+                    measurements.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
         size = sum(value.numel() * value.element_size() for value in self.parameters.values())
         world = dist.get_world_size()
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         links = measure_links(self.device) if world > 1 else None
-        return Measured(name, [(*key, rows) for key, rows in found.items()], links, [end])
+        return Measured(name, [(*key, rows) for key, rows in measurements.items()], links, [end])
 
     def _trace(self) -> list[int]:
         """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
@@ -220,7 +220,7 @@ class Profiler:
             return None
 
     def _last_jobs(self) -> Iterator[Job]:
-        """The sum of the gradients over all ranks, and the step; gradients are there from the jobs before."""
+        """The all-reduce of the gradients over all ranks, and the step; gradients are there from the jobs before."""
         world = dist.get_world_size()
         if world > 1:
             self._groups.ensure([tuple(range(world))])
@@ -247,9 +247,9 @@ class Profiler:
 
     def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
         started = _now(self.device)
-        sums = GradientSynchronisation(self.parameters, {}, self._groups)
-        sums.start(Instruction("reduce", TRAINED, everyone))
-        sums.wait()
+        reducer = GradientSynchronisation(self.parameters, {}, self._groups)
+        reducer.start(Instruction("reduce", TRAINED, everyone))
+        reducer.wait()
         return ((_now(self.device) - started) * 1e3,)
 
     def _step(self) -> tuple[float, ...]:
@@ -281,7 +281,14 @@ class Profiler:
 
 
 def measure_links(device: torch.device) -> LinkProfile:
-    """Latency and bandwidth of a message while every rank sends one to the next: time = latency + bytes / bandwidth."""
+    """Latency and bandwidth of messages between devices, and bandwidth between the hosts' memories."""
+    host = fit_links(MESSAGES, _ring_times(torch.device("cpu")))
+    links = host if device.type == "cpu" else fit_links(MESSAGES, _ring_times(device))
+    return msgspec.structs.replace(links, host=host.intra * dist.get_world_size())
+
+
+def _ring_times(device: torch.device) -> list[float]:
+    """ms of a message of each size while every rank sends one to the next: time = latency + bytes / bandwidth."""
     times = []
     for size in MESSAGES:
         outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -291,7 +298,7 @@ def measure_links(device: torch.device) -> LinkProfile:
             dist.barrier()
             rows.append(_timed_exchange(outgoing, incoming, device))
         times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
-    return fit_links(MESSAGES, times)
+    return times
 
 
 def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:
@@ -308,7 +315,7 @@ def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tup
 
 
 def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> float:
-    """ms to send to the next rank of the circle and receive from the one before."""
+    """ms to send to the next rank of the ring and receive from the one before."""
     world, rank = dist.get_world_size(), dist.get_rank()
     started = _now(device)
     operations = [
@@ -333,7 +340,7 @@ def main(model: str, data: str, planned_device: str, at_once: str, output: str) 
         if dist.get_rank() == 0:
             Path(output).write_bytes(msgspec.json.encode(measured))
 
-    as_rank(work, local_device(cpu=planned_device == "cpu"))
+    as_rank(work, cpu=planned_device == "cpu")
 
 
 if __name__ == "__main__":

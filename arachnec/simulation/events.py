@@ -262,7 +262,7 @@ class Engine:
             self._network.finish(activity)
         subject = activity.subject
         if isinstance(subject, _Transfer):
-            latency = self._works.route(subject.source, subject.target).latency
+            latency = self._works.handoff_route(subject.source, subject.target).latency
             self._push(now + latency, subject)
             return
         if isinstance(subject, _AllReduce):

@@ -2,7 +2,8 @@
 
 Within a node these are the devices' ports, and the host's memory where devices have no links of their own. Between
 nodes they are the NICs, each shared by the devices of one letter; between racks also the uplinks, each shared by its
-rack. Links are full duplex: the two directions do not share.
+rack. What encoders hand over travels from host to host: where the speed of the hosts' network is known it takes that,
+one link a node, and nothing of the devices'. Links are full duplex: the two directions do not share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
+from arachnec.cluster.topology import host_link_of, host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 from arachnec.ir.nodes import Cluster, quantity
 from arachnec.simulation.network import LinkName
 
@@ -45,3 +46,13 @@ def route(cluster: Cluster, source: int, target: int) -> Route:
         links += (("up", rack_of(cluster, source)), ("down", rack_of(cluster, target)))
         capacities += (uplink_of(cluster) * 1e6,) * 2
     return Route(links, capacities, quantity(attrs["inter_latency"]) / 1e3)
+
+
+def handoff_route(cluster: Cluster, source: int, target: int) -> Route:
+    """From one rank's host to another's; that of their devices where the hosts' network was not measured."""
+    speed = host_link_of(cluster)
+    if speed is None:
+        return route(cluster, source, target)
+    here, there = node_of(cluster, source), node_of(cluster, target)
+    latency = quantity(cluster.attrs["latency" if here == there else "inter_latency"]) / 1e3
+    return Route((("host link out", here), ("host link in", there)), (speed * 1e6,) * 2, latency)

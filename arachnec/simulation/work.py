@@ -17,7 +17,7 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
-from arachnec.simulation.routes import Route, route
+from arachnec.simulation.routes import Route, handoff_route, route
 
 Needed = dict[LinkName, float]  # ms for which each link is needed
 
@@ -40,6 +40,7 @@ class Works:
     _cost: CostModel = field(init=False)
     _cascades: dict[str, Cascade] = field(init=False)
     _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    _handoff_routes: dict[tuple[int, int], Route] = field(default_factory=dict)
     _sent: dict[str, _Sent] = field(default_factory=dict)
     _units: dict[tuple[int, ...], tuple[Needed, Needed]] = field(default_factory=dict)
 
@@ -60,9 +61,15 @@ class Works:
             path = self._routes[source, target] = route(self.cluster, source, target)
         return path
 
+    def handoff_route(self, source: int, target: int) -> Route:
+        path = self._handoff_routes.get((source, target))
+        if path is None:
+            path = self._handoff_routes[source, target] = handoff_route(self.cluster, source, target)
+        return path
+
     def transfer(self, source: int, target: int, size: int) -> Work:
         """Of a handoff, without its latency."""
-        path = self.route(source, target)
+        path = self.handoff_route(source, target)
         return Work(
             loads=(_load({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)}),)
         )

@@ -118,9 +118,9 @@ def _list_members(model: nn.Module) -> dict[str, nn.Module]:
 
 def _innermost_stacks(model: nn.Module) -> dict[str, nn.Module]:
     """The elements of every outermost list; where such an element is little more than a list of its own, that one's."""
-    found: dict[str, nn.Module] = {}
+    stacks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in stacks):
             continue
         for name, child in module.named_children():
             if next(child.children(), None) is None:
@@ -128,10 +128,10 @@ def _innermost_stacks(model: nn.Module) -> dict[str, nn.Module]:
             inner = _innermost_stacks(child)
             prefix = f"{path}.{name}" if path else name
             if inner and _parameters(*inner.values()) >= 0.9 * _parameters(child):
-                found |= {f"{prefix}.{key}": block for key, block in inner.items()}
+                stacks |= {f"{prefix}.{key}": block for key, block in inner.items()}
             else:
-                found[prefix] = child
-    return found
+                stacks[prefix] = child
+    return stacks
 
 
 def _parameters(*modules: nn.Module) -> int:

@@ -73,18 +73,18 @@ def _einsum(captured: CapturedBlock, node: fx.Node) -> sympy.Expr:
 
 def token_attentions(captured: CapturedBlock) -> tuple[AttentionCost, ...]:
     """The attentions whose query and key lengths both grow with S, fused or written out with a softmax."""
-    found = []
+    attentions = []
     for node in _calls(captured):
         if node.target is SDPA:
             q, k, v = (arg for arg in node.args[:3] if isinstance(arg, fx.Node))
             lengths = captured.dims(q)[-2], captured.dims(k)[-2]
             if all(S in length.free_symbols for length in lengths):
-                found.append(_attention(captured, (q, k, v, node), captured.dims(q)))
+                attentions.append(_attention(captured, (q, k, v, node), captured.dims(q)))
         elif node.target in SOFTMAXES and _is_square(captured.dims(node)):
             around = [*_nearest(node, lambda n: n.all_input_nodes), *_nearest(node, lambda n: n.users)]
             tensors = [x for m in around for x in (*m.all_input_nodes[:2], m) if not _is_square(captured.dims(x))]
-            found.append(_attention(captured, tensors, captured.dims(node)))
-    return tuple(found)
+            attentions.append(_attention(captured, tensors, captured.dims(node)))
+    return tuple(attentions)
 
 
 def _attention(captured: CapturedBlock, tensors: Sequence[fx.Node], scores: Dims) -> AttentionCost:
@@ -101,7 +101,7 @@ def _is_square(dims: Dims) -> bool:
 def _nearest(node: fx.Node, step: object) -> list[fx.Node]:
     """The first matrix products found walking from ``node``."""
     assert callable(step)
-    seen, front, found = {node}, [node], []
+    seen, front, nearest = {node}, [node], []
     while front:
         following: Iterable[fx.Node] = step(front.pop())
         for other in following:
@@ -109,7 +109,7 @@ def _nearest(node: fx.Node, step: object) -> list[fx.Node]:
                 continue
             seen.add(other)
             if other.target in MATMULS or other.target in ADD_MATMULS or other.target is aten.einsum.default:
-                found.append(other)
+                nearest.append(other)
             elif isinstance(other.meta.get("val"), Tensor) and other.op == "call_function":
                 front.append(other)
-    return found[:1]
+    return nearest[:1]

@@ -71,10 +71,10 @@ def _verify_gradients(captured: CapturedBlock, block: nn.Module, version: BlockC
     with torch.enable_grad(), training_mode(block):
         expected = _gradients(captured, block, flat, example_inputs(version, block))
         lifted = partial(call_lifted, captured, block)
-        found = _gradients(captured, block, lambda *given: lifted(list(given)), example_inputs(version, block))
+        gradients = _gradients(captured, block, lambda *given: lifted(list(given)), example_inputs(version, block))
     largest = max((float(value.abs().max()) for value in expected.values() if value.numel()), default=0.0)
     for name, value in expected.items():
-        off = float((found[name].double() - value.double()).abs().max()) if value.numel() else 0.0
+        off = float((gradients[name].double() - value.double()).abs().max()) if value.numel() else 0.0
         reach = max(float(value.abs().max()) if value.numel() else 0.0, 1e-3 * largest, 1e-30)
         if not off / reach <= max(tolerance(value.dtype), GRADIENT_TOLERANCE):
             raise UserError(GradientDiffers(None, captured.name, name, f"{off / reach:.1e}"))
@@ -102,8 +102,8 @@ def _gradients(
             total = total.to(output.device) + (output.float() * weights).sum()
     if not total.requires_grad or not wanted:
         return {name: torch.zeros_like(value) for name, value in wanted.items()}
-    found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(wanted, found, strict=True))
+    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(wanted, gradients, strict=True))
 
 
 def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall]) -> None:
@@ -113,13 +113,13 @@ def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequenc
         with torch.no_grad(), training_mode(block):
             expected = flat(*inputs)
             try:
-                found = call_lifted(captured, block, inputs)
+                outputs = call_lifted(captured, block, inputs)
             except Exception as error:
                 _refuse_numbers(captured, version)
                 raise UserError(_refuse(captured, f"{type(error).__name__}: {str(error).splitlines()[0]}")) from error
-        if any(not _close(a, b) for a, b in zip(found, expected, strict=True)):
+        if any(not _close(a, b) for a, b in zip(outputs, expected, strict=True)):
             _refuse_numbers(captured, version)
-        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for index, (a, b) in enumerate(zip(outputs, expected, strict=True)):
             if a.shape != b.shape:
                 raise UserError(_refuse(captured, f"output {index} is {list(a.shape)}, eager gives {list(b.shape)}"))
             difference = _difference(a, b)

@@ -67,11 +67,11 @@ def _slices(module: Module, timeline: Timeline, process: int) -> Iterator[Event]
 
 def _flows(module: Module, timeline: Timeline, process: int) -> Iterator[Event]:
     """From the slice that made a value, on the rank that sends it, to the first that reads it where it was sent."""
-    made: dict[tuple[str, int], Interval] = {}
+    producers: dict[tuple[str, int], Interval] = {}
     first: dict[tuple[str, int], Interval] = {}
     for interval in sorted(timeline.intervals, key=lambda i: i.start):
         if interval.op in COMPUTE:
-            made[interval.target, interval.rank] = interval
+            producers[interval.target, interval.rank] = interval
             first.setdefault((interval.target, interval.rank), interval)
     readers: dict[str, list[str]] = {}
     for cascade in module.cascades:
@@ -83,16 +83,16 @@ def _flows(module: Module, timeline: Timeline, process: int) -> Iterator[Event]:
             if instruction.op != "send":
                 continue
             value, target = instruction.target, instruction.peers[0]
-            producer = made.get((value, program.rank))
+            producer = producers.get((value, program.rank))
             reading = [first[name, target] for name in readers.get(value, ()) if (name, target) in first]
             if producer is None or not reading:
                 continue
             consumer = min(reading, key=lambda i: i.start)
-            left = producer.end - SOON * (producer.end - producer.start)
+            departure = producer.end - SOON * (producer.end - producer.start)
             flow = {"name": value, "cat": "handoff", "id": f"{process}.{number}", "pid": process}
             size = {"bytes": instruction.attrs.get("bytes", 0)}
-            yield {"ph": "s", **flow, "tid": program.rank, "ts": left * 1e3, "args": size}
-            yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": max(left, consumer.start) * 1e3}
+            yield {"ph": "s", **flow, "tid": program.rank, "ts": departure * 1e3, "args": size}
+            yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": max(departure, consumer.start) * 1e3}
             number += 1
 
 

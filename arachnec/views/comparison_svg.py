@@ -1,4 +1,4 @@
-"""Several plans of the same clips in one SVG: how long each takes beside its lower bound, and a small Gantt of each."""
+"""Several plans of the same clips in one SVG: how long each takes against its bound, and a small Gantt of each."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ def draw_comparison(title: str, plans: Sequence[Plan]) -> str:
     colours = stage_colours(ordered[0].module, [ordered[0].timeline])
     bars, below = _bars(ordered)
     end = min(max(plan.iteration for plan in ordered), LONGEST * ordered[0].iteration)
-    parts = [*bars]
+    elements = [*bars]
     width = (WIDTH - 2 * MARGIN - BETWEEN * (COLUMNS - 1)) / COLUMNS
     for number, plan in enumerate(ordered):
         row, column = divmod(number, COLUMNS)
         left = MARGIN + column * (width + BETWEEN)
         top = below + row * (PANEL_TITLE + PANEL + 22)
-        parts += _gantt(plan, colours, left, top, width, end)
+        elements += _gantt(plan, colours, left, top, width, end)
     height = below + -(-len(ordered) // COLUMNS) * (PANEL_TITLE + PANEL + 22)
-    return "\n".join([*_head(title, height, colours), *parts, "</svg>"]) + "\n"
+    return "\n".join([*_head(title, height, colours), *elements, "</svg>"]) + "\n"
 
 
 def _head(title: str, height: float, colours: Mapping[str, str]) -> list[str]:
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
         _text(MARGIN, 26, title, size=15, weight="bold"),
     ]
     x = float(WIDTH - MARGIN)
-    marks = [*colours.items(), ("gradient sum, step", SYNCHRONISATION), ("lower bound", BOUND)]
+    marks = [*colours.items(), ("reduce, step", SYNCHRONISATION), ("lower bound", BOUND)]
     for name, colour in reversed(marks):
         x -= CHARACTER * len(name) + 4
-        parts.append(_text(x, 26, name))
+        elements.append(_text(x, 26, name))
         x -= 16
         wide = 2 if colour == BOUND else 11
-        parts.append(f'<rect x="{x + 11 - wide:.1f}" y="17" width="{wide}" height="11" fill="{colour}"/>')
+        elements.append(f'<rect x="{x + 11 - wide:.1f}" y="17" width="{wide}" height="11" fill="{colour}"/>')
         x -= 14
-    return parts
+    return elements
 
 
 def _bars(plans: Sequence[Plan]) -> tuple[list[str], float]:
@@ -84,26 +84,26 @@ def _bars(plans: Sequence[Plan]) -> tuple[list[str], float]:
     scale = (WIDTH - 2 * MARGIN - LABEL - VALUES) / plans[-1].iteration
     left = MARGIN + LABEL
     bottom = TITLE + len(plans) * (BAR + GAP)
-    parts = []
+    elements = []
     for time in ticks(plans[-1].iteration):
         x = left + time * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{TITLE}" x2="{x:.1f}" y2="{bottom}" stroke="{LINE}"/>')
-        parts.append(_text(x, bottom + 15, time_text(time), colour=FAINT, anchor="middle"))
+        elements.append(f'<line x1="{x:.1f}" y1="{TITLE}" x2="{x:.1f}" y2="{bottom}" stroke="{LINE}"/>')
+        elements.append(_text(x, bottom + 15, time_text(time), colour=FAINT, anchor="middle"))
     for number, plan in enumerate(plans):
         y = TITLE + number * (BAR + GAP) + GAP / 2
-        work, whole, bound = plan.makespan * scale, plan.iteration * scale, left + plan.bound * scale
+        work, bar, bound = plan.makespan * scale, plan.iteration * scale, left + plan.bound * scale
         over = f"{plan.makespan / plan.bound:.3f} x bound" if plan.bound > 0 else ""
         about = f"{plan.name}: iteration {_time(plan.iteration)}, makespan {_time(plan.makespan)}, bound "
-        parts += [
+        elements += [
             _text(left - 8, y + BAR / 2 + 4, plan.name, anchor="end", weight="bold" if number == 0 else "normal"),
             f"<g><title>{escape(about + _time(plan.bound))}</title>"
-            f'<rect x="{left}" y="{y}" width="{whole:.1f}" height="{BAR}" fill="{SYNCHRONISATION}"/>'
+            f'<rect x="{left}" y="{y}" width="{bar:.1f}" height="{BAR}" fill="{SYNCHRONISATION}"/>'
             f'<rect x="{left}" y="{y}" width="{work:.1f}" height="{BAR}" fill="{PALETTE[0]}" fill-opacity="0.85"/>'
             f'<line x1="{bound:.1f}" y1="{y - GAP / 2}" x2="{bound:.1f}" y2="{y + BAR + GAP / 2}" '
             f'stroke="{BOUND}" stroke-width="2"/></g>',
-            _text(left + whole + 8, y + BAR / 2 + 4, f"{_time(plan.iteration)},  {over}", colour=FAINT),
+            _text(left + bar + 8, y + BAR / 2 + 4, f"{_time(plan.iteration)},  {over}", colour=FAINT),
         ]
-    return parts, bottom + 36
+    return elements, bottom + 36
 
 
 def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, width: float, end: float) -> list[str]:
@@ -115,7 +115,7 @@ def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, widt
     tall, scale, base = PANEL / max(1, len(rows)), width / end, top + PANEL_TITLE
     stage_of = {cascade.name: cascade.stage for cascade in plan.module.cascades}
     every = f"every {step}th of {len(ranks)} ranks" if step > 1 else f"{len(ranks)} ranks"
-    parts = [
+    elements = [
         _text(left, base - 6, plan.name, weight="bold"),
         _text(left + width, base - 6, f"{every}, {_time(plan.iteration)}", colour=FAINT, anchor="end"),
         f'<rect x="{left:.1f}" y="{base}" width="{width:.1f}" height="{PANEL}" fill="#f3f4f6"/>',
@@ -127,21 +127,21 @@ def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, widt
         x, long = left + interval.start * scale, (min(interval.end, end) - interval.start) * scale
         y, high = base + box.first * tall, tall * (box.last - box.first + 1)
         colour = colours.get(stage_of.get(interval.target, ""), SYNCHRONISATION)
-        parts.append(
+        elements.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(long, 0.2):.2f}" height="{high:.2f}" fill="{colour}" '
             f'fill-opacity="{OPACITY[interval.op]}" stroke="#ffffff" stroke-width="0.3">'
             f"<title>{escape(f'{interval.op} {interval.target}')}</title></rect>"
         )
     bound = left + plan.bound * scale
-    parts.append(
+    elements.append(
         f'<line x1="{bound:.1f}" y1="{base - 3}" x2="{bound:.1f}" y2="{base + PANEL + 3}" '
         f'stroke="{BOUND}" stroke-width="1.5"/>'
     )
-    for time in ticks(end, most=5):
-        parts.append(_text(left + time * scale, base + PANEL + 14, time_text(time), colour=FAINT, anchor="middle"))
+    for time in ticks(end, limit=5):
+        elements.append(_text(left + time * scale, base + PANEL + 14, time_text(time), colour=FAINT, anchor="middle"))
     if plan.iteration > end * (1 + 1e-9):
-        parts.append(_text(left + width + 4, base + PANEL / 2 + 4, "...", colour=FAINT))
-    return parts
+        elements.append(_text(left + width + 4, base + PANEL / 2 + 4, "...", colour=FAINT))
+    return elements
 
 
 def _time(ms: float) -> str:

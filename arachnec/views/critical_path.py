@@ -1,7 +1,7 @@
-"""The critical chain of a timeline: going back from its end, what each thing that ran had to wait for.
+"""The critical path of a timeline: going back from its end, what each thing that ran had to wait for.
 
 The last thing to end started when its ranks were free and its inputs were there. Whatever of these came last is the
-link before it, and so on back to the start. Nothing on the chain can take longer without the end being later, and
+link before it, and so on back to the start. Nothing on the path can take longer without the end being later, and
 nothing off it is what keeps the end from being earlier. This holds for planned, simulated and measured timelines alike,
 since it looks at times alone.
 """
@@ -26,7 +26,7 @@ Lane = tuple[list[float], list[Event]]  # the ends of what a rank did, ascending
 
 @dataclass(frozen=True)
 class Link:
-    """A cascade, or a stage's ``reduce`` or ``step``, on the chain.
+    """A cascade, or a stage's ``reduce`` or ``step``, on the path.
 
     ``because`` says why it did not start earlier: at the ``start`` nothing was before it; else it waited for ``waited``
     to hand over its ``input`` or to leave the ``ranks``. ``gap`` is the ms from the end of that one to this start.
@@ -42,28 +42,28 @@ class Link:
     gap: float = 0.0
 
 
-def critical_chain(module: Module, timeline: Timeline) -> tuple[Link, ...]:
+def critical_path(module: Module, timeline: Timeline) -> tuple[Link, ...]:
     """From the first link to the last; empty for an empty timeline."""
     events = _events(timeline)
     if not events:
         return ()
     lanes = _lanes(events)
     arrivals = _Arrivals(module, events)
-    at: Event | None = max(events, key=lambda event: max(interval.end for interval in events[event]))
-    found: list[Link] = []
-    seen: set[Event] = set()
-    while at is not None and at not in seen:
-        seen.add(at)
-        link, at = _link(events, lanes, arrivals, at)
-        found.append(link)
-    return tuple(_joined(reversed(found)))
+    current: Event | None = max(events, key=lambda event: max(interval.end for interval in events[event]))
+    links: list[Link] = []
+    visited: set[Event] = set()
+    while current is not None and current not in visited:
+        visited.add(current)
+        link, current = _link(events, lanes, arrivals, current)
+        links.append(link)
+    return tuple(_joined(reversed(links)))
 
 
 def _events(timeline: Timeline) -> dict[Event, list[Interval]]:
     """What the ranks of a group do together, as one.
 
-    Of the sums of a stage's gradients, which may be several, the first can be missing on a rank that they are hidden
-    on; so they are counted from the last.
+    A stage may have several gradient all-reduces, and the first can be missing on a rank where they are hidden. So they
+    are counted from the last.
     """
     events: dict[Event, list[Interval]] = defaultdict(list)
     for lane in timeline.lanes.values():
@@ -92,7 +92,7 @@ class _Arrivals:
 
     def __init__(self, module: Module, events: dict[Event, list[Interval]]) -> None:
         self._inputs = {cascade.name: cascade.inputs for cascade in module.cascades}
-        self._made = {
+        self._producers = {
             target: event for event in events for op, target, _ in [event] if op not in ("reduce", "step", "weight")
         }
         self._events = events
@@ -110,17 +110,17 @@ class _Arrivals:
     def __call__(self, event: Event, ranks: Iterable[int]) -> Iterator[tuple[float, float, Event]]:
         """For every input: when it is there, when it was made, and by what."""
         for name in self.inputs(event):
-            made = self._made.get(name)
-            if made is None:
+            producer = self._producers.get(name)
+            if producer is None:
                 continue
-            end = max(interval.end for interval in self._events[made])
-            yield end + max((self._transfer(name, rank) for rank in ranks), default=0.0), end, made
+            end = max(interval.end for interval in self._events[producer])
+            yield end + max((self._transfer(name, rank) for rank in ranks), default=0.0), end, producer
 
     def _transfer(self, name: str, target: int) -> float:
-        found = self._sends.get((name, target))
-        if found is None or self._cluster is None:
+        sent = self._sends.get((name, target))
+        if sent is None or self._cluster is None:
             return 0.0
-        source, send = found
+        source, send = sent
         size = send.attrs.get("bytes", 0)
         return handoff_time(self._cluster, source, target, float(size if isinstance(size, int) else 0))
 
@@ -136,7 +136,9 @@ def _link(
     # a rank that came before the others waited for them, and is not what they waited for
     last_to_come = [interval.rank for interval in intervals if interval.start >= start - TOLERANCE_MS]
     candidates = [*_before(lanes, last_to_come, event, start), *arrivals(event, ranks)]
-    waits = [(min(ready, start), end, other) for ready, end, other in candidates if end <= start + TOLERANCE_MS]
+    waits = [
+        (min(ready, start), end, waited_event) for ready, end, waited_event in candidates if end <= start + TOLERANCE_MS
+    ]
     if not waits:
         return link, None
     latest = max(ready for ready, _, _ in waits)

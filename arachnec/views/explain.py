@@ -16,7 +16,7 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
-from arachnec.views.critical_path import Link, critical_chain
+from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.format import ms, ranges
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
@@ -48,13 +48,13 @@ def explain(module: Module) -> tuple[Section, ...]:
     """
     timeline = planned(module)
     cost = CostModel(module)
-    chain = critical_chain(module, timeline)
+    path = critical_path(module, timeline)
     parts = bound_parts(module)
     plan, idle = summary(module, timeline)
     return (
         plan,
         Section("What bounds it", tuple(_bound(module, parts, cost))),
-        Section("The critical chain", tuple(_chain(module, chain))),
+        Section("The critical path", tuple(_critical(module, path))),
         Section("Degrees", tuple(_degrees(module, cost))),
         Section("Recomputation", tuple(_recomputation(module, cost))),
         Section("Communication", tuple(_communication(module, cost))),
@@ -65,18 +65,18 @@ def explain(module: Module) -> tuple[Section, ...]:
 def _plan(module: Module, timeline: Timeline) -> list[str]:
     assert module.cluster is not None
     makespan = _makespan(timeline)
-    said = (
+    sentence = (
         f"One iteration of {_count(len(module.clips), 'clip')} on {_devices(module)} takes {ms(timeline.end)}: "
         f"{ms(makespan)} of cascades, {_synchronisation(timeline, makespan)}."
     )
     bound = quantity(module.attrs["bound"])
     if module.attrs.get("proved") is True:
-        return [said, "No plan of these cascades is shorter: that was proved."]
+        return [sentence, "No plan of these cascades is shorter: that was proved."]
     if bound <= 0:
-        return [said]
+        return [sentence]
     gap = makespan / bound - 1
     return [
-        said,
+        sentence,
         f"No plan of these cascades ends before {ms(bound)}. This one does {_percent(gap)} later; "
         "how much of that a longer search could save is not known.",
     ]
@@ -89,10 +89,10 @@ def _synchronisation(timeline: Timeline, makespan: float) -> str:
         return "and next to nothing after them"
     steps = [sum(i.end - i.start for i in lane if i.op == "step") for lane in timeline.lanes.values()]
     step = max(steps, default=0.0)
-    sums = max(0.0, after - step)
-    if sums <= NOTHING * timeline.end:
-        return f"then {ms(step)} of optimizer; the sums of gradients are hidden behind the last backwards"
-    return f"then {ms(sums)} for sums of gradients that are not hidden behind them and {ms(step)} of optimizer"
+    exposed = max(0.0, after - step)
+    if exposed <= NOTHING * timeline.end:
+        return f"then {ms(step)} of optimizer; the gradient all-reduces are hidden behind the last backwards"
+    return f"then {ms(exposed)} of exposed gradient all-reduces and {ms(step)} of optimizer"
 
 
 def _idle(timeline: Timeline) -> list[str]:
@@ -103,35 +103,35 @@ def _idle(timeline: Timeline) -> list[str]:
     head = {rank: lane[0].start if lane else makespan for rank, lane in lanes.items()}
     tail = {rank: makespan - max((i.end for i in lane), default=makespan) for rank, lane in lanes.items()}
     idle = {rank: max(0.0, makespan - timeline.busy_ms(rank)) for rank in lanes}
-    whole = makespan * len(lanes)
-    share = math.fsum(idle.values()) / whole
+    total = makespan * len(lanes)
+    share = math.fsum(idle.values()) / total
     if share <= 0:
         return ["No rank ever waits before the last cascade has ended."]
     if share <= NOTHING:
         return [f"Up to the last cascade's end ranks idle {_percent(share)} of the time."]
-    before, after = math.fsum(head.values()) / whole, math.fsum(tail.values()) / whole
+    before, after = math.fsum(head.values()) / total, math.fsum(tail.values()) / total
     parts = (
         (before, "before their first cascade"),
         (share - before - after, "between cascades"),
         (after, "after their last"),
     )
-    split = _listed([f"{_percent(part)} {where}" for part, where in parts if part > NOTHING / 10])
-    said = [f"Up to the last cascade's end ranks idle {_percent(share)} of the time: {split}."]
-    most = max(idle.values())
-    worst = [rank for rank in idle if idle[rank] >= most * 0.999]
+    split = _listed([f"{_percent(part)} {when}" for part, when in parts if part > NOTHING / 10])
+    sentences = [f"Up to the last cascade's end ranks idle {_percent(share)} of the time: {split}."]
+    longest = max(idle.values())
+    worst = [rank for rank in idle if idle[rank] >= longest * 0.999]
     if len(worst) < len(lanes):
-        said.append(f"Most idle {_are(worst)} {_ranks(worst)}, {ms(most)}.")
+        sentences.append(f"Most idle {_are(worst)} {_ranks(worst)}, {ms(longest)}.")
     gap, rank, start = max(
         ((b.start - a.end, rank, a.end) for rank, lane in lanes.items() for a, b in pairwise(lane)),
         default=(0.0, 0, 0.0),
     )
     if gap > makespan * 0.005:
-        said.append(f"The longest wait between cascades is {ms(gap)}, on rank {rank} from {ms(start)} on.")
-    return said
+        sentences.append(f"The longest wait between cascades is {ms(gap)}, on rank {rank} from {ms(start)} on.")
+    return sentences
 
 
 def _bound(module: Module, parts: BoundParts, cost: CostModel) -> list[str]:
-    said = [_cause(module, parts)]
+    sentences = [_cause(module, parts)]
     without = (
         (parts.without_memory, "If memory limited nothing", "More memory alone would not lower the bound."),
         (parts.without_precedence, "If no cascade waited for another", ""),
@@ -140,24 +140,24 @@ def _bound(module: Module, parts: BoundParts, cost: CostModel) -> list[str]:
     for bound, condition, otherwise in without:
         less = 1 - bound / parts.bound if parts.bound > 0 else 0.0
         if less > NOTHING:
-            said.append(f"{condition}, the bound would be {ms(bound)}, {_percent(less)} less.")
+            sentences.append(f"{condition}, the bound would be {ms(bound)}, {_percent(less)} less.")
         elif otherwise:
-            said.append(otherwise)
+            sentences.append(otherwise)
     if any(cascade.inputs for cascade in module.cascades) and parts.without_precedence >= parts.bound * (1 - NOTHING):
-        said.append("That cascades wait for others does not raise it.")
-    return said
+        sentences.append("That cascades wait for others does not raise it.")
+    return sentences
 
 
 def _cause(module: Module, parts: BoundParts) -> str:
     named = {cascade.name: cascade for cascade in module.cascades}
     if parts.cause == "work":
-        said = f"Work bounds it: at the degrees that cost least it fills {_devices(module)} for {ms(parts.work)}."
+        sentence = f"Work bounds it: at the degrees that cost least it fills {_devices(module)} for {ms(parts.work)}."
         if parts.work < parts.bound * (1 - NOTHING):
             return (
-                f"{said[:-1]}, and as some cascades need higher ones to end in time, or leave devices idle while they "
-                f"wait, no plan ends before {ms(parts.bound)}."
+                f"{sentence[:-1]}, and as some cascades need higher ones to end in time, or leave devices idle while "
+                f"they wait, no plan ends before {ms(parts.bound)}."
             )
-        return f"{said} The longest {_chain_words(parts.chain)} at its fastest {ms(parts.longest)}."
+        return f"{sentence} The longest {_chain_words(parts.chain)} at its fastest {ms(parts.longest)}."
     if parts.cause == "chain":
         chain = [named[name] for name in parts.chain]
         if len(chain) == 1:
@@ -181,33 +181,33 @@ def _chain_words(chain: Sequence[str]) -> str:
     return f"chain, {', '.join(f'%{name}' for name in chain)}, takes"
 
 
-def _chain(module: Module, chain: Sequence[Link]) -> list[str]:
-    """A sentence for each link; of a long chain the first and the last ones."""
-    waits = math.fsum(link.gap for link in chain)
-    said = []
-    if waits > NOTHING * (chain[-1].end if chain else 0.0):
-        said.append(f"{_count(len(chain), 'link')}, with {ms(waits)} of handoffs and waiting between them.")
-    cut = len(chain) - MOST_LINKS if len(chain) > MOST_LINKS else 0
-    for number, link in enumerate(chain):
+def _critical(module: Module, links: Sequence[Link]) -> list[str]:
+    """A sentence for each link; of a long path the first and the last ones."""
+    waits = math.fsum(link.gap for link in links)
+    sentences = []
+    if waits > NOTHING * (links[-1].end if links else 0.0):
+        sentences.append(f"{_count(len(links), 'link')}, with {ms(waits)} of handoffs and waiting between them.")
+    cut = len(links) - MOST_LINKS if len(links) > MOST_LINKS else 0
+    for number, link in enumerate(links):
         if cut and number == MOST_LINKS // 2:
-            said.append(f"... {cut} more ...")
+            sentences.append(f"... {cut} more ...")
         if not cut or number < MOST_LINKS // 2 or number >= MOST_LINKS // 2 + cut:
-            said.append(_link(module, link))
-    return said
+            sentences.append(_link(module, link))
+    return sentences
 
 
 def _link(module: Module, link: Link) -> str:
     named = {cascade.name: cascade for cascade in module.cascades}
     cascade = named.get(link.target)
-    what = f"{_words(cascade)} on {_ranks(link.ranks)}" if cascade else f"{' and '.join(link.ops)} of @{link.target}"
-    when = f"{what}, {ms(link.start)} to {ms(link.end)}"
+    event = f"{_words(cascade)} on {_ranks(link.ranks)}" if cascade else f"{' and '.join(link.ops)} of @{link.target}"
+    event_time = f"{event}, {ms(link.start)} to {ms(link.end)}"
     gap = f", {ms(link.gap)} later" if link.gap > NOTHING * link.end else ""
     if link.because == "start" or link.waited is None:
-        return f"{when}: the first there is to do."
+        return f"{event_time}: the first there is to do."
     waited = f"%{link.waited}" if link.waited in named else f"the {link.waited} stage"
     if link.because == "input":
-        return f"{when}: it reads what {waited} made{gap}."
-    return f"{when}: its {'rank was' if len(link.ranks) == 1 else 'last rank was'} in {waited} until then{gap}."
+        return f"{event_time}: it reads what {waited} made{gap}."
+    return f"{event_time}: its {'rank was' if len(link.ranks) == 1 else 'last rank was'} in {waited} until then{gap}."
 
 
 def _degrees(module: Module, cost: CostModel) -> list[str]:
@@ -222,34 +222,34 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     tried = cost.legal_degrees(cascade)
     below = [degree for degree in tried if degree < cascade.degree]
     above = [degree for degree in tried if degree > cascade.degree]
-    said = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
+    sentence = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
     packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
         elsewhere = "the fastest devices" if cost.devices.kinds else "as few nodes as hold it"
-        said += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
+        sentence += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
     if len(legal) == 1:
-        return f"{said} No other degree is legal."
+        return f"{sentence} No other degree is legal."
     if below:
-        said += f" {_other_degree(cascade, below[-1], cost, makespan)}"
+        sentence += f" {_other_degree(cascade, below[-1], cost, makespan)}"
     elif cascade.degree > 1:
-        said += " No lower degree is legal."
+        sentence += " No lower degree is legal."
     if above:
-        said += f" {_other_degree(cascade, above[0], cost, makespan)}"
+        sentence += f" {_other_degree(cascade, above[0], cost, makespan)}"
     else:
-        said += " No higher degree is legal."
-    return said
+        sentence += " No higher degree is legal."
+    return sentence
 
 
 def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: float) -> str:
     """What another degree would have cost; measured against what the cascade takes as it was placed."""
-    where = _like(cascade, degree, cost)
-    entry = cost.table.fitting(cascade, degree, where)
+    ranks = _like(cascade, degree, cost)
+    entry = cost.table.fitting(cascade, degree, ranks)
     if entry is None:
-        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(where, degree)
+        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(ranks, degree)
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
-    now = cascade.end - cascade.start
+    current = cascade.end - cascade.start
     time, recompute = entry.time, entry.recompute
-    area = degree * time / (cascade.degree * now) - 1 if now > 0 else 0.0
+    area = degree * time / (cascade.degree * current) - 1 if current > 0 else 0.0
     with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
     without = " without recomputing" if cascade.recompute and not recompute else ""
     late = cascade.start + time - makespan
@@ -263,37 +263,37 @@ def _like(cascade: Cascade, degree: int, cost: CostModel) -> tuple[int, ...] | N
     if not cost.devices.kinds:
         return None
     alike = [rank for kind in cost.devices.kinds if set(kind) & set(cascade.ranks) for rank in kind]
-    others = [rank for kind in cost.devices.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
-    return tuple(sorted([*alike, *others][:degree]))
+    rest = [rank for kind in cost.devices.kinds if not set(kind) & set(cascade.ranks) for rank in kind]
+    return tuple(sorted([*alike, *rest][:degree]))
 
 
 def _recomputation(module: Module, cost: CostModel) -> list[str]:
-    again = [cascade for cascade in module.cascades if cascade.recompute]
+    recomputing = [cascade for cascade in module.cascades if cascade.recompute]
     if not any(cost.can_recompute(cascade) for cascade in module.cascades):
         return ["No stage can recompute its blocks."]
-    if not again:
+    if not recomputing:
         return [
             f"No cascade recomputes its blocks in backward: each fits into the {_rooms(cost)} that parameters, "
             "optimizer and a reserve leave of a device."
         ]
-    share = sum(_recompute_cost(cascade, cost) for cascade in again)
+    share = sum(_recompute_cost(cascade, cost) for cascade in recomputing)
     work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
-    whose = "recomputes its" if len(again) == 1 else "recompute their"
-    said = [
-        f"{len(again)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
+    whose = "recomputes its" if len(recomputing) == 1 else "recompute their"
+    sentences = [
+        f"{len(recomputing)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
         f"{_percent(share / work)} of all GPU time, to fit the memory."
     ]
-    largest = sorted(again, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
+    largest = sorted(recomputing, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
     for cascade in largest:
-        without, held = cost.memory(cascade, cascade.degree), cost.memory(cascade, cascade.degree, recompute=True)
+        without, recomputed = cost.memory(cascade, cascade.degree), cost.memory(cascade, cascade.degree, recompute=True)
         room = cost.room_on(cascade.ranks, cascade.degree)
         wide = next((d for d in cost.options(cascade) if d > cascade.degree and cost.memory(cascade, d) <= room), None)
         fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
-        said.append(
-            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.degree}, {held:.3g} with "
+        sentences.append(
+            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.degree}, {recomputed:.3g} with "
             f"recomputation; {room:.3g} are free. {fits}"
         )
-    return said
+    return sentences
 
 
 def _rooms(cost: CostModel) -> str:
@@ -306,8 +306,8 @@ def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:
     """GPU ms that a cascade spends on recomputing."""
     if times_of(cascade):
         return 0.0
-    again = cost.time(cascade, cascade.degree, ranks=cascade.ranks, recompute=True)
-    return cascade.degree * (again - cost.time(cascade, cascade.degree, ranks=cascade.ranks))
+    recomputed = cost.time(cascade, cascade.degree, ranks=cascade.ranks, recompute=True)
+    return cascade.degree * (recomputed - cost.time(cascade, cascade.degree, ranks=cascade.ranks))
 
 
 def _communication(module: Module, cost: CostModel) -> list[str]:
@@ -317,19 +317,19 @@ def _communication(module: Module, cost: CostModel) -> list[str]:
         return ["No cascade is shared by several ranks."]
     if any(times_of(cascade) for cascade in shared):
         return ["The times of these cascades were measured as a whole: what of them is communication is not known."]
-    spent = {cascade.name: _talk(cascade, cost) for cascade in shared}
+    talking = {cascade.name: _communication_time(cascade, cost) for cascade in shared}
     work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
-    total = math.fsum(cascade.degree * spent[cascade.name] for cascade in shared)
-    said = [f"Ranks that share a cascade talk to each other for {_percent(total / work)} of all GPU time."]
-    most = max(shared, key=lambda cascade: spent[cascade.name] / (cascade.end - cascade.start))
-    part = spent[most.name] / (most.end - most.start)
-    nodes = len({rank // cost.cluster.gpus for rank in most.ranks})
-    where = f", on {nodes} nodes" if nodes > 1 else ""
-    said.append(f"The largest part has {_words(most)}: {_percent(part)} of its time{where}.")
-    return said
+    total = math.fsum(cascade.degree * talking[cascade.name] for cascade in shared)
+    sentences = [f"Ranks that share a cascade talk to each other for {_percent(total / work)} of all GPU time."]
+    busiest = max(shared, key=lambda cascade: talking[cascade.name] / (cascade.end - cascade.start))
+    part = talking[busiest.name] / (busiest.end - busiest.start)
+    nodes = len({rank // cost.cluster.gpus for rank in busiest.ranks})
+    nodes_text = f", on {nodes} nodes" if nodes > 1 else ""
+    sentences.append(f"The largest part has {_words(busiest)}: {_percent(part)} of its time{nodes_text}.")
+    return sentences
 
 
-def _talk(cascade: Cascade, cost: CostModel) -> float:
+def _communication_time(cascade: Cascade, cost: CostModel) -> float:
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
     split = Attention(ulysses if isinstance(ulysses, int) else 1, ring if isinstance(ring, int) else 1)
     return cost.communication(cascade, split, cascade.ranks, cascade.recompute)

@@ -24,13 +24,13 @@ def ranges(ranks: Sequence[int]) -> str:
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """First and last of every run of consecutive numbers."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
         else:
-            found.append((number, number))
-    return found
+            spans.append((number, number))
+    return spans
 
 
 def title_of(module: Module) -> str:
@@ -39,11 +39,11 @@ def title_of(module: Module) -> str:
     The model is the class of what is trained; a module that does not know it is called by its own name.
     """
     models = [str(stage.attrs["source"]) for stage in module.stages if stage.trained and "source" in stage.attrs]
-    words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{_where(module)}"]
+    words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{_on_cluster(module)}"]
     return ", ".join([*words, module.name.replace("_", " ")] if models else words)
 
 
-def _where(module: Module) -> str:
+def _on_cluster(module: Module) -> str:
     cluster = module.cluster
     if cluster is None:
         return ""

@@ -20,24 +20,24 @@ def memory_curves(module: Module, timeline: Timeline | None = None) -> dict[int,
 
 
 def _curve(values: Values, program: Program, lanes: dict[int, tuple[Interval, ...]]) -> Curve:
-    when: dict[tuple[str, str], deque[tuple[float, float]]] = defaultdict(deque)
+    spans: dict[tuple[str, str], deque[tuple[float, float]]] = defaultdict(deque)
     for interval in lanes.get(program.rank, ()):
-        when[interval.op, interval.target].append((interval.start, interval.end))
-    held = list(usages(values, program))
-    points: list[tuple[float, float]] = [(0.0, held[0].total)]
-    now = 0.0
+        spans[interval.op, interval.target].append((interval.start, interval.end))
+    steps = list(usages(values, program))
+    points: list[tuple[float, float]] = [(0.0, steps[0].total)]
+    clock = 0.0
     for index, instruction in enumerate(program.instructions):
-        usage = held[index + 1]
-        times = when.get((instruction.op, instruction.target))
+        usage = steps[index + 1]
+        times = spans.get((instruction.op, instruction.target))
         if instruction.op not in DRAWN or not times:
-            _add(points, now, usage.total)
+            _add(points, clock, usage.total)
             continue
         start, end = times.popleft()
-        _add(points, max(now, start), usage.total)
-        now = max(now, end)
-        after = held[index + 2] if index + 2 < len(held) else None
+        _add(points, max(clock, start), usage.total)
+        clock = max(clock, end)
+        after = steps[index + 2] if index + 2 < len(steps) else None
         if after is not None:
-            _add(points, now, after.total - _gained(values, program.instructions[index + 1]) - after.workspace)
+            _add(points, clock, after.total - _gained(values, program.instructions[index + 1]) - after.workspace)
     return tuple(points)
 
 
@@ -47,7 +47,7 @@ def _gained(values: Values, instruction: Instruction) -> float:
     return gib(instruction, "memory") if keeps else 0.0
 
 
-def _add(points: list[tuple[float, float]], time: float, held: float) -> None:
+def _add(points: list[tuple[float, float]], time: float, size: float) -> None:
     """A step; of several at one time the most counts for that moment, and the last from then on."""
-    if abs(points[-1][1] - held) > 1e-9:
-        points.append((time, held))
+    if abs(points[-1][1] - size) > 1e-9:
+        points.append((time, size))

@@ -43,10 +43,10 @@ class Timeline:
     @cached_property
     def lanes(self) -> dict[int, tuple[Interval, ...]]:
         """The intervals of every rank, by start."""
-        found: dict[int, list[Interval]] = {rank: [] for rank in self.everyone}
+        rows: dict[int, list[Interval]] = {rank: [] for rank in self.everyone}
         for interval in sorted(self.intervals, key=lambda i: (i.rank, i.start, i.end)):
-            found.setdefault(interval.rank, []).append(interval)
-        return {rank: tuple(found[rank]) for rank in sorted(found)}
+            rows.setdefault(interval.rank, []).append(interval)
+        return {rank: tuple(rows[rank]) for rank in sorted(rows)}
 
     @cached_property
     def end(self) -> float:
@@ -61,7 +61,7 @@ def imbalance(busy: Iterable[float]) -> float:
     """Mean over ranks of (t_max - t_rank) / t_max."""
     times = list(busy)
     longest = max(times, default=0.0)
-    return sum(longest - each for each in times) / longest / len(times) if longest > 0 else 0.0
+    return sum(longest - load for load in times) / longest / len(times) if longest > 0 else 0.0
 
 
 def planned(module: Module) -> Timeline:
@@ -76,44 +76,44 @@ def planned(module: Module) -> Timeline:
             end = start + _ms(instruction, "time", 0.0)
             ends[program.rank] = max(ends[program.rank], end)
             intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
-    through = _sums_through(module, ends)
+    spans = _reduce_spans(module, ends)
     for program in module.programs:
-        now = ends[program.rank]
+        free = ends[program.rank]
         for instruction in program.instructions:
             if instruction.op == "reduce":
-                start, end = through[_sum(instruction)]
-                if end <= now and end > start:  # hidden behind what the rank does
+                start, end = spans[_reduce_key(instruction)]
+                if end <= free and end > start:  # hidden behind what the rank does
                     continue
-                start = max(now, start)
+                start = max(free, start)
             elif instruction.op == "step":
-                start, end = now, now + _ms(instruction, "time", 0.0)
+                start, end = free, free + _ms(instruction, "time", 0.0)
             else:
                 continue
             intervals.append(Interval(program.rank, instruction.op, instruction.target, start, end))
-            now = max(now, end)
+            free = max(free, end)
     return Timeline("planned", tuple(intervals), everyone=tuple(ends))
 
 
-def _sums_through(module: Module, ends: dict[int, float]) -> dict[Hashable, tuple[float, float]]:
-    """Start and end of every sum of gradients: after all its ranks have come to it, and its group's sums before it."""
+def _reduce_spans(module: Module, ends: dict[int, float]) -> dict[Hashable, tuple[float, float]]:
+    """Start and end of every gradient all-reduce: once all its ranks have come to it and its group is free."""
     ready: dict[Hashable, float] = {}
     first: dict[Hashable, Instruction] = {}
     for program in module.programs:
         for instruction in program.instructions:
             if instruction.op == "reduce":
-                each = _sum(instruction)
-                first.setdefault(each, instruction)
-                ready[each] = max(ready.get(each, 0.0), ends[program.rank] - _ms(instruction, "early", 0.0))
+                key = _reduce_key(instruction)
+                first.setdefault(key, instruction)
+                ready[key] = max(ready.get(key, 0.0), ends[program.rank] - _ms(instruction, "early", 0.0))
     free: dict[tuple[int, ...], float] = {}
-    found: dict[Hashable, tuple[float, float]] = {}
-    for each, instruction in first.items():
-        start = max(ready[each], free.get(instruction.peers, 0.0))
+    spans: dict[Hashable, tuple[float, float]] = {}
+    for key, instruction in first.items():
+        start = max(ready[key], free.get(instruction.peers, 0.0))
         free[instruction.peers] = start + _ms(instruction, "time", 0.0)
-        found[each] = start, free[instruction.peers]
-    return found
+        spans[key] = start, free[instruction.peers]
+    return spans
 
 
-def _sum(instruction: Instruction) -> Hashable:
+def _reduce_key(instruction: Instruction) -> Hashable:
     return instruction.target, instruction.peers, bucket_of(instruction)
 
 

@@ -17,7 +17,7 @@ from arachnec.cluster.topology import machines, node_of
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.values import Value
-from arachnec.views.critical_path import Link, critical_chain
+from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.format import ms, runs, title_of
 from arachnec.views.memory_curve import Curve, memory_curves
 from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, imbalance
@@ -41,21 +41,21 @@ def page(
     ``clips`` have captions and paths, by their ids in the IR; ``about`` is more that the header says, such as
     versions; ``sentences`` are paragraphs under a heading each.
     """
-    data = {
+    content = {
         **page_data(module, timelines, clips),
         "about": list((about or {}).items()),
         "sentences": [[title, list(lines)] for title, lines in sentences],
     }
-    parts = {
+    pieces = {
         "style": (PARTS / "page.css").read_text(encoding="utf-8"),
-        "data": script_json(data),
+        "data": script_json(content),
         "script": "\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
     }
     text = (PARTS / "page.html").read_text(encoding="utf-8")
-    before, _, rest = text.partition("{{style}}")
-    between, _, rest = rest.partition("{{data}}")
-    middle, _, after = rest.partition("{{script}}")
-    return f"{before}{parts['style']}{between}{parts['data']}{middle}{parts['script']}{after}"
+    before, _, tail = text.partition("{{style}}")
+    between, _, tail = tail.partition("{{data}}")
+    middle, _, after = tail.partition("{{script}}")
+    return f"{before}{pieces['style']}{between}{pieces['data']}{middle}{pieces['script']}{after}"
 
 
 def script_json(value: object) -> str:
@@ -91,33 +91,36 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
 def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Curve]) -> list[tuple[str, str]]:
     """The figures of the header, each with its name."""
     assert module.cluster is not None
-    plan, *others = timelines
+    plan, *simulated = timelines
     makespan = max((i.end for i in plan.intervals if i.op in COMPUTE), default=0.0)
-    found = [("iteration, planned", ms(plan.end))]
-    found += [(f"iteration, {other.title}", ms(other.end)) for other in others]
-    found.append(("makespan", ms(makespan)))
+    figures = [("iteration, planned", ms(plan.end))]
+    figures += [(f"iteration, {timeline.title}", ms(timeline.end)) for timeline in simulated]
+    figures.append(("makespan", ms(makespan)))
     bound = module.attrs.get("bound")
     if bound is not None and quantity(bound) > 0:
         proved = ", proved optimal" if module.attrs.get("proved") is True else ""
-        found += [("lower bound", ms(quantity(bound))), ("to the bound", f"{makespan / quantity(bound):.3f}x{proved}")]
-    found += [(f"imbalance, {t.title}", f"{imbalance([t.busy_ms(rank) for rank in t.lanes]):.1%}") for t in timelines]
+        figures += [
+            ("lower bound", ms(quantity(bound))),
+            ("to the bound", f"{makespan / quantity(bound):.3f}x{proved}"),
+        ]
+    figures += [(f"imbalance, {t.title}", f"{imbalance([t.busy_ms(rank) for rank in t.lanes]):.1%}") for t in timelines]
     peak, limit = max(
         (
-            (max(held for _, held in curves[p.rank]), limit)
+            (max(used for _, used in curves[p.rank]), limit)
             for p, limit in zip(module.programs, limits(module), strict=True)
         ),
         key=lambda pair: pair[0] / pair[1],
         default=(0.0, module.cluster.memory),
     )
     device = str(module.cluster.attrs.get("device", ""))
-    where = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
-    found += [
+    shape = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
+    figures += [
         ("memory, planned", f"{peak:.3g} of {limit:.3g} GiB"),
-        ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({where})"),
+        ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({shape})"),
         ("clips", str(len(module.clips))),
         ("cascades", str(len(module.cascades))),
     ]
-    return found
+    return figures
 
 
 def limits(module: Module) -> list[float]:
@@ -163,21 +166,21 @@ def _spans(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
             starts[i.target] = min(starts.get(i.target, i.start), i.start)
             ends[i.target] = max(ends.get(i.target, i.end), i.end)
             inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
-    most: dict[str, float] = {}
+    longest: dict[str, float] = {}
     for (target, _), time in inside.items():
-        most[target] = max(most.get(target, 0.0), time)
-    return {target: (_round(starts[target]), _round(ends[target]), _round(most[target])) for target in starts}
+        longest[target] = max(longest.get(target, 0.0), time)
+    return {target: (_round(starts[target]), _round(ends[target]), _round(longest[target])) for target in starts}
 
 
 def _clips(module: Module, clips: Sequence[VideoClip]) -> dict[str, list[Any]]:
     """The clips by columns; captions and paths where ``clips`` have them."""
-    known = [clips[clip.id] if clip.id < len(clips) else None for clip in module.clips]
+    sources = [clips[clip.id] if clip.id < len(clips) else None for clip in module.clips]
     return {
         "id": [clip.id for clip in module.clips],
         "name": [_short(str(clip.attrs.get("name") or clip.id)) for clip in module.clips],
         "size": [f"{clip.frames} x {clip.height} x {clip.width}" for clip in module.clips],
-        "caption": [_short(clip.caption or "") if clip else "" for clip in known],
-        "path": [_short(str(clip.path or "")) if clip else "" for clip in known],
+        "caption": [_short(clip.caption or "") if clip else "" for clip in sources],
+        "path": [_short(str(clip.path or "")) if clip else "" for clip in sources],
     }
 
 
@@ -185,11 +188,11 @@ def _timeline(module: Module, timeline: Timeline, numbers: Mapping[str, int]) ->
     """Boxes as runs of six numbers: op, cascade or -1 - stage, first and last row, start, end."""
     rows = {program.rank: row for row, program in enumerate(module.programs)}
     stages = {stage.name: -1 - number for number, stage in enumerate(module.stages)}
-    known = Timeline(
+    drawn = Timeline(
         timeline.title,
         tuple(i for i in timeline.intervals if i.rank in rows and (i.target in numbers or i.target in stages)),
     )
-    found = sorted(boxes(known, rows, tolerance=0.0), key=lambda box: (box.interval.start, box.first))
+    ordered = sorted(boxes(drawn, rows, tolerance=0.0), key=lambda box: (box.interval.start, box.first))
     codes = {**numbers, **stages}
     return {
         "title": timeline.title,
@@ -204,19 +207,19 @@ def _timeline(module: Module, timeline: Timeline, numbers: Mapping[str, int]) ->
                     _round(box.interval.start),
                     _round(box.interval.end),
                 )
-                for box in found
+                for box in ordered
             )
         ),
-        "chain": [_link(link, codes, rows) for link in critical_chain(module, known)],
+        "critical": [_link(link, codes, rows) for link in critical_path(module, drawn)],
     }
 
 
 def _link(link: Link, codes: Mapping[str, int], rows: Mapping[int, int]) -> list[Any]:
     """Cascade or stage, instructions, reason, what it waited for, gap, start, end, its rows as runs."""
     waited = codes[link.waited] if link.waited is not None else None
-    where = _flat_runs([rows[rank] for rank in link.ranks])
+    rows_text = _flat_runs([rows[rank] for rank in link.ranks])
     times = (_round(link.gap), _round(link.start), _round(link.end))
-    return [codes[link.target], "+".join(link.ops), link.because, waited, *times, where]
+    return [codes[link.target], "+".join(link.ops), link.because, waited, *times, rows_text]
 
 
 def _flat_runs(numbers: Sequence[int]) -> list[int]:

@@ -46,12 +46,12 @@ def draw(module: Module, *timelines: Timeline) -> str:
     rows = {rank: row for row, rank in enumerate(ranks)}
     height = row_height(len(ranks))
     end = max((timeline.end for timeline in timelines), default=0.0) or 1.0
-    parts: list[str] = []
+    elements: list[str] = []
     top: float = HEADER
     for timeline in timelines:
-        parts += _panel(module, timeline, rows, colours, top, height, end)
+        elements += _panel(module, timeline, rows, colours, top, height, end)
         top += 20 + height * len(ranks) + AXIS + GAP
-    return "\n".join([*_head(module, top, colours), *parts, "</svg>"]) + "\n"
+    return "\n".join([*_head(module, top, colours), *elements, "</svg>"]) + "\n"
 
 
 def row_height(ranks: int) -> float:
@@ -62,19 +62,19 @@ def row_height(ranks: int) -> float:
 def stage_colours(module: Module, timelines: Sequence[Timeline]) -> dict[str, str]:
     """A colour for every stage; the stage with the most time first, the same in all panels."""
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
-    spent = {stage.name: 0.0 for stage in module.stages}
+    total = {stage.name: 0.0 for stage in module.stages}
     for timeline in timelines[:1]:
         for interval in timeline.intervals:
             if interval.target in stage_of:
-                spent[stage_of[interval.target]] += interval.end - interval.start
-    order = sorted(spent, key=lambda name: -spent[name])
+                total[stage_of[interval.target]] += interval.end - interval.start
+    order = sorted(total, key=lambda name: -total[name])
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(order)}
 
 
-def ticks(end: float, most: int = 8) -> list[float]:
-    """Round times from 0 to ``end``, at most ``most`` steps apart."""
-    power = 10.0 ** math.floor(math.log10(end / most))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= end * (1 - 1e-9))
+def ticks(end: float, limit: int = 8) -> list[float]:
+    """Round times from 0 to ``end``, at most ``limit`` steps apart."""
+    power = 10.0 ** math.floor(math.log10(end / limit))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * limit >= end * (1 - 1e-9))
     return [step * i for i in range(int(end / step + 1e-9) + 1)]
 
 
@@ -85,16 +85,16 @@ def time_text(ms: float) -> str:
 
 def boxes(timeline: Timeline, rows: dict[int, int], tolerance: float) -> Iterable[Box]:
     """What ranks in neighbouring rows do together, within ``tolerance`` ms, as one box."""
-    found: dict[tuple[str, str], list[Interval]] = {}
+    groups: dict[tuple[str, str], list[Interval]] = {}
     for interval in timeline.intervals:
         if interval.op in DRAWN:
-            found.setdefault((interval.op, interval.target), []).append(interval)
-    for intervals in found.values():
+            groups.setdefault((interval.op, interval.target), []).append(interval)
+    for intervals in groups.values():
         intervals.sort(key=lambda i: (rows[i.rank], i.start))
         box: Box | None = None
         for interval in intervals:
             row = rows[interval.rank]
-            if box is not None and row == box.last + 1 and _same(box.interval, interval, tolerance):
+            if box is not None and row == box.last + 1 and _alike(box.interval, interval, tolerance):
                 box = Box(box.first, row, box.interval)
                 continue
             if box is not None:
@@ -104,12 +104,12 @@ def boxes(timeline: Timeline, rows: dict[int, int], tolerance: float) -> Iterabl
             yield box
 
 
-def _same(a: Interval, b: Interval, tolerance: float) -> bool:
+def _alike(a: Interval, b: Interval, tolerance: float) -> bool:
     return abs(a.start - b.start) <= tolerance and abs(a.end - b.end) <= tolerance
 
 
 def _head(module: Module, height: float, colours: dict[str, str]) -> list[str]:
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
@@ -119,11 +119,11 @@ def _head(module: Module, height: float, colours: dict[str, str]) -> list[str]:
     entries = [*colours.items(), ("reduce, step", SYNCHRONISATION)]
     for name, colour in reversed(entries):
         x -= CHARACTER * len(name) + 4
-        parts.append(f'<text x="{x:.1f}" y="26" fill="#1b1f24">{escape(name)}</text>')
+        elements.append(f'<text x="{x:.1f}" y="26" fill="#1b1f24">{escape(name)}</text>')
         x -= 16
-        parts.append(f'<rect x="{x:.1f}" y="17" width="11" height="11" fill="{colour}"/>')
+        elements.append(f'<rect x="{x:.1f}" y="17" width="11" height="11" fill="{colour}"/>')
         x -= 14
-    return parts
+    return elements
 
 
 def _panel(
@@ -139,7 +139,7 @@ def _panel(
     bottom = top + 20 + height * len(rows)
     busy = [timeline.busy_ms(rank) for rank in timeline.lanes]
     summary = f"{time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy):.1%}"
-    parts = [
+    elements = [
         f'<text x="{LEFT}" y="{top + 12}" font-weight="bold" fill="#1b1f24">{escape(timeline.title)}'
         f'<tspan dx="8" font-weight="normal" fill="#57606a">{summary}</tspan></text>'
     ]
@@ -147,16 +147,18 @@ def _panel(
     for rank, row in rows.items():
         y = top + 20 + row * height
         shade = "#f3f4f6" if row % 2 == 0 else "#fafbfc"
-        parts.append(
+        elements.append(
             f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height:.1f}" fill="{shade}"/>'
         )
         if row % every == 0:
             middle = y + min(height, 14) / 2 + 4 if height < 14 else y + height / 2 + 4
-            parts.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end" fill="#57606a">rank {rank}</text>')
+            elements.append(
+                f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end" fill="#57606a">rank {rank}</text>'
+            )
     for time in ticks(end):
         x = LEFT + time * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{top + 20}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#d0d7de"/>')
-        parts.append(
+        elements.append(f'<line x1="{x:.1f}" y1="{top + 20}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#d0d7de"/>')
+        elements.append(
             f'<text x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle" fill="#57606a">{time_text(time)}</text>'
         )
     cascades = {cascade.name: cascade for cascade in module.cascades}
@@ -171,7 +173,7 @@ def _panel(
         if cascade:
             about += f" @{cascade.stage}: clips {list(cascade.clips)}, {cascade.batch} x {cascade.tokens} tokens"
         about += f", {interval.start:.4g} to {interval.end:.4g} ms"
-        parts.append(
+        elements.append(
             f'<rect x="{x:.2f}" y="{y + inset:.2f}" width="{width:.2f}" height="{tall - 2 * inset:.2f}" '
             f'fill="{colour}" fill-opacity="{OPACITY[interval.op]}" stroke="#ffffff" stroke-width="0.5">'
             f"<title>{escape(about)}</title></rect>"
@@ -180,11 +182,11 @@ def _panel(
         if label:
             dark = interval.op in ("step", "forward") and colour not in (PALETTE[0], PALETTE[4])
             fill = "#1b1f24" if dark or colour in (PALETTE[1], PALETTE[5]) else "#ffffff"
-            parts.append(
+            elements.append(
                 f'<text x="{x + width / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" fill="{fill}" '
                 f'pointer-events="none">{escape(label)}</text>'
             )
-    return parts
+    return elements
 
 
 def _label(interval: Interval, tokens: int | None, width: float, height: float) -> str:

@@ -32,12 +32,12 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     More than ``MOST_ROWS`` ranks share rows; a cell shows what its ranks do most of its time.
     """
     ranks = sorted(timeline.lanes)
-    until = end or timeline.end or 1.0
+    scale_end = end or timeline.end or 1.0
     per_row = -(-len(ranks) // MOST_ROWS) if ranks else 1
     groups = [ranks[i : i + per_row] for i in range(0, len(ranks), per_row)]
     names = [f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups]
-    left = max([len("rank"), *map(len, names)]) + 1
-    cells = width - left - len(" 100%")
+    margin = max([len("rank"), *map(len, names)]) + 1
+    cells = width - margin - len(" 100%")
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
     colours = stage_colours(module, (timeline,))
     fills = _fills(timeline, stage_of)
@@ -45,22 +45,22 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     text = Text(no_wrap=True)
     text.append(timeline.title, style="bold")
     text.append(f"  {time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy.values()):.1%}\n")
-    text.append(f"{'rank'.rjust(left - 1)} {_axis(until, cells)} busy\n", style="dim")
+    text.append(f"{'rank'.rjust(margin - 1)} {_axis(scale_end, cells)} busy\n", style="dim")
     for name, group in zip(names, groups, strict=True):
-        text.append(f"{name.rjust(left - 1)} ")
+        text.append(f"{name.rjust(margin - 1)} ")
         row = [interval for rank in group for interval in timeline.lanes[rank] if interval.op in DRAWN]
-        for character, interval in _cells(row, cells, until, len(group), fills, stage_of):
+        for character, interval in _cells(row, cells, scale_end, len(group), fills, stage_of):
             stage = stage_of.get(interval.target) if interval else None
             text.append(character, style=colours[stage] if stage else GREY)
-        share = sum(busy[rank] for rank in group) / len(group) / until
+        share = sum(busy[rank] for rank in group) / len(group) / scale_end
         text.append(f" {share:4.0%}\n")
-    text.append(" " * left)
+    text.append(" " * margin)
     for stage, colour in colours.items():
-        own = "  ".join(f"{fill} {op}" for (op, target), fill in fills.items() if target == stage)
+        legend = "  ".join(f"{fill} {op}" for (op, target), fill in fills.items() if target == stage)
         text.append(f"{stage}: ", style=colour)
-        text.append(f"{own}    ", style=colour)
-    both = dict.fromkeys(f"{fill} {op}" for (op, target), fill in fills.items() if target is None)
-    text.append("  ".join(both), style="dim")
+        text.append(f"{legend}    ", style=colour)
+    shared = dict.fromkeys(f"{fill} {op}" for (op, target), fill in fills.items() if target is None)
+    text.append("  ".join(shared), style="dim")
     return text
 
 
@@ -78,18 +78,18 @@ def _fills(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[tuple[str, s
 def _cells(
     intervals: list[Interval],
     cells: int,
-    until: float,
+    scale_end: float,
     ranks: int,
     fills: Mapping[tuple[str, str | None], str],
     stage_of: Mapping[str, str],
 ) -> list[tuple[str, Interval | None]]:
     """A character and what it stands for, for each cell; names where they fit."""
-    size = until / cells
+    size = scale_end / cells
     shares: list[dict[tuple[str, str], float]] = [{} for _ in range(cells)]
-    kept: dict[tuple[str, str], Interval] = {}
+    intervals_by_key: dict[tuple[str, str], Interval] = {}
     for interval in intervals:
         key = (interval.op, interval.target)
-        kept.setdefault(key, interval)
+        intervals_by_key.setdefault(key, interval)
         first = int(interval.start / size)
         for cell in range(first, min(cells, int(interval.end / size) + 1)):
             covered = min(interval.end, (cell + 1) * size) - max(interval.start, cell * size)
@@ -99,7 +99,7 @@ def _cells(
     for share in shares:
         idle = ranks * size - sum(share.values())
         best = max(share, key=lambda key: share[key]) if share else None
-        winners.append(kept[best] if best is not None and share[best] >= idle / 2 else None)
+        winners.append(intervals_by_key[best] if best is not None and share[best] >= idle / 2 else None)
     characters = [fills[winner.op, stage_of.get(winner.target)] if winner else IDLE for winner in winners]
     _write_names(characters, winners)
     return list(zip(characters, winners, strict=True))
@@ -122,9 +122,13 @@ def _target(interval: Interval | None) -> str:
     return interval.target if interval else ""
 
 
-def _axis(until: float, cells: int) -> str:
+def _axis(scale_end: float, cells: int) -> str:
     """0 on the left, the end on the right, the half between."""
-    marks = [(0, "0"), (cells // 2, time_text(float(f"{until / 2:.3g}"))), (cells, time_text(float(f"{until:.3g}")))]
+    marks = [
+        (0, "0"),
+        (cells // 2, time_text(float(f"{scale_end / 2:.3g}"))),
+        (cells, time_text(float(f"{scale_end:.3g}"))),
+    ]
     line = [" "] * cells
     for position, mark in marks:
         at = max(0, min(cells - len(mark), position - len(mark) // 2))

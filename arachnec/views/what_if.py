@@ -48,15 +48,15 @@ def what_if(begin: Module, pipeline: Pipeline, plan: Module, budget_ms: float) -
     search; searches that count steps instead keep their count.
     """
     limited = with_budget(pipeline, budget_ms)
-    asked = (Question("as it is, planned again", lambda module: module), *questions(plan))
-    return tuple(_answer(begin, limited, question) for question in asked)
+    asked_questions = (Question("as it is, planned again", lambda module: module), *questions(plan))
+    return tuple(_answer(begin, limited, question) for question in asked_questions)
 
 
 def sentences(answers: Sequence[Answer]) -> list[str]:
     """One for each answer; the first answer is what the others are compared with."""
-    now, *others = answers
-    said = [f"Planned again with that budget it takes {_time(now)}."]
-    return said + [f"{answer.title}: {_compared(answer, now)}." for answer in others]
+    baseline, *changes = answers
+    first = [f"Planned again with that budget it takes {_time(baseline)}."]
+    return first + [f"{answer.title}: {_compared(answer, baseline)}." for answer in changes]
 
 
 def questions(plan: Module) -> Iterator[Question]:
@@ -137,8 +137,8 @@ def _limited(step: Pass, budget_ms: float) -> Pass:
 def _scaled(row: Value, factor: float) -> Value:
     assert isinstance(row, tuple), "the table of the cluster's attributes says so"
     return tuple(
-        Quantity(item.value * factor, "GiB") if isinstance(item, Quantity) and item.unit == "GiB" else item
-        for item in row
+        Quantity(value.value * factor, "GiB") if isinstance(value, Quantity) and value.unit == "GiB" else value
+        for value in row
     )
 
 
@@ -146,30 +146,30 @@ def _on(cluster: Cluster) -> Change:
     return lambda module: replace(module, cluster=cluster)
 
 
-def _at_most(most: int) -> Change:
+def _at_most(limit: int) -> Change:
     def change(module: Module) -> Module:
         return replace(
             module,
-            stages=tuple(_stage_at_most(stage, most) for stage in module.stages),
-            cascades=tuple(_cascade_at_most(cascade, most) for cascade in module.cascades),
+            stages=tuple(_stage_at_most(stage, limit) for stage in module.stages),
+            cascades=tuple(_cascade_at_most(cascade, limit) for cascade in module.cascades),
         )
 
     return change
 
 
-def _stage_at_most(stage: Stage, most: int) -> Stage:
+def _stage_at_most(stage: Stage, limit: int) -> Stage:
     if not stage.trained:
         return stage
     listed = stage.attrs.get("degrees")
-    legal = range(1, most + 1) if listed is None else [degree for degree in integers(listed) if degree <= most]
+    legal = range(1, limit + 1) if listed is None else [degree for degree in integers(listed) if degree <= limit]
     return replace(stage, attrs=stage.attrs.updated(degrees=tuple(legal)))
 
 
-def _cascade_at_most(cascade: Cascade, most: int) -> Cascade:
+def _cascade_at_most(cascade: Cascade, limit: int) -> Cascade:
     times = times_of(cascade)
-    if not times or min(times) > most:
+    if not times or min(times) > limit:
         return cascade
-    return cascade.with_attrs(times=tuple((d, Quantity(time, "ms")) for d, time in times.items() if d <= most))
+    return cascade.with_attrs(times=tuple((d, Quantity(time, "ms")) for d, time in times.items() if d <= limit))
 
 
 def _any_degree(module: Module) -> Module:
@@ -192,10 +192,10 @@ def _without_encoders(module: Module) -> Module:
     )
 
 
-def _compared(answer: Answer, now: Answer) -> str:
-    if answer.iteration_ms is None or not now.iteration_ms:
+def _compared(answer: Answer, baseline: Answer) -> str:
+    if answer.iteration_ms is None or not baseline.iteration_ms:
         return _time(answer)
-    change = answer.iteration_ms / now.iteration_ms - 1
+    change = answer.iteration_ms / baseline.iteration_ms - 1
     if abs(change) < SAME:
         return f"{_time(answer)}, no difference to speak of"
     return f"{_time(answer)}, {abs(change):.1%} {'more' if change > 0 else 'less'}".replace("%", " %")

@@ -39,7 +39,7 @@ class Machine:
         name = torch.cuda.get_device_name()
         specs = find_by_driver_name(name)
         if specs is None:
-            raise RuntimeError(f"there is no data sheet of {name} in arachnec/cluster/device_specs.py")
+            raise RuntimeError(f"the device is unknown of {name} in arachnec/cluster/device_specs.py")
         return f"1x{ranks}:{specs.name}"
 
     def synchronize(self) -> None:

@@ -106,7 +106,7 @@ def main(what: str, output: str, *arguments: str) -> None:
         if dist.get_rank() == 0:
             Path(output).write_text(json.dumps(found))
 
-    as_rank(work, torch.device("cpu"))
+    as_rank(work, cpu=True)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import triton
 from cases import Case, cases
+from compile_estimate import Estimate, Recorder, estimate, specialisation
 from launches import launch_all
 from speed_model import Work, fraction_of_copy
 
 from arachnec.kernels.rowwise import bias_gelu, gate_residual, norm_launch, rope_launch, row_launch
-from arachnec.kernels.rowwise.compile_estimate import Estimate, Recorder, estimate, specialisation
 
 Call = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 

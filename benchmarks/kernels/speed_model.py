@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from arachnec.kernels.rowwise.compile_estimate import Estimate
+from compile_estimate import Estimate
 
 MULTIPROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.755e9
 COPY = 4.3e12  # bytes read and written a second, as one H200 was measured

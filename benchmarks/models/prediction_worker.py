@@ -91,9 +91,9 @@ def main(folder: str, at_once: str, rounds: str) -> None:
             plans.run(number)
         profiler.forget()
         times: list[list[float]] = []
-        order, dice = list(range(count)), random.Random(0)
+        order, rng = list(range(count)), random.Random(0)
         for _ in range(int(rounds)):
-            dice.shuffle(order)
+            rng.shuffle(order)
             row = [0.0] * count
             half = count // 2
             for part in (order[:half], order[half:]):
@@ -107,7 +107,7 @@ def main(folder: str, at_once: str, rounds: str) -> None:
             (place / "measured.json").write_bytes(msgspec.json.encode(measured))
             (place / "times.json").write_text(json.dumps(every.T.tolist()))
 
-    as_rank(work, torch.device("cpu"))
+    as_rank(work, cpu=True)
 
 
 if __name__ == "__main__":

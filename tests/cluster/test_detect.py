@@ -69,19 +69,19 @@ def test_a_matrix_alone_leaves_the_device_to_a_guess_that_says_so(tmp_path: Path
     assert detected(tmp_path, "l20x8.topo.txt")[0].attrs["device"] == "l20-48g"
 
 
-def test_a_list_of_devices_alone_leaves_the_links_to_the_data_sheet(tmp_path: Path) -> None:
+def test_a_list_of_devices_alone_leaves_the_links_to_the_device_specs(tmp_path: Path) -> None:
     cluster, text = detected(tmp_path, "a100x8.csv")
     assert quantity(cluster.attrs["intra"]) == DEVICE_SPECS["a100-80g"].intra
     assert "joined is not known" in text
 
 
-def test_other_memory_than_the_data_sheets_is_written_down(tmp_path: Path) -> None:
+def test_other_memory_than_the_specs_is_written_down(tmp_path: Path) -> None:
     listed = tmp_path / "gpus.csv"
     listed.write_text("index, name, memory.total [MiB]\n0, NVIDIA A100-PCIE-40GB, 40960 MiB\n")
     assert quantity(detected(tmp_path, str(listed))[0].attrs["memory"]) == 40
 
 
-def test_a_device_without_a_data_sheet_says_what_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_device_says_what_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed, out = tmp_path / "gpus.csv", tmp_path / "found.toml"
     listed.write_text("index, name, memory.total [MiB]\n0, NVIDIA GeForce RTX 4090, 24564 MiB\n")
     matrix = str(MACHINES / "one_gpu.topo.txt")
@@ -204,10 +204,10 @@ def test_the_drivers_library_is_asked_where_it_answers(
     assert "gpus = 2" in found
 
 
-def test_every_device_with_a_data_sheet_has_a_short_form() -> None:
-    for sheet in DEVICE_SPECS.values():
-        assert parse_cluster(f"2x4:{sheet.name}").attrs["device"] == sheet.name
-        assert find_device_specs(sheet.name.split("-")[0]) is sheet
+def test_every_known_device_has_a_short_form() -> None:
+    for specs in DEVICE_SPECS.values():
+        assert parse_cluster(f"2x4:{specs.name}").attrs["device"] == specs.name
+        assert find_device_specs(specs.name.split("-")[0]) is specs
 
 
 def test_nearest_nics_are_those_that_no_other_is_nearer_than() -> None:

@@ -45,20 +45,20 @@ def test_every_example_is_a_cluster(path: Path) -> None:
     assert parse_cluster(path).world >= 1
 
 
-def test_a_file_overrides_the_data_sheet(tmp_path: Path) -> None:
+def test_a_file_overrides_the_device_specs(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('name = "pod"\nnodes = 2\ngpus = 4\ndevice = "h100"\ninter = "12.5 GB/s"\n')
     cluster = parse_cluster(file)
     assert cluster.name == "pod"
     assert quantity(cluster.attrs["inter"]) == 12.5
     assert quantity(cluster.attrs["intra"]) == DEVICE_SPECS["h100-80g"].intra
-    assert "nics" not in cluster.attrs, "the data sheet's map is of a node of eight"
+    assert "nics" not in cluster.attrs, "the device specs' map is of a node of eight"
 
 
 def test_sustained_flops_are_a_stated_part_of_the_peak() -> None:
-    for sheet in DEVICE_SPECS.values():
-        assert 0 < sheet.efficiency < 1
-        assert sheet.source
+    for specs in DEVICE_SPECS.values():
+        assert 0 < specs.efficiency < 1
+        assert specs.source
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_wrong_file_gets_one_message_with_its_line(text: str, expected: str, t
     assert f"--> {file}:" in said
 
 
-def test_a_device_without_a_data_sheet_needs_every_quantity() -> None:
+def test_an_unknown_device_needs_every_quantity() -> None:
     cluster = parse_cluster(Path(__file__).parents[2] / "examples" / "clusters" / "any_device.toml")
     assert cluster.attrs["device"] == "mi300x"
     assert quantity(cluster.attrs["flops"]) == 400

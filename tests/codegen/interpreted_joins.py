@@ -11,7 +11,7 @@ from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import fused_blocks
 from arachnec.codegen.triton.pieces import generated
 from arachnec.codegen.triton.region import Generated
-from arachnec.passes.fuse import fuse_graph
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.graph import block_graph
 from tests.codegen.test_fused_block import CASES, randomised, step

@@ -19,8 +19,8 @@ from arachnec.codegen.fused_block import Region, fuse_block, fused_blocks
 from arachnec.codegen.fused_kernels import KERNELS
 from arachnec.codegen.triton.pieces import generated
 from arachnec.codegen.triton.region import Generated
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.ir.nodes import Graph
-from arachnec.passes.fuse import fuse_graph
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel, capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from arachnec.codegen.fused_block import fuse_block
 from arachnec.codegen.triton.region import Generated
-from arachnec.passes.fuse import fuse_graph
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T

@@ -19,9 +19,9 @@ from arachnec.codegen.triton.pieces import generated as generated_around
 from arachnec.codegen.triton.region import Generated
 from arachnec.codegen.triton.tiles import tiles_of
 from arachnec.kernels.rowwise import gate_residual, norm_launch, row_launch
-from arachnec.kernels.rowwise.compile_estimate import Recorder
 from arachnec.kernels.rowwise.norm_plain import Vectors
 from arachnec.kernels.rowwise.row_groups import RowGroups
+from benchmarks.kernels.compile_estimate import Recorder
 from tests.codegen.generated_cases import CASES, sized
 from tests.codegen.generated_cases import region as case_region
 from tests.kernels.triton_interpreter import in_interpreter

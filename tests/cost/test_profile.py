@@ -127,7 +127,7 @@ def test_the_links_are_what_cascades_on_several_ranks_took_beyond_their_computin
     assert forward.held_out is not None
 
 
-def test_the_sum_of_gradients_takes_the_time_that_was_measured(tmp_path: Path) -> None:
+def test_the_gradient_all_reduce_takes_the_time_that_was_measured(tmp_path: Path) -> None:
     profile(tmp_path / "p.json")
     module = costed(tmp_path / "p.json", parse_cluster("1x4:h100-80g"))
     (stage,) = module.stages

@@ -476,10 +476,27 @@ class NcclishGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> _Work:
         options = options or dist.AllgatherOptions()
         (row,) = outputs
+        if len({tensor.numel() for tensor in row}) > 1:
+            return self._allgather_uneven(row, inputs[0])
         said = f"all_gather {_sizes(*inputs)}"
         return self._whole.issue(
             said, inputs, row, lambda inner, given, into: [inner.allgather([into], given, options)]
         )
+
+    def _allgather_uneven(self, row: list[Tensor], own: Tensor) -> _Work:
+        """As torch does it for NCCL: a broadcast from every member, in one operation."""
+        me = self._me
+
+        def run(inner: Any, given: list[Tensor], into: list[Tensor]) -> list[Any]:
+            into[me].copy_(given[0].view_as(into[me]))
+            works = []
+            for root, tensor in enumerate(into):
+                options = dist.BroadcastOptions()
+                options.rootRank = root
+                works.append(inner.broadcast([tensor], options))
+            return works
+
+        return self._whole.issue(f"all_gather {_sizes(*row)}", [own], row, run)
 
     def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> _Work:
         options = options or dist.AllgatherOptions()

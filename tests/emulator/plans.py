@@ -28,7 +28,7 @@ def costed(nodes: int, gpus: int, clips: int, seed: int) -> Module:
         state=Quantity(0.5, "GiB"),
         output=formula("GiB", (1.2e-7, 1)),
         forward=formula("ms", (0.004, 1)),
-        costs="data sheet",
+        costs="device specs",
     )
     dit = Attributes.of(
         params=1_400_000_000,
@@ -42,7 +42,7 @@ def costed(nodes: int, gpus: int, clips: int, seed: int) -> Module:
         forward=formula("ms", (5.83e-07, 2), (0.009, 1)),
         backward=formula("ms", (1.166e-06, 2), (0.018, 1)),
         traffic=formula("GiB", (0.00034, 1)),
-        costs="data sheet",
+        costs="device specs",
     )
     cascades = [
         cascade

@@ -93,5 +93,5 @@ def test_a_profile_travels_with_the_executable_under_a_name_of_its_own(tmp_path:
     assert texts == {"profile.json": "{}"}
 
 
-def test_the_name_of_a_data_sheet_stays_in_the_pipeline() -> None:
+def test_the_name_of_a_device_stays_in_the_pipeline() -> None:
     assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.fusion.graph import FusionGraph
 from arachnec.fusion.match import match_region
 from arachnec.fusion.shape_constraints import constraints_of
@@ -16,7 +17,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula
 from arachnec.ir.verify import check_module
-from arachnec.passes.fuse import Fuse, fuse_graph
+from arachnec.passes.fuse import Fuse
 from arachnec.passes.infra.pipeline import Pipeline
 
 ROWS = TensorType("f32", ("B", "S", 64))

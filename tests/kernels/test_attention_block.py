@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.attention import attention_block
+from arachnec.kernels.attention.attention_backend import CPU_FLASH, CUDNN, EFFICIENT, FLASH2, MATH, attention_backend
 from arachnec.kernels.attention.attention_block import Block, Visibility, attend, attend_backward, within
-from arachnec.kernels.attention.fused_attention import fused_backward, fused_forward
+from arachnec.kernels.attention.fused_attention import DTYPES, capability_of, fused_backward, fused_forward
 from arachnec.kernels.attention.ring_attention import merge
 
 
@@ -58,14 +59,14 @@ def visible(block: Block, queries: int) -> Tensor:
 @pytest.mark.parametrize("tile", [1 << 24, 3000])
 def test_a_block_is_softmax_attention(kind: str, fused: bool, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_block, "TILE", tile)
-    monkeypatch.setattr(attention_block, "has_kernel", lambda *_: fused)
+    backend = CPU_FLASH if fused else MATH
     block = blocks(70, 1100)[kind]
     columns = sum(end - first for first, end in block.keys)
     query, key, value, grad = draw(2, 3, 70, 8), draw(2, 3, columns, 8), draw(2, 3, columns, 8) + 1, draw(2, 3, 70, 8)
     bias = visible(block, 70)
     scores = query @ key.mT * 0.3 + bias
     weights = scores.softmax(-1).nan_to_num(0.0)
-    out, lse = attend(query, key, value, block, 0.3)
+    out, lse = attend(query, key, value, block, 0.3, backend)
     torch.testing.assert_close(out, weights @ value, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-11, atol=1e-11)
 
@@ -73,7 +74,7 @@ def test_a_block_is_softmax_attention(kind: str, fused: bool, tile: int, monkeyp
     dead = (bias == -math.inf).all(-1, keepdim=True)
     safe = bias.masked_fill(dead, 0.0)
     torch.autograd.backward(((wanted[0] @ wanted[1].mT * 0.3 + safe).softmax(-1) * ~dead) @ wanted[2], grad)
-    shares = attend_backward(grad, query, key, value, out, lse.masked_fill(lse == -math.inf, 0.0), block, 0.3)
+    shares = attend_backward(grad, query, key, value, out, lse.masked_fill(lse == -math.inf, 0.0), block, 0.3, backend)
     for share, leaf in zip(shares or [torch.zeros_like(x) for x in wanted], wanted, strict=True):
         torch.testing.assert_close(share, leaf.grad, rtol=1e-10, atol=1e-10)
 
@@ -99,23 +100,46 @@ def test_a_slice_of_the_local_tokens_keeps_their_positions() -> None:
     assert within(ranges, slice(4, 7)) == ((30, 33),)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_kernels_of_gpus_have_the_signatures_that_are_called(dtype: torch.dtype, masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype", "masked"),
+    [
+        (FLASH2, torch.bfloat16, False),
+        (CUDNN, torch.bfloat16, False),
+        (EFFICIENT, torch.bfloat16, True),
+        (EFFICIENT, torch.float32, False),
+        (EFFICIENT, torch.float32, True),
+    ],
+)
+def test_the_kernels_of_gpus_have_the_signatures_that_are_called(
+    backend: str, dtype: torch.dtype, masked: bool
+) -> None:
     query = torch.empty(2, 3, 50, 64, dtype=dtype, device="meta")
     key = torch.empty(2, 3, 70, 64, dtype=dtype, device="meta")
     bias = torch.empty(2, 1, 1, 70, dtype=dtype, device="meta") if masked else None
-    out, lse = fused_forward(query, key, key, bias, False, 0.1)
+    out, lse = fused_forward(backend, query, key, key, bias, False, 0.1)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
-    grads = fused_backward(out, query, key, key, out, lse, bias, False, 0.1)
+    grads = fused_backward(backend, out, query, key, key, out, lse, bias, False, 0.1)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", blocks(10, 10))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_a_block_on_a_gpu_is_that_of_exact_arithmetic(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [
+        (EFFICIENT, torch.float32, 1e-4),
+        (EFFICIENT, torch.bfloat16, 3e-2),
+        (FLASH2, torch.bfloat16, 3e-2),
+        (CUDNN, torch.bfloat16, 3e-2),
+    ],
+)
+def test_a_block_on_a_gpu_is_that_of_exact_arithmetic(
+    kind: str, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    capability = capability_of(torch.device("cuda"))
+    if attention_backend(capability, DTYPES[dtype], 64, preferred=backend) != backend:
+        pytest.skip(f"{capability} does not run {backend}")
     block = blocks(70, 1100)[kind]
     columns = sum(end - first for first, end in block.keys)
     shapes = ((2, 3, 70, 64), (2, 3, columns, 64), (2, 3, columns, 64), (2, 3, 70, 64))
@@ -124,9 +148,9 @@ def test_a_block_on_a_gpu_is_that_of_exact_arithmetic(kind: str, dtype: torch.dt
     results = []
     for here, where, number in ((block, "cpu", torch.float64), (on_gpu, "cuda", dtype)):
         query, key, value, grad = (draw(*shape).to(dtype).to(where, number) for shape in shapes)
-        out, lse = attend(query, key, value, here, 0.1)
+        out, lse = attend(query, key, value, here, 0.1, backend)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        results.append((out, lse, *(attend_backward(grad, query, key, value, out, lse, here, 0.1) or ())))
+        results.append((out, lse, *(attend_backward(grad, query, key, value, out, lse, here, 0.1, backend) or ())))
     for exact, got in zip(*results, strict=True):
         assert F.pairwise_distance(got.cpu().double().flatten(), exact.flatten(), eps=0.0) <= tolerance * (
             exact.norm() + 1e-12

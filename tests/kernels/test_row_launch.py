@@ -11,11 +11,11 @@ import triton
 from torch import Tensor
 
 from arachnec.kernels.rowwise import norm_launch, row_launch
-from arachnec.kernels.rowwise.compile_estimate import Recorder
 from arachnec.kernels.rowwise.norm_plain import Vectors
 from arachnec.kernels.rowwise.rope_launch import head_tile
 from arachnec.kernels.rowwise.row_groups import RowGroups, group_vectors
 from arachnec.kernels.rowwise.row_launch import tile_of
+from benchmarks.kernels.compile_estimate import Recorder
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -33,7 +33,7 @@ VAE = Stage(
     "vae",
     False,
     Attributes.of(
-        state=Quantity(1.0, "GiB"), output=linear(1e-6, "GiB"), forward=linear(1e-3, "ms"), costs="data sheet"
+        state=Quantity(1.0, "GiB"), output=linear(1e-6, "GiB"), forward=linear(1e-3, "ms"), costs="device specs"
     ),
 )
 DIT = Stage(
@@ -44,7 +44,7 @@ DIT = Stage(
         state=Quantity(12.0, "GiB"),
         forward=linear(1e-2, "ms"),
         backward=linear(2e-2, "ms"),
-        costs="data sheet",
+        costs="device specs",
     ),
 )
 
@@ -111,3 +111,14 @@ def placed_modules(draw: st.DrawFn, most: int = 8) -> Module:
             free[rank] = end
         cascades.append(timed(f"t{number}", Phase.TRAIN, number, tokens, inputs, (start, end), ranks))
     return module_of(pod, clips, cascades)
+
+
+@st.composite
+def bucket_sizes(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
+    """How many layers each bucket has; they add up to ``layers``, and only the last may be nothing."""
+    remaining = layers
+    sizes: list[int] = []
+    while remaining and draw(st.booleans()):
+        sizes.append(draw(st.integers(1, remaining)))
+        remaining -= sizes[-1]
+    return (*sizes, remaining)

@@ -1,4 +1,4 @@
-"""Formulas from a data sheet and from a profile."""
+"""Formulas from device specs and from a profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,9 +60,9 @@ RUNS = [
 ]
 
 
-def test_a_data_sheet_gives_work_over_sustained_speed_and_a_backward_of_twice_that() -> None:
+def test_device_specs_give_work_over_sustained_speed_and_a_backward_of_twice_that() -> None:
     made = Annotate().run(module()).stages[0]
-    assert made.attrs["costs"] == "data sheet"
+    assert made.attrs["costs"] == "device specs"
     work = FLOPS(B=1, S=1000, T=16)
     assert formula(made, "forward")(B=1, S=1000) == pytest.approx(work / 316.48 * 1e3 + 10 * 0.15)
     assert formula(made, "backward")(B=1, S=1000) == pytest.approx(2 * formula(made, "forward")(B=1, S=1000))
@@ -116,7 +116,7 @@ def profile_at(path: Path) -> Path:
     return path
 
 
-def test_a_profile_stands_instead_of_the_data_sheet_and_brings_its_links(tmp_path: Path) -> None:
+def test_a_profile_stands_instead_of_device_specs_and_brings_its_links(tmp_path: Path) -> None:
     path = profile_at(tmp_path / "p.json")
     made = Annotate(profile=str(path)).run(module())
     assert made.stages[0].attrs["costs"] == "profile"
@@ -179,7 +179,7 @@ def test_clips_that_were_not_measured_take_the_formulas_time(tmp_path: Path) -> 
     assert CostModel(made).time(made.cascades[0], 1) == formula(made.stages[0], "forward")(B=1, S=100, T=25)
 
 
-def test_a_data_sheet_knows_no_measured_clips(tmp_path: Path) -> None:
+def test_device_specs_know_no_measured_clips(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
     made = Annotate(path).run(encoded_module(Clip(0, 17, 48, 64, 20, 100)))
     assert per_clip(Annotate().run(replace(made, level=Level.PARTITIONED))) == {}

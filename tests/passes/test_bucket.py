@@ -25,7 +25,7 @@ from arachnec.passes.check import find_problems
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, StartsApart
 from arachnec.verification.gradient_sync import NotReduced, NotStepped, WrongBucketLayers, WrongStart
 from arachnec.views.timeline import planned
-from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
+from tests.passes.plans import DIT, bucket_sizes, cluster, equal_clips, module_of, placed_modules, timed
 
 LAYERS = (("in", 0), *((f"blocks.{i}", 10_000_000) for i in range(8)), ("out", 7_000_000))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=100_000_000))
@@ -41,7 +41,7 @@ def with_buckets(module: Module, buckets: tuple[int, ...]) -> Module:
     return replace(module, reductions=nodes)
 
 
-def sums(program: Program) -> list[Instruction]:
+def reduces(program: Program) -> list[Instruction]:
     return [instruction for instruction in program.instructions if instruction.op == "reduce"]
 
 
@@ -52,24 +52,14 @@ ALL_CUTS = [
 ]
 
 
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, ...]:
-    """Numbers that add up to the layers; only the last may be nothing."""
-    left, found = len(LAYERS), []
-    while left and draw(st.booleans()):
-        found.append(draw(st.integers(1, left)))
-        left -= found[-1]
-    return (*found, left)
-
-
-@given(placed_modules(), cuts())
+@given(placed_modules(), bucket_sizes(len(LAYERS)))
 def test_a_plan_in_any_buckets_verifies_and_passes_check(module: Module, buckets: tuple[int, ...]) -> None:
     lowered = lower(with_buckets(module, buckets))
     assert not verify(lowered)
     assert not find_problems(lowered)
 
 
-@given(cuts())
+@given(bucket_sizes(len(LAYERS)))
 def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tuple[int, ...]) -> None:
     found = buckets_of(STAGE, buckets)
     assert sorted(layer for bucket in found for layer in bucket.layers) == list(range(len(LAYERS)))
@@ -83,12 +73,12 @@ def test_the_pass_cuts_what_lower_can_follow(module: Module, mib: int | None) ->
     assert not verify(cut_up)
     lowered = lower(cut_up)
     assert not find_problems(lowered)
-    assert all(len(sums(program)) <= MOST_BUCKETS for program in lowered.programs) or mib is not None
-    assert sum(integer(i.attrs["bytes"]) for i in sums(lowered.programs[0])) == gradient_bytes(STAGE)
+    assert all(len(reduces(program)) <= MOST_BUCKETS for program in lowered.programs) or mib is not None
+    assert sum(integer(i.attrs["bytes"]) for i in reduces(lowered.programs[0])) == gradient_bytes(STAGE)
 
 
 @given(placed_modules())
-def test_a_stage_that_names_no_layers_is_summed_whole(module: Module) -> None:
+def test_a_stage_that_names_no_layers_is_all_reduced_whole(module: Module) -> None:
     assert Bucket().run(module) == module
 
 
@@ -120,7 +110,7 @@ def test_nothing_is_cut_where_nothing_runs_behind_the_sum() -> None:
 
 
 @given(placed_modules())
-def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module) -> None:
+def test_a_plan_reversed_in_time_is_a_plan_and_reversed_again_the_first(module: Module) -> None:
     assume(can_reverse(module))
     there = time_reversed(with_layers(module))
     assert not verify(there)
@@ -131,8 +121,8 @@ def test_a_plan_turned_round_is_a_plan_and_turned_again_the_first(module: Module
         assert again.ranks == cascade.ranks
 
 
-def test_a_plan_is_turned_round_where_that_ends_with_longer_backwards() -> None:
-    """The long cascade comes first; from its end to its beginning the plan hides the sums behind it."""
+def test_a_plan_is_reversed_in_time_where_that_ends_with_longer_backwards() -> None:
+    """The long cascade comes first; from its end to its beginning the plan hides the all-reduces behind it."""
     clips = [Clip(0, 17, 480, 832, 0, 9000), Clip(1, 17, 480, 832, 0, 900)]
     cascades = [
         timed("long", Phase.TRAIN, 0, 9000, (), (0.0, 300.0), (0, 1)),
@@ -156,7 +146,7 @@ def test_a_plan_in_which_a_cascade_reads_another_stays_as_it_is() -> None:
     assert Bucket().run(module).cascades == module.cascades
 
 
-def test_only_backwards_that_all_their_ranks_end_with_hold_sums() -> None:
+def test_only_backwards_that_all_their_ranks_end_with_hold_all_reduces() -> None:
     clips = [Clip(i, 17, 480, 832, 0, 1000) for i in range(3)]
     cascades = [
         timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1)),
@@ -172,7 +162,7 @@ def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
     clips = equal_clips()
     cascades = [timed("a", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1, 2, 3))]
     lowered = lower(with_buckets(module_of(cluster(), clips, cascades), (5, 5)))
-    first, rest = sums(lowered.programs[0])
+    first, rest = reduces(lowered.programs[0])
     assert quantity(first.attrs["early"]) == pytest.approx(20 * 5 / 10)  # backward is two thirds of 30 ms
     assert "early" not in rest.attrs
 
@@ -188,7 +178,7 @@ def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None
     whole, parts = lower(with_layers(module)), lower(with_buckets(module, (2, 2, 2, 2, 1, 1)))
     alone, hidden = simulate(whole), simulate(parts)
     assert alone.makespan_ms == hidden.makespan_ms == 300.0
-    last = quantity(sums(parts.programs[0])[-1].attrs["time"])
+    last = quantity(reduces(parts.programs[0])[-1].attrs["time"])
     step = quantity(parts.programs[0].instructions[-1].attrs["time"])
     assert hidden.iteration_ms == pytest.approx(300.0 + last + step)
     assert hidden.iteration_ms < alone.iteration_ms
@@ -197,10 +187,10 @@ def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lane))
 
 
-@given(placed_modules(), cuts())
+@given(placed_modules(), bucket_sizes(len(LAYERS)))
 def test_an_iteration_in_buckets_ends_after_its_last_sum(module: Module, buckets: tuple[int, ...]) -> None:
     lowered = lower(with_buckets(module, buckets))
-    last = max(sum(quantity(i.attrs["time"]) for i in sums(program)[-1:]) for program in lowered.programs)
+    last = max(sum(quantity(i.attrs["time"]) for i in reduces(program)[-1:]) for program in lowered.programs)
     result = simulate(lowered)
     assert result.iteration_ms >= result.makespan_ms + last * (1 - 1e-9)
     assert min(result.idle_ms) >= -1e-6

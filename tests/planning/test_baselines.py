@@ -1,17 +1,16 @@
-"""Every rival's schedule is valid and does what its original does; the rules that make each one what it is."""
+"""Every baseline's schedule is valid and does what its original does; the rules that make each one what it is."""
+
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.verify import verify
 from arachnec.passes.infra.base import Duration, Pass
-from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_dynamic_cp import ScheduleDynamicCp
 from arachnec.passes.schedule_flexsp import ScheduleFlexsp
@@ -20,7 +19,7 @@ from arachnec.passes.schedule_knapformer import ScheduleKnapformer
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
-from arachnec.planning.baselines.flexsp import buckets_of, parts, solve_groups
+from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
 from arachnec.planning.baselines.knapformer import cuts
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.placed_search import Measure
@@ -28,9 +27,9 @@ from arachnec.planning.validate import validate_schedule
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.group_rounds import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.solver.problem import Choice, Job, Problem, violations
+from tests.planning import costed_modules
 
-BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
-RIVALS: list[Pass] = [
+BASELINES: list[Pass] = [
     ScheduleSameBucket(),
     ScheduleSameBucket(degree=2),
     ScheduleDynamicCp(),
@@ -42,34 +41,7 @@ RIVALS: list[Pass] = [
 ]
 
 
-def formula(unit: str, *terms: tuple[float, tuple[tuple[str, int], ...]]) -> Formula:
-    return Formula(tuple(Term(value, powers) for value, powers in terms), unit)
-
-
-def module(cluster: str, tokens: list[int], encoders: int = 0) -> Module:
-    dit = Stage(
-        "dit",
-        True,
-        Attributes.of(
-            params=10**9,
-            heads=12,
-            attentions=30,
-            forward=formula("ms", (1e-6, BS2), (1e-2, BS), (3.0, ())),
-            backward=formula("ms", (2e-6, BS2), (2e-2, BS), (6.0, ())),
-            traffic=formula("GiB", (3e-5, BS)),
-            saved=formula("GiB", (1e-2, BS)),
-            state=Quantity(2.0, "GiB"),
-            costs="data sheet",
-        ),
-    )
-    output, forward = formula("GiB", (1e-7, BS)), formula("ms", (1e-3, BS), (1.0, ()))
-    vaes = [
-        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="data sheet"))
-        for i in range(encoders)
-    ]
-    clips = tuple(Clip(i, 1, 16, 16, 16, count) for i, count in enumerate(tokens))
-    made = cascades([(clip,) for clip in clips], (*vaes, dit))
-    return Module("m", Level.COSTED, parse_cluster(cluster), clips, (*vaes, dit), cascades=made)
+module = partial(costed_modules.module, saved=1e-2, recomputes=False)
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,13 +49,13 @@ def module(cluster: str, tokens: list[int], encoders: int = 0) -> Module:
     st.sampled_from(["2:h100", "3:h100-80g", "2x4:h100-80g", "3x2:l20"]),
     st.lists(st.integers(50, 4000), min_size=1, max_size=7),
     st.integers(0, 2),
-    st.sampled_from(RIVALS),
+    st.sampled_from(BASELINES),
 )
-def test_every_rival_gives_a_valid_plan_of_every_cascade(
-    cluster: str, tokens: list[int], encoders: int, rival: Pass
+def test_every_baseline_gives_a_valid_plan_of_every_cascade(
+    cluster: str, tokens: list[int], encoders: int, baseline: Pass
 ) -> None:
     costed = module(cluster, tokens, encoders)
-    scheduled = rival.run(costed)
+    scheduled = baseline.run(costed)
     assert verify(scheduled) == ()
     assert validate_schedule(scheduled) == []
     assert [c.name for c in scheduled.cascades] == [c.name for c in costed.cascades]
@@ -92,11 +64,11 @@ def test_every_rival_gives_a_valid_plan_of_every_cascade(
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(50, 4000), min_size=1, max_size=6), st.sampled_from(RIVALS))
-def test_the_default_is_never_slower_than_a_rival(tokens: list[int], rival: Pass) -> None:
+@given(st.lists(st.integers(50, 4000), min_size=1, max_size=6), st.sampled_from(BASELINES))
+def test_the_default_is_never_slower_than_a_baseline(tokens: list[int], baseline: Pass) -> None:
     costed = module("2x4:h100-80g", tokens)
     ours = Place().run(ScheduleZ3(budget=Duration(400.0)).run(costed))
-    theirs = Place().run(rival.run(costed))
+    theirs = Place().run(baseline.run(costed))
     assert quantity(ours.attrs["makespan"]) <= quantity(theirs.attrs["makespan"]) * 1.001
 
 
@@ -187,7 +159,7 @@ def test_buckets_and_micro_batches_hold_every_sequence_once_and_never_underestim
     lengths: list[int], most: int, count: int
 ) -> None:
     ticks = {number: {1: 4 * length, 2: 2 * length + 1} for number, length in enumerate(lengths)}
-    cut = parts(ticks, count)
+    cut = cut_by_length(ticks, count)
     assert sorted(sink for part in cut for sink in part) == sorted(ticks)
     buckets = buckets_of(ticks, most)
     assert len(buckets) <= most
@@ -227,7 +199,7 @@ def test_the_genetic_search_is_seeded_and_gets_no_worse_with_generations() -> No
 
 
 @pytest.mark.parametrize(
-    ("rival", "said"),
+    ("baseline", "said"),
     [
         (ScheduleSameBucket(degree=9), "on a cluster of 8 GPUs"),
         (ScheduleKnapformer(bags=(8, 1)), "bags of 8, 1 GPUs on a cluster of 8"),
@@ -235,9 +207,9 @@ def test_the_genetic_search_is_seeded_and_gets_no_worse_with_generations() -> No
         (ScheduleDynamicCp(tokens=0), "lets a rank take no token"),
     ],
 )
-def test_an_option_that_cannot_be_is_one_message(rival: Pass, said: str) -> None:
+def test_an_option_that_cannot_be_is_one_message(baseline: Pass, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        rival.run(module("8:h100-80g", [20_000, 100]))
+        baseline.run(module("8:h100-80g", [20_000, 100]))
 
 
 def test_a_chain_in_no_group_is_an_error() -> None:

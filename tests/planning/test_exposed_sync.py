@@ -1,4 +1,4 @@
-"""When a placed plan's gradients are summed: never later than any buckets make it, and what plans are chosen by."""
+"""When a placed plan's gradients are all-reduced: never later than any buckets make it; what plans are chosen by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.lowering.buckets import finish
 from arachnec.passes.bucket import Bucket
 from arachnec.planning.exposed_sync import ExposedSync, StageSync, sync_of, through
-from tests.passes.plans import DIT, cluster, module_of, timed
+from tests.passes.plans import DIT, bucket_sizes, cluster, module_of, timed
 
 LAYERS = tuple((f"blocks.{i}", 2_000_000_000) for i in range(8))
 STAGE = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS, params=18_000_000_000))
@@ -24,15 +24,6 @@ RATE, LATENCY = 1e-6, 3.0  # ms for a byte, ms
 
 def with_layers(module: Module) -> Module:
     return replace(module, stages=tuple(STAGE if stage.name == "dit" else stage for stage in module.stages))
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, ...]:
-    left, found = len(LAYERS), []
-    while left and draw(st.booleans()):
-        found.append(draw(st.integers(1, left)))
-        left -= found[-1]
-    return (*found, left)
 
 
 RANK = st.tuples(st.floats(1, 1000), st.floats(0, 1)).map(lambda pair: (pair[0], pair[0] * pair[1]))
@@ -44,7 +35,7 @@ def sums_with(latency: float) -> StageSync:
     return StageSync(STAGE, latency, tuple(RATE * layer * (9 - passed) for passed in range(len(LAYERS))))
 
 
-@given(ENDS, cuts())
+@given(ENDS, bucket_sizes(len(LAYERS)))
 def test_no_buckets_are_through_earlier(ends: list[tuple[float, float]], buckets: tuple[int, ...]) -> None:
     real = finish(buckets_of(STAGE, buckets), len(LAYERS), ends, lambda size: LATENCY + RATE * size)
     assert through(sums_with(LATENCY), ends) <= real * (1 + 1e-9)
@@ -85,17 +76,17 @@ def test_of_two_plans_as_long_the_one_that_ends_with_long_backwards_is_through_f
     long, short = one_step([(100.0,), (100.0,)]), one_step([(100.0,), (25.0, 25.0, 25.0, 25.0)])
     ends = [ExposedSync(plan, CostModel(plan)).of(plan.cascades) for plan in (long, short)]
     assert 100.0 < ends[0] < ends[1]
-    summed = [max(_through(plan)) for plan in (long, short)]
-    assert summed[0] < summed[1]
+    synchronised = [max(_through(plan)) for plan in (long, short)]
+    assert synchronised[0] < synchronised[1]
 
 
-def test_a_plan_may_be_turned_round_and_counts_as_the_better_of_both() -> None:
+def test_a_plan_may_be_reversed_in_time_and_counts_as_the_better_of_both() -> None:
     plans = [one_step([own, own]) for own in ((80.0, 20.0), (20.0, 80.0))]
     first, second = (ExposedSync(plan, CostModel(plan)).of(plan.cascades) for plan in plans)
     assert first == pytest.approx(second)
 
 
-def test_where_nothing_is_summed_it_is_the_makespan() -> None:
+def test_where_nothing_is_all_reduced_it_is_the_makespan() -> None:
     alone, unnamed = one_step([(40.0, 60.0)]), module_of(*_unnamed())
     for plan in (alone, unnamed):
         assert ExposedSync(plan, CostModel(plan)).of(plan.cascades) == max(cascade.end for cascade in plan.cascades)
@@ -107,7 +98,7 @@ def _unnamed() -> tuple[object, ...]:
 
 
 def _through(plan: Module) -> list[float]:
-    """When the sums of the plan's own buckets are through."""
+    """When the all-reduces of the plan's own buckets are through."""
     from arachnec.lowering.programs import lower
     from arachnec.views.timeline import planned
 

@@ -55,7 +55,7 @@ def module(
             saved=formula("GiB", (0.02 * MIB, BS)),
             saved_recompute=formula("GiB", (0.005 * MIB, BS)),
             state=Quantity(0.5 * MIB, "GiB"),
-            costs="data sheet",
+            costs="device specs",
         ),
     )
     vaes = [
@@ -66,7 +66,7 @@ def module(
                 output=formula("GiB", (output * MIB, BS)),
                 workspace=formula("GiB", (workspace * MIB, BS)),
                 forward=formula("ms", (1e-3, BS), (0.2, ())),
-                costs="data sheet",
+                costs="device specs",
             ),
         )
         for i, (output, workspace) in enumerate(encoders)

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,18 @@ from hypothesis import strategies as st
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
-from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.ir.nodes import Cascade, Module, Phase, quantity
+from arachnec.ir.values import Quantity
 from arachnec.ir.verify import verify
 from arachnec.passes.infra.base import Pass
-from arachnec.passes.partition import cascades
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.planning.family_placement import LONGER
 from arachnec.planning.formulate import problem_of, with_times
 from arachnec.planning.placed_search import Measure
-from arachnec.planning.placement import pick_ranks, placements
+from arachnec.planning.placement import placements
+from arachnec.planning.rank_choice import pick_ranks
 from arachnec.planning.validate import validate_schedule
 from arachnec.report import imbalance, plan_report
 from arachnec.solver.budget import Clock
@@ -29,41 +31,13 @@ from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import Incumbent
 from arachnec.solver.problem import TICKS, Schedule
 from arachnec.solver.static_layouts import one_degree
+from tests.planning import costed_modules
+from tests.planning.costed_modules import BS, formula
 
 LONGEST_FIRST = Path(__file__).parents[2] / "examples" / "passes" / "longest_first.py"
-BS2, BS = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
 
 
-def formula(unit: str, *terms: tuple[float, tuple[tuple[str, int], ...]]) -> Formula:
-    return Formula(tuple(Term(value, powers) for value, powers in terms), unit)
-
-
-def module(cluster: str, tokens: list[int], encoders: int = 1, saved: float = 1e-3) -> Module:
-    dit = Stage(
-        "dit",
-        True,
-        Attributes.of(
-            params=10**9,
-            heads=12,
-            attentions=30,
-            forward=formula("ms", (1e-6, BS2), (1e-2, BS), (3.0, ())),
-            backward=formula("ms", (2e-6, BS2), (2e-2, BS), (6.0, ())),
-            traffic=formula("GiB", (3e-5, BS)),
-            saved=formula("GiB", (saved, BS)),
-            saved_recompute=formula("GiB", (saved / 10, BS)),
-            state=Quantity(2.0, "GiB"),
-            costs="data sheet",
-        ),
-    )
-    output, forward = formula("GiB", (1e-7, BS)), formula("ms", (1e-3, BS), (1.0, ()))
-    vaes = [
-        Stage(f"vae{i}", False, Attributes.of(output=output, forward=forward, costs="data sheet"))
-        for i in range(encoders)
-    ]
-    clips = tuple(Clip(i, 1, 16, 16, 16, count) for i, count in enumerate(tokens))
-    stages = (*vaes, dit)
-    made = cascades([(clip,) for clip in clips], stages)
-    return Module("m", Level.COSTED, parse_cluster(cluster), clips, stages, cascades=made)
+module = partial(costed_modules.module, encoders=1)
 
 
 def longest_first() -> type[Pass]:
@@ -97,7 +71,7 @@ SCHEDULERS = [
 def test_every_scheduler_gives_a_valid_plan_and_place_keeps_it_valid(
     cluster: str, tokens: list[int], encoders: int, scheduler: Pass
 ) -> None:
-    scheduled = scheduler.run(module(cluster, tokens, encoders))
+    scheduled = scheduler.run(module(cluster, tokens, encoders=encoders))
     assert verify(scheduled) == ()
     assert validate_schedule(scheduled) == []
     placed = Place().run(scheduled)
@@ -165,7 +139,7 @@ def test_a_plan_of_many_cascades_is_placed_as_it_was_scheduled() -> None:
     scheduled = ScheduleZ3(steps=100).run(costed)
     assert any(cascade.degree == 24 for cascade in scheduled.cascades)
     placed = Place().run(scheduled)
-    assert quantity(placed.attrs["makespan"]) <= quantity(scheduled.attrs["makespan"]) * (1 + 1e-9)
+    assert quantity(placed.attrs["makespan"]) <= quantity(scheduled.attrs["makespan"]) * (1 + LONGER)
 
 
 def test_a_pass_authors_mistake_is_named() -> None:

@@ -146,7 +146,7 @@ def test_a_rank_speeds_up_when_another_one_has_nothing_left_to_do() -> None:
     assert simulate(lower(module_of(cpus(4, 4), clips, cascades))).makespan_ms == pytest.approx(80)
 
 
-def test_a_sum_of_gradients_takes_the_cores_of_the_cpu_ranks_beside_whose_backward_it_runs() -> None:
+def test_a_gradient_all_reduce_takes_the_cores_of_the_cpu_ranks_whose_backward_it_overlaps() -> None:
     def iteration(device: str, **early: Quantity) -> float:
         pod = cluster(gpus=2)
         pod = replace(pod, attrs=pod.attrs.updated(device=device))
@@ -164,7 +164,7 @@ def test_a_sum_of_gradients_takes_the_cores_of_the_cpu_ranks_beside_whose_backwa
 
 
 def ending(program: Program, early: dict[str, Quantity]) -> Program:
-    """With a sum of 20 ms, at the end or inside the backward, and a step that takes nothing."""
+    """With an all-reduce of 20 ms, at the end or inside the backward, and a step that takes nothing."""
     steps = [
         replace(step, attrs=step.attrs.updated(time=Quantity(20.0 if step.op == "reduce" else 0.0, "ms")))
         if step.op in ("reduce", "step")

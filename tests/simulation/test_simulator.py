@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.topology import handoff_time
 from arachnec.ir.nodes import Clip, Level, Module, Phase
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Formula, Quantity, Term
@@ -75,6 +76,31 @@ def test_a_handoff_between_nodes_takes_the_slower_link() -> None:
     simulation = simulate(one_clip(0, (4,), nodes=2))
     (transfer,) = simulation.timeline.transfers
     assert transfer.end - transfer.start == pytest.approx(0.020 + 9 * MS_OF_GIB)
+
+
+@pytest.mark.parametrize(("ranks", "latency"), [((1,), 0.01), ((4,), 0.02)])
+def test_a_handoff_takes_the_hosts_link_where_that_is_known(ranks: tuple[int, ...], latency: float) -> None:
+    module = one_clip(0, ranks, nodes=2)
+    assert module.cluster is not None
+    slow = replace(module.cluster, attrs=module.cluster.attrs.updated(host_link=Quantity(2.0, "GB/s")))
+    (transfer,) = simulate(replace(module, cluster=slow)).timeline.transfers
+    assert transfer.end - transfer.start == pytest.approx(2**30 / 2e6 + latency)
+    assert handoff_time(slow, 0, ranks[0], 2**30) == pytest.approx(transfer.end - transfer.start)
+
+
+def test_handoffs_between_hosts_share_their_link_and_leave_the_devices_to_cascades() -> None:
+    """Two ranks of node 0 hand over at one time, each at half the speed."""
+    cascades = [
+        timed("e0", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
+        timed("e1", Phase.ENCODE, 1, 1000, (), (0.0, 1.0), (1,)),
+        timed("t0", Phase.TRAIN, 0, 1000, ("e0",), (1.0, 31.0), (4,)),
+        timed("t1", Phase.TRAIN, 1, 1000, ("e1",), (1.0, 31.0), (5,)),
+    ]
+    pod = cluster(nodes=2)
+    pod = replace(pod, attrs=pod.attrs.updated(host_link=Quantity(2.0, "GB/s")))
+    module = lower(with_output(module_of(pod, equal_clips(2), cascades), 1 / 1000))
+    transfers = simulate(module).timeline.transfers
+    assert [t.end - t.start for t in transfers] == pytest.approx([2 * 2**30 / 2e6 + 0.02] * 2)
 
 
 def test_transfers_out_of_one_device_share_its_port() -> None:

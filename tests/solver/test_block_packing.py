@@ -1,4 +1,4 @@
-"""Packings in aligned blocks, their repacking, and the proof that no other schedule is shorter."""
+"""Packings in aligned blocks, how they are repaired, and the proof that no other schedule is shorter."""
 
 import random
 import time
@@ -24,12 +24,12 @@ SLOWDOWN = {1: 1.0, 2: 1.04, 4: 1.08, 8: 1.15, 16: 1.35, 32: 1.6}
 
 def video_mix(clips: int, gpus: int, seed: int, widest: int = 8) -> Problem:
     """Images and clips of three resolutions on a transformer of 5120 x 40; 20,000 tokens per GPU at most."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     jobs = []
     for _ in range(clips):
-        u = dice.random()
-        latent = (dice.choice(FRAMES) - 1) // 4 + 1
-        s = dice.choice((1024, 1560, 3600)) if u < 0.35 else latent * (400 if u < 0.6 else 1560 if u < 0.9 else 3600)
+        u = rng.random()
+        latent = (rng.choice(FRAMES) - 1) // 4 + 1
+        s = rng.choice((1024, 1560, 3600)) if u < 0.35 else latent * (400 if u < 0.6 else 1560 if u < 0.9 else 3600)
         ms = 40 * (4 * 5120 * s**2 + 28 * 5120**2 * s) * 4 / 4e11
         fitting = [d for d in SLOWDOWN if d <= min(gpus, widest) and s / d <= 20_000]
         jobs.append(Job(tuple(Choice(d, round(ms * SLOWDOWN[d] / d * 1e3)) for d in fitting)))
@@ -62,7 +62,7 @@ def test_every_packing_is_a_valid_schedule(problem: Problem, factor: float) -> N
 
 @settings(max_examples=100, deadline=None)
 @given(problems(most_jobs=20), st.integers(0, 5))
-def test_repacking_keeps_every_job_once_and_is_never_longer(problem: Problem, seed: int) -> None:
+def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer(problem: Problem, seed: int) -> None:
     options = options_of(problem)
     if options is None:
         return

@@ -70,11 +70,11 @@ def test_decoding_from_a_change_on_is_decoding_anew_unless_too_much_lies_above_t
 @given(scheduled())
 def test_a_schedule_reversed_is_one_of_the_reversed_problem_and_comes_back(given: tuple[Problem, Schedule]) -> None:
     problem, schedule = given
-    turned, backwards = reversed_problem(problem), reversed_schedule(problem, schedule)
-    assert violations(turned, backwards) == []
-    assert backwards.makespan(turned) == schedule.makespan(problem)
-    assert reversed_problem(turned) == problem
-    assert reversed_schedule(turned, backwards) == schedule
+    reversed_one, backwards = reversed_problem(problem), reversed_schedule(problem, schedule)
+    assert violations(reversed_one, backwards) == []
+    assert backwards.makespan(reversed_one) == schedule.makespan(problem)
+    assert reversed_problem(reversed_one) == problem
+    assert reversed_schedule(reversed_one, backwards) == schedule
 
 
 @settings(max_examples=100, deadline=None)

@@ -27,10 +27,10 @@ def test_each_width_divides_the_next_and_keeps_nodes_whole(node: int, gpus: int)
 
 def problem_with(heads: int, gpus: int, jobs: int, seed: int) -> Problem:
     """Jobs whose work grows by a fifth at degrees that do not divide the heads."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     made = []
     for _ in range(jobs):
-        work = int(2 ** dice.uniform(10, 20))
+        work = int(2 ** rng.uniform(10, 20))
         choices: list[Choice] = []
         for degree in range(1, min(gpus, 64) + 1):
             ticks = max(1, int(work / degree * (1.0 if heads % degree == 0 else 1.2)))

@@ -172,21 +172,21 @@ def test_a_click_picks_a_cascade_and_the_table_and_the_details_say_so(opened: Br
     assert opened.run("return document.querySelector('#details').childElementCount") == 0
 
 
-def test_the_critical_chain_is_named_marked_and_leads_there(opened: Browser) -> None:
-    assert opened.texts("#chain b") == ["%t1", "%t2", "@dit"]
-    assert "ranks 2-3" in opened.texts("#chain li")[1]
-    with_chain = pixels(opened, PLANNED)
-    opened.click("#show-chain")
-    assert pixels(opened, PLANNED) != with_chain
-    opened.click("#show-chain")
-    assert pixels(opened, PLANNED) == with_chain
-    opened.click("#chain li:nth-child(2) button")
+def test_the_critical_path_is_named_marked_and_leads_there(opened: Browser) -> None:
+    assert opened.texts("#critical b") == ["%t1", "%t2", "@dit"]
+    assert "ranks 2-3" in opened.texts("#critical li")[1]
+    with_path = pixels(opened, PLANNED)
+    opened.click("#show-critical")
+    assert pixels(opened, PLANNED) != with_path
+    opened.click("#show-critical")
+    assert pixels(opened, PLANNED) == with_path
+    opened.click("#critical li:nth-child(2) button")
     start, end, whole = window(opened)
     assert start <= 50
     assert 100 <= end < whole
     assert opened.text("#details strong") == "%t2"
-    opened.run("const s = document.getElementById('chain-of'); s.value = 1; s.dispatchEvent(new Event('change'))")
-    assert "150 ms" in opened.texts("#chain li")[1]
+    opened.run("const s = document.getElementById('critical-of'); s.value = 1; s.dispatchEvent(new Event('change'))")
+    assert "150 ms" in opened.texts("#critical li")[1]
 
 
 def test_the_filter_takes_words_and_comparisons_and_fades_the_rest(opened: Browser) -> None:
@@ -198,7 +198,7 @@ def test_the_filter_takes_words_and_comparisons_and_fades_the_rest(opened: Brows
         ("degree>=2 tokens>1000", ["%t2"]),
         ("rank=0", ["%e0", "%t0"]),
         ("clip=1", ["%t1"]),
-        ("chain", ["%t1", "%t2"]),
+        ("critical", ["%t1", "%t2"]),
         ("measured>=75 train", ["%t0", "%t1", "%t2"]),
         ("nothing-like-it", []),
     ):
@@ -349,7 +349,7 @@ def test_one_rank_and_one_cascade_are_a_page_too(chromium: Browser, tmp_path: Pa
     alone = timed("t0", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))
     module = lower(module_of(cluster(gpus=1), equal_clips(), [alone]))
     page = show(chromium, tmp_path, executable_page(module))
-    assert page.texts("#chain b")[0] == "%t0"
-    assert page.run("return document.getElementById('chains').hidden")
+    assert page.texts("#critical b")[0] == "%t0"
+    assert page.run("return document.getElementById('critical-choice').hidden")
     page.click("#zoom-in")
     assert page.messages() == []

@@ -1,4 +1,4 @@
-"""The page's text: self-contained, safe with any text, small enough; and the curves and chains that it shows."""
+"""The page's text: self-contained, safe with any text, small enough; and its memory curves and critical paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from arachnec.backends.simulator import simulate
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module
 from arachnec.lowering.programs import lower
-from arachnec.views.critical_path import critical_chain
+from arachnec.views.critical_path import critical_path
 from arachnec.views.executable_page import executable_page
 from arachnec.views.memory_curve import memory_curves
 from arachnec.views.timeline import DRAWN, Interval, Timeline, planned
@@ -143,13 +143,13 @@ def test_memory_is_given_back_when_a_cascade_ends_and_not_when_the_next_one_star
 
 
 @given(placed_modules(), st.booleans())
-def test_the_critical_chain_leads_from_the_start_to_the_end_without_a_break(module: Module, simulated: bool) -> None:
+def test_the_critical_path_leads_from_the_start_to_the_end_without_a_break(module: Module, simulated: bool) -> None:
     lowered = lower(module)
     timeline = simulate(lowered).timeline if simulated else planned(lowered)
-    chain = critical_chain(lowered, timeline)
-    assert chain[-1].end == pytest.approx(timeline.end)
-    assert chain[0].because == "start"
-    for before, link in pairwise(chain):
+    path = critical_path(lowered, timeline)
+    assert path[-1].end == pytest.approx(timeline.end)
+    assert path[0].because == "start"
+    for before, link in pairwise(path):
         assert link.waited == before.target
         assert link.start == pytest.approx(before.end + link.gap, abs=1e-5)
         inputs = {c.name: c.inputs for c in lowered.cascades}.get(link.target, ())
@@ -157,27 +157,27 @@ def test_the_critical_chain_leads_from_the_start_to_the_end_without_a_break(modu
 
 
 @given(placed_modules())
-def test_every_link_of_the_chain_ran_as_the_timeline_says(module: Module) -> None:
+def test_every_link_of_the_path_ran_as_the_timeline_says(module: Module) -> None:
     lowered = lower(module)
     timeline = planned(lowered)
-    for link in critical_chain(lowered, timeline):
+    for link in critical_path(lowered, timeline):
         own = [i for i in timeline.intervals if i.target == link.target and i.op in link.ops and i.op in DRAWN]
         assert set(link.ranks) <= {i.rank for i in own}
         assert link.end in {i.end for i in own}
 
 
-def test_the_chain_of_a_plan_goes_through_what_it_waited_for() -> None:
-    chain = critical_chain(small(), planned(small()))
-    assert [(link.target, link.because) for link in chain] == [("t1", "start"), ("t2", "ranks"), ("dit", "ranks")]
-    assert chain[1].waited == "t1"
+def test_the_path_of_a_plan_goes_through_what_it_waited_for() -> None:
+    path = critical_path(small(), planned(small()))
+    assert [(link.target, link.because) for link in path] == [("t1", "start"), ("t2", "ranks"), ("dit", "ranks")]
+    assert path[1].waited == "t1"
 
 
-def test_the_chain_of_a_measured_step_waits_for_the_rank_that_came_last() -> None:
+def test_the_path_of_a_measured_step_waits_for_the_rank_that_came_last() -> None:
     module = small()
     straggling = [
         Interval(i.rank, i.op, i.target, i.start, i.end + (70.0 if i.op == "backward" and i.target == "t0" else 0.0))
         for i in planned(module).intervals
         if i.op not in ("reduce", "step")
     ]
-    chain = critical_chain(module, Timeline("measured, step 0", tuple(straggling)))
-    assert [(link.target, link.because) for link in chain] == [("e0", "start"), ("t0", "input")]
+    path = critical_path(module, Timeline("measured, step 0", tuple(straggling)))
+    assert [(link.target, link.because) for link in path] == [("e0", "start"), ("t0", "input")]

@@ -1,14 +1,14 @@
-"""What all ranks must have in common before the first step: files, versions, weights, and each step's plan."""
+"""What all ranks must have in common before the first step: files, versions, and each step's plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
@@ -43,16 +43,6 @@ def agree(digests: Mapping[str, str], device: torch.device) -> None:
         raise UserError(*differing)
 
 
-def share_weights(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    with torch.no_grad():
-        for value in _tensors(model):
-            held = value.contiguous()
-            dist.broadcast(held, 0)
-            if held is not value:
-                value.copy_(held)
-
-
 def share_text(text: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
     """Rank 0's text on every rank of a group of all; the others give None."""
     data = (text or "").encode()
@@ -85,8 +75,3 @@ def gather_text(text: str, device: torch.device) -> list[str]:
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     rows = gather(padded, device)
     return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _tensors(model: nn.Module) -> Iterable[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()

@@ -6,13 +6,17 @@ events of the CPU stand in, so that all devices take one path through the code.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,26 @@ class DeviceCopy:
         """The values, for the current stream, which waits for them; the host does not."""
         self._runtime.wait_on_stream(self.event, self.values)
         return self.values
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """GiB. ``free_is_shared``: what is neither free nor reserved is held by others, or outside the allocator."""
+
+    total: float
+    allocated: float
+    reserved: float
+    free: float
+    free_is_shared: bool = False
+
+
+def host_memory() -> DeviceMemory:
+    """Of this process and this host, as far as the system says."""
+    page = os.sysconf("SC_PAGE_SIZE") / GIB
+    total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * page if statm.exists() else 0.0
+    return DeviceMemory(total, resident, resident, free)
 
 
 @dataclass(frozen=True)
@@ -139,10 +163,29 @@ class DeviceRuntime:
         self._module.synchronize()
 
     def peak_memory(self) -> int | None:
-        """Bytes allocated at most since the process began; None where nobody counts."""
+        """Bytes allocated at most since the last reset; None where nobody counts."""
         if not self.capabilities.memory_statistics:
             return None
         return int(self._module.max_memory_allocated(self.device))
+
+    def reset_peak_memory(self) -> None:
+        """Count peaks from now on."""
+        if self.capabilities.memory_statistics:
+            self._module.reset_peak_memory_stats(self.device)
+
+    def peak_reserved(self) -> int | None:
+        """Bytes that the allocator held at most, in use or not; None where nobody counts."""
+        if not self.capabilities.memory_statistics:
+            return None
+        return int(self._module.max_memory_reserved(self.device))
+
+    def memory(self) -> DeviceMemory:
+        """What is held now; of a device whose allocator does not count, what the process and the host say."""
+        if not self.capabilities.memory_statistics:
+            return host_memory()
+        free, total = self._module.mem_get_info(self.device)
+        allocated, reserved = self._module.memory_allocated(self.device), self._module.memory_reserved(self.device)
+        return DeviceMemory(total / GIB, allocated / GIB, reserved / GIB, free / GIB, free_is_shared=True)
 
     def name(self) -> str:
         named = getattr(self._module, "get_device_name", None)

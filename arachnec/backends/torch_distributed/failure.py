@@ -1,8 +1,9 @@
-"""How a rank tells its launcher why it failed: a small JSON file, named by the environment."""
+"""Why a rank failed, as a small record: for the launcher in a file, for the other ranks in the rendezvous store."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -13,6 +14,9 @@ import msgspec
 from arachnec.ir.diagnostic import UserError, refused, render
 
 ERROR_FILE = "ARACHNEC_ERROR_FILE"
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed? ?out", re.IGNORECASE
+)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -20,25 +24,34 @@ class Failure(msgspec.Struct, frozen=True):
     user: bool  # a user's mistake: ``text`` is rendered diagnostics; otherwise ``text`` is a traceback
     text: str
 
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.user else 1
 
-def record_failure(error: BaseException) -> int:
-    """Write what happened where the launcher looks, or to stderr without a launcher. Returns the exit code."""
+
+def failure_of(error: BaseException) -> Failure:
+    """What there is to say of an exception."""
     if isinstance(error, OSError) and (diagnostic := refused(error)) is not None:
         error = UserError(diagnostic)
-    user = isinstance(error, UserError)
-    text = (
-        "\n".join(render(d) for d in error.diagnostics)
-        if isinstance(error, UserError)
-        else "".join(traceback.format_exception(error))
-    )
+    if isinstance(error, UserError):
+        return Failure(time.time(), True, "\n".join(render(d) for d in error.diagnostics))
+    return Failure(time.time(), False, "".join(traceback.format_exception(error)))
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Whether this is what a rank sees where another has died: a broken connection, not a mistake of its own."""
+    return isinstance(error, RuntimeError | ConnectionError) and LOST_PEER.search(str(error)) is not None
+
+
+def record_failure(failure: Failure) -> None:
+    """Write it where the launcher looks, or to stderr without a launcher."""
     place = os.environ.get(ERROR_FILE)
     if place:
         draft = Path(f"{place}.draft")
-        draft.write_bytes(msgspec.json.encode(Failure(time.time(), user, text)))
+        draft.write_bytes(msgspec.json.encode(failure))
         draft.rename(place)
     else:
-        print(text, file=sys.stderr)
-    return 2 if user else 1
+        print(failure.text, file=sys.stderr, flush=True)
 
 
 def read_failure(file: Path) -> Failure | None:

@@ -7,9 +7,9 @@ and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_paral
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
 from arachnec.backends.reference import encoded_inputs
+from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
@@ -30,12 +31,14 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
 from arachnec.kernels.attention.exchange import gather_tokens
+from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
@@ -141,13 +144,15 @@ def run_iteration(
         piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
     )
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
-    for instruction, posts in zip(iteration.program.instructions, iteration.posts, strict=True):
-        for post in posts:
-            run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
-        walk.batches.start(run.values)
-        walk.wait_for_inputs(instruction, clock)
-        with clock.measure(instruction.op, instruction.target):
-            walk.execute(instruction)
+    where = f"step {iteration.step}"
+    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+        with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
+            for post in posts:
+                run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+            walk.batches.start(run.values)
+            walk.wait_for_inputs(instruction, clock)
+            with clock.measure(instruction.op, instruction.target):
+                walk.execute(instruction)
     handoffs.finish()
     run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
     return run
@@ -276,15 +281,21 @@ class _Walk:
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]
 
-    def _sharded(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[object]:
-        sequence = self.context.sequence
-        if sequence is None:
-            return nullcontext()
+    @contextmanager
+    def _sharded(self, instruction: Instruction, cascade: Cascade) -> Iterator[None]:
         # Only the forward's instruction states the grid; its backward, which may compute blocks again, shares it.
-        forward = self._forward_of(cascade)
-        alone = len(instruction.peers) < 2
-        shard = None if alone else self.context.groups.shard(forward.peers, *grid_of(forward, cascade))
-        return sequence.use(shard, forward.attrs.get("recompute") is True)
+        forward, context = self._forward_of(cascade), self.context
+        stage = next(stage for stage in self.iteration.module.stages if stage.name == cascade.stage)
+        family = attention_of(forward, stage, context.training.dtype, context.device)
+        with ExitStack() as stack:
+            if family is not None:  # for attention that is not distributed
+                stack.enter_context(sdpa_preferring(family))
+            if context.sequence is not None:
+                alone = len(instruction.peers) < 2
+                shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
+                shard = shard and replace(shard, attention=family)
+                stack.enter_context(context.sequence.use(shard, forward.attrs.get("recompute") is True))
+            yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:
         steps = self.iteration.program.instructions

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
+from arachnec.backends.torch_distributed.environment import prepare_environment
 from arachnec.backends.torch_distributed.events import EVENTS_FD
 from arachnec.backends.torch_distributed.failure import ERROR_FILE, Failure, read_failure
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -99,6 +100,7 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
 
 def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str, str]:
     environment = dict(os.environ)
+    prepare_environment(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment | {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from arachnec.backends.torch_distributed.timeouts import Timeouts
 from arachnec.executable.training_options import Training, verified
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +31,14 @@ OPTIONS = (
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
     click.option("--ema", type=float, help="Decay of an average of the weights, such as 0.999."),
     click.option("--seed", type=int, help="Of weights, noise and timesteps."),
+    *(
+        click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
+        for phase, what in (
+            ("start", "that reading weights, a checkpoint or compiling may take; default: from the plan's bytes"),
+            ("plan", "that a step may wait for its plan; default: 600"),
+            ("step", "that a step may take; default: ten times the planned or the slowest step, at least 60"),
+        )
+    ),
 )
 
 
@@ -48,6 +57,12 @@ class RunOptions:
     dtype: str | None = None
     ema: float | None = None
     seed: int | None = None
+    start_timeout: float | None = None
+    plan_timeout: float | None = None
+    step_timeout: float | None = None
+
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)
 
     def training(self, compiled: Training) -> Training:
         """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from arachnec.backends.torch_distributed.agreement import share_text
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
 from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
@@ -37,7 +38,7 @@ class Plans:
         fits = program.cluster is not None and program.cluster.world == world
         self._compiled = print_module(program) if fits else None
         replans = executable.header.iterations > 1 or not fits
-        self._group = dist.new_group(backend="gloo") if replans else None
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if replans else None
         self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and replans else None
         self._thread = ThreadPoolExecutor(1, "plans")
         self._closing = False

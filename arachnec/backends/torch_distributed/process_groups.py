@@ -1,12 +1,19 @@
-"""The process groups that a program's instructions need."""
+"""The process groups that a program's instructions need, and those that stay from plan to plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from arachnec.analysis.group_family import family, heads_of
 from arachnec.backends.torch_distributed.interpreter import grid_of
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import subgroups
+
+
+def family_groups(module: Module) -> tuple[tuple[int, ...], ...]:
+    """The family of groups on which plans for this module's models and cluster mostly run."""
+    assert module.cluster is not None
+    return family(module.cluster, heads_of(module.stages))
 
 
 def wanted_groups(module: Module) -> list[tuple[int, ...]]:

@@ -4,40 +4,141 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import click
+import msgspec
 
-from arachnec.backends.torch_distributed.failure import record_failure
+from arachnec.backends.torch_distributed.environment import prepare_environment
+from arachnec.backends.torch_distributed.failure import Failure, failure_of, record_failure
+from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT, START_S
+from arachnec.backends.torch_distributed.watchdog import STORE_S, Limits, Watchdog
+from arachnec.cluster.device_agreement import check_devices
+from arachnec.cluster.device_selection import (
+    DeviceQuery,
+    DeviceRecord,
+    TorchDevices,
+    select_device,
+    use_device,
+)
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster
 
 if TYPE_CHECKING:
     import torch
-
-TIMEOUT = timedelta(minutes=10)
-
-
-def local_device(*, cpu: bool) -> torch.device:
-    """The GPU of this local rank; the CPU where that is wanted or there are not enough GPUs."""
-    import torch
-
-    if cpu or torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-def as_rank(work: Callable[[torch.device], None], device: torch.device) -> None:
-    """Do ``work`` as a rank of the process group that torchrun's environment describes."""
+@dataclass(frozen=True)
+class RanksMissing(Diagnostic):
+    title: ClassVar[str] = "{ranks} of {world} did not come within {seconds:.0f} s"
+    help: ClassVar[str] = "look at the output of their hosts; --start-timeout gives them longer"
+    ranks: str
+    world: int
+    seconds: float
+
+
+class Ended(Exception):
+    """The run has failed, here or on another rank; ``tells`` says whether this rank is to tell it."""
+
+    def __init__(self, failure: Failure, tells: bool) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.tells = tells
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A process that has found the rendezvous store, and is watched over."""
+
+    rank: int
+    world: int
+    store: Store
+    watchdog: Watchdog
+    start_s: float
+
+    def agree_on_devices(
+        self, *, cpu: bool, planned: Cluster | None = None, query: DeviceQuery | None = None
+    ) -> tuple[torch.device, tuple[str, ...]]:
+        """The device of this rank, and what a person should know of all ranks' devices.
+
+        Raises ``UserError``, the same on every rank, where they do not go together.
+        """
+        query = query or TorchDevices()
+        record = select_device(cpu, os.environ, query)
+        records = self._exchange(record)
+        notes = check_devices(records, planned)
+        return use_device(record), notes
+
+    def _exchange(self, own: DeviceRecord) -> list[DeviceRecord]:
+        self.store.set(f"device/{self.rank}", msgspec.json.encode(own).decode())
+        keys = [f"device/{rank}" for rank in range(self.world)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.start_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not missing:
+                raise
+            ranks = ", ".join(map(str, missing))
+            named = f"rank{'s' if len(missing) > 1 else ''} {ranks}"
+            raise UserError(RanksMissing(None, named, self.world, self.start_s)) from error
+        return [msgspec.json.decode(data, type=DeviceRecord) for data in self.store.multi_get(keys)]
+
+    def make_process_group(self, device: torch.device) -> None:
+        """The default process group. With a GPU its communicator is made now, not at its first use."""
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        gpu = device.type != "cpu"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=PrefixStore("default", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=GROUP_TIMEOUT,
+            device_id=device if gpu else None,
+        )
+
+
+@contextmanager
+def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Iterator[JoinedRank]:
+    """This process as a rank of the run that torchrun's environment describes.
+
+    An exception inside ends all ranks of the run, and becomes ``Ended``.
+    """
+    prepare_environment(os.environ)
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
 
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect ranks that talk, not all n^2 pairs
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    work(device)
-    dist.barrier()
-    dist.destroy_process_group()
+    store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
+    own = store.clone()
+    own.set_timeout(timedelta(seconds=STORE_S))
+    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)
+    watchdog.enter("start", start_s, "--start-timeout")
+    try:
+        yield JoinedRank(rank, world, store, watchdog, start_s)
+        if dist.is_initialized():
+            watchdog.enter("end", start_s, "--start-timeout")
+            dist.barrier()
+    except BaseException as error:
+        raise Ended(*watchdog.failed(error)) from error
+    watchdog.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def as_rank(work: Callable[[torch.device], None], *, cpu: bool) -> None:
+    """Do ``work`` as a rank of the run that torchrun's environment describes; with ``cpu`` without GPUs."""
+    with joined_rank() as joined:
+        device, _ = joined.agree_on_devices(cpu=cpu)
+        joined.make_process_group(device)
+        joined.watchdog.enter("work")
+        work(device)
 
 
 def exit_with(main: Callable[[], None]) -> None:
@@ -47,9 +148,16 @@ def exit_with(main: Callable[[], None]) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except Ended as end:
+        _end(end.failure, tells=end.tells)
     except BaseException as error:
-        code = record_failure(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: the destructors of process groups wait for ranks that will never answer.
-        os._exit(code)
+        _end(failure_of(error), tells=True)
+
+
+def _end(failure: Failure, *, tells: bool) -> None:
+    if tells:
+        record_failure(failure)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the destructors of process groups wait for ranks that will never answer.
+    os._exit(failure.exit_code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     exposed_planning_ms: float
     peak_memory_gib: float
     cascades: int
+    peak_reserved_gib: float = 0.0  # by the device's allocator, in use or not; as the peak where nobody counts
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):
@@ -61,6 +62,8 @@ class RunReport(msgspec.Struct, frozen=True):
     mean_tokens_per_s: float
     exposed_planning_ms: float
     peak_memory_gib: float
+    peak_reserved_gib: float
+    attention: dict[str, str]  # the kernel family of each grid of the last step
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ class Measured(msgspec.Struct, frozen=True):
     intervals: list[Interval]
 
 
-def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunReport:
+def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str]) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
     return RunReport(
@@ -87,6 +90,8 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport]) -> RunRepor
         mean_tokens_per_s=_mean([s.tokens_per_s for s in warm]),
         exposed_planning_ms=sum(s.exposed_planning_ms for s in steps),
         peak_memory_gib=max(s.peak_memory_gib for s in steps),
+        peak_reserved_gib=max(s.peak_reserved_gib for s in steps),
+        attention=dict(attention),
     )
 
 
@@ -111,12 +116,17 @@ def busy_ms(intervals: Sequence[Interval]) -> float:
 
 
 def peak_memory_gib(runtime: DeviceRuntime) -> float:
-    """Of this process since it began: allocated on the device where its allocator counts, else resident."""
+    """Allocated on the device in this step where its allocator counts, else resident since the process began."""
     allocated = runtime.peak_memory()
     if allocated is not None:
         return allocated / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
+
+
+def peak_reserved_gib(runtime: DeviceRuntime) -> float:
+    reserved = runtime.peak_reserved()
+    return peak_memory_gib(runtime) if reserved is None else reserved / GIB
 
 
 def _planned_end(program: Program) -> float:

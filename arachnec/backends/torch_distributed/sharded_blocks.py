@@ -56,7 +56,7 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
     In another precision than the one that was planned for there are other casts: then the regions are found again.
     """
     from arachnec.codegen.fused_block import fuse_block, fuse_sharded
-    from arachnec.passes.fuse import fuse_graph
+    from arachnec.fusion.fused_graph import fuse_graph
     from arachnec.spmd.block_forward import FusedForms
     from arachnec.tracing.graph import block_graph
 

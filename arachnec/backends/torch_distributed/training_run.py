@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
-    build_encoders,
-    build_model,
     drop_gradients,
     gradients_of,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text, share_weights
+from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
+from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -34,11 +34,14 @@ from arachnec.backends.torch_distributed.interpreter import Iteration, RankConte
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
+from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.backends.torch_distributed.timeouts import GROUP_TIMEOUT
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
@@ -60,18 +63,35 @@ class NotFinite(Diagnostic):
     norm: float
 
 
-def train(executable: Executable, options: RunOptions, device: torch.device) -> None:
+class Enter(Protocol):
+    """Says which phase the run is in now, for how many seconds at most, and the option that sets this limit."""
+
+    def __call__(self, phase: str, limit: float | None = None, option: str = "") -> None: ...
+
+
+def unwatched(phase: str, limit: float | None = None, option: str = "") -> None:
+    """Nobody minds how long a phase takes."""
+
+
+def train(
+    executable: Executable,
+    options: RunOptions,
+    device: torch.device,
+    enter: Enter = unwatched,
+    notes: Sequence[str] = (),
+) -> None:
     """Carry out ``options.steps`` optimizer steps; every rank of the default process group calls this.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    trainer = Trainer(executable, options, device)
+    trainer = Trainer(executable, options, device, enter)
     count = options.steps or executable.header.iterations
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    if (note := trainer.note()) is not None:
-        events.emit(report.Note(note))
+    for note in (*notes, trainer.note()):
+        if note is not None:
+            events.emit(report.Note(note))
     steps: list[report.StepReport] = []
     try:
         end = trainer.done + count
@@ -84,19 +104,28 @@ def train(executable: Executable, options: RunOptions, device: torch.device) -> 
                 trainer.save(options.checkpoint, step + 1)
     finally:
         trainer.close()
+    enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     _finish(executable, options, trainer, steps)
 
 
 class Trainer:
     """A model in training on one rank: everything that stays from step to step. All methods are collective."""
 
-    def __init__(self, executable: Executable, options: RunOptions, device: torch.device) -> None:
+    def __init__(
+        self, executable: Executable, options: RunOptions, device: torch.device, enter: Enter = unwatched
+    ) -> None:
+        self.timeouts = options.timeouts()
+        self._enter = enter
+        self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
+        self._begun: set[int] = set()  # iterations whose plan was carried out before
+        enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr(training))}, device)
-        model_file = executable.model_file()
-        model = build_model(model_file, training, device)
-        share_weights(model)
+        model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
+        with explained_memory(runtime, executable.program, program_of(executable.program, rank)):
+            model = shared_model(model_file, training, device)
+            encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -104,8 +133,7 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
-        runtime, threads = DeviceRuntime.of(device), RankThreads()
-        encoders = build_encoders(model_file, training, device)
+        threads = RankThreads()
         self._context = RankContext(
             rank=rank,
             runtime=runtime,
@@ -115,13 +143,14 @@ class Trainer:
             encoders=encoders,
             sequence=None,
             optimizer=Optimizer(parameters, training, sharded=sharded),
-            groups=ProcessGroups(),
-            gradient_groups=ProcessGroups(),
-            connections=HandoffConnections(),
+            groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
+            gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
         )
+        self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -147,6 +176,7 @@ class Trainer:
         iterations = self._executable.header.iterations
         iteration = number % iterations
         self.module = self._plan(number)
+        self._enter_step(number)
         self._prepare(self.module)
         context = self._context
         received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
@@ -158,14 +188,30 @@ class Trainer:
             self._load(number + 1, program_of(self._ahead.module, context.rank), self._ahead.module)
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
+        context.runtime.reset_peak_memory()
         started = time.perf_counter()
         run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
+        if iteration in self._begun:
+            self._longest_ms = max(self._longest_ms, elapsed)
+        self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _enter_step(self, number: int) -> None:
+        """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
+        first = number % self._executable.header.iterations not in self._begun
+        limit = self.timeouts.of_step(
+            report.planned_ms(self.module),
+            self._longest_ms,
+            first=self.timeouts.of_start(self.module) if first else 0.0,
+            applies=planned_for_cpu(self._executable) or self.device.type != "cpu",
+        )
+        self._enter(f"step {number}", limit, "--step-timeout")
 
     def _plan(self, number: int) -> Module:
         """The program of step ``number``; the next one's is made meanwhile."""
+        self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
         started = time.perf_counter()
         iterations = self._executable.header.iterations
         module = self._plans.get(number % iterations)
@@ -192,6 +238,7 @@ class Trainer:
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
+        self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
         checkpoint.save(folder, self._state(), position)
 
@@ -205,7 +252,7 @@ class Trainer:
         context = self._context
         drop_gradients(context.parameters)
         keep_gradients(context.parameters, module)
-        context.groups.ensure(wanted_groups(module))
+        context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
@@ -214,7 +261,9 @@ class Trainer:
         device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
-        mine = [run.loss, elapsed, busy, report.peak_memory_gib(self._context.runtime), norm]
+        runtime = self._context.runtime
+        peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
+        mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -232,6 +281,7 @@ class Trainer:
             exposed_planning_ms=exposed,
             peak_memory_gib=float(everyone[:, 3].max()),
             cascades=len(own.module.cascades),
+            peak_reserved_gib=float(everyone[:, 5].max()),
         )
 
     def _state(self) -> dict[str, Tensor]:
@@ -273,7 +323,9 @@ def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
     folder = executable.folder
-    summary = report.run_report(dist.get_world_size(), _describe(device), steps)
+    training = options.training(executable.training)
+    attention = attention_by_grid(trainer.module, training.dtype, device)
+    summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
     report.write_json(options.report or folder / "run.json", summary)
     place = folder / MEASURED
     report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
-from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_device
+from arachnec.backends.torch_distributed.ranks import exit_with, joined_rank
+from arachnec.backends.torch_distributed.timeouts import START_S
 
 
 @click.command()
@@ -18,12 +19,14 @@ from arachnec.backends.torch_distributed.ranks import as_rank, exit_with, local_
 @run_options
 def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
-    from arachnec.backends.torch_distributed.training_run import planned_for_cpu, train
-    from arachnec.executable.folder import read_executable
+    with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
+        from arachnec.backends.torch_distributed.training_run import planned_for_cpu, train
+        from arachnec.executable.folder import read_executable
 
-    executable = read_executable(folder)
-    device = local_device(cpu=planned_for_cpu(executable))
-    as_rank(lambda device: train(executable, options, device), device)
+        executable = read_executable(folder)
+        device, notes = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
+        joined.make_process_group(device)
+        train(executable, options, device, joined.watchdog.enter, notes)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def _exact(size: Size, divisor: Size) -> Size | None:
     symbols = sorted(quotient.free_symbols, key=str)
     if not quotient.is_polynomial(*symbols):
         return None
-    whole = sympy.Poly(quotient, *symbols).coeffs() if symbols else [quotient]
-    return tidy(quotient) if all(c.is_Integer for c in whole) else None
+    coefficients = sympy.Poly(quotient, *symbols).coeffs() if symbols else [quotient]
+    return tidy(quotient) if all(c.is_Integer for c in coefficients) else None
 
 
 def at_least(size: Size, least: Size) -> bool:
@@ -114,8 +114,8 @@ class Space:
     def split(self, dims: Sequence[int]) -> list[Index]:
         """The index of every element of a row of shape ``dims``, one for each dimension."""
         steps = [math.prod(self.sizes[k + 1 :]) if k >= self.leads else 0 for k in range(len(self.sizes))]
-        whole = Index(tuple(step if size != 1 else 0 for step, size in zip(steps, self.sizes, strict=True)), 0)
-        return whole.divided(self, dims)
+        flat = Index(tuple(step if size != 1 else 0 for step, size in zip(steps, self.sizes, strict=True)), 0)
+        return flat.divided(self, dims)
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ class Index:
 
     def divided(self, space: Space, dims: Sequence[Size]) -> list[Index]:
         """A flat index as one for each dimension; the first that is not 1 takes what is left."""
-        found = [space.zero] * len(dims)
+        indices = [space.zero] * len(dims)
         real = [dim for dim, size in enumerate(dims) if size != 1]
         rest = self
         for dim in reversed(real[1:]):
-            rest, found[dim] = rest.quotient(space, dims[dim])
+            rest, indices[dim] = rest.quotient(space, dims[dim])
         if real:
-            found[real[0]] = rest
-        return found
+            indices[real[0]] = rest
+        return indices
 
 
 def _divided_offset(offset: Size, divisor: Size) -> tuple[Size, Size]:
@@ -175,8 +175,8 @@ def _divided_offset(offset: Size, divisor: Size) -> tuple[Size, Size]:
         return divmod(offset, divisor)
     above, below = 0, 0
     for term in sympy.Add.make_args(sympy.sympify(offset)):
-        whole = exact(tidy(term), divisor)
-        above, below = (above + whole, below) if whole is not None else (above, below + term)
+        quotient = exact(tidy(term), divisor)
+        above, below = (above + quotient, below) if quotient is not None else (above, below + term)
     return tidy(above), tidy(below)
 
 

@@ -44,8 +44,8 @@ class Launcher:
     """Runs the kernel of ``targets``, which have their rows in common. Raises ``Unsupported``, and ``Cut`` at joins."""
 
     def __init__(self, targets: Sequence[Target], ends: frozenset[fx.Node], sizes: Sizes, name: str) -> None:
-        found = {widest: write_source(targets, ends, tiling) for widest, tiling in tiles_for(targets).items()}
-        self.sources = {widest: _titled(source, name) for widest, source in found.items()}
+        sources = {widest: write_source(targets, ends, tiling) for widest, tiling in tiles_for(targets).items()}
+        self.sources = {widest: _titled(source, name) for widest, source in sources.items()}
         source = next(iter(self.sources.values()))
         self.reads, self.stores, self.sums, self.groups = source.reads, source.stores, source.sums, source.groups
         self._numbers = {w: [sizes.position(size) for size in s.numbers] for w, s in self.sources.items()}
@@ -66,22 +66,22 @@ class Launcher:
             self.kernels[widest] = load_kernel(self.sources[widest])
         return self.kernels[widest]
 
-    def __call__(self, read: Sequence[Tensor], made: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-        """Writes into ``made``; gives each sum over its rows, [rows kept, width of a row], in a fixed order."""
+    def __call__(self, read: Sequence[Tensor], stored: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        """Writes into ``stored``; gives each sum over its rows, [rows kept, width of a row], in a fixed order."""
         widest = self.chosen(numbers)
         source = self.sources[widest]
         counts = [numbers[position] for position in self._rows]
         groups, each = _product(counts[: self.groups]), _product(counts[self.groups :])
         run = max(1, -(-each // max(1, PROGRAMS // max(groups, 1))))
         programs = groups * -(-each // run)
-        tiling, like = source.tiling, (*read, *made)[0]
+        tiling, like = source.tiling, (*read, *stored)[0]
         width = source.space.outer_size * source.space.inner_size
         double = any(x.dtype == torch.float64 for x in read)
         total = torch.float64 if double else torch.float32
         shape = (programs, len(self.sums), width)
         partials = [torch.empty(shape, dtype=total, device=like.device)] if self.sums else []
         if programs:
-            tensors = [*read, *made]
+            tensors = [*read, *stored]
             grid = (programs, -(-width // tiling.q) if tiling.spread else 1)
             strides = [stride for x in tensors for stride in x.stride()]
             with on_device_of(like):
@@ -91,11 +91,11 @@ class Launcher:
                     P=tiling.p, Q=tiling.q, DENSE=is_dense(tensors), num_warps=tiling.warps,
                 )  # fmt: skip
         runs = programs // max(groups, 1)
-        found = []
+        totals = []
         for number, target in enumerate(self.sums):
             part = partials[0][:, number, : target.width]  # one of equal lanes, where a row has one value
-            found.append(part.reshape(groups, runs, target.width).sum(1) if target.kept else part.sum(0))
-        return found
+            totals.append(part.reshape(groups, runs, target.width).sum(1) if target.kept else part.sum(0))
+        return totals
 
 
 class ColumnSum:

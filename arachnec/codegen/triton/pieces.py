@@ -30,15 +30,15 @@ def generated(region: fx.GraphModule) -> Callable[..., Any]:
     calls = {node for node in region.graph.nodes if is_call(node)}
     if not calls:
         return Generated(region)
-    made: fx.GraphModule = copy.deepcopy(region)
-    pieces = [piece for piece in _between(made) if sum(not is_view(node) for node in piece) > 0]
-    fuse_by_partitions(made, [dict.fromkeys(piece) for piece in pieces])
+    copied: fx.GraphModule = copy.deepcopy(region)
+    pieces = [piece for piece in _between(copied) if sum(not is_view(node) for node in piece) > 0]
+    fuse_by_partitions(copied, [dict.fromkeys(piece) for piece in pieces])
     for number in range(len(pieces)):
-        piece = made.get_submodule(f"fused_{number}")
+        piece = copied.get_submodule(f"fused_{number}")
         assert isinstance(piece, fx.GraphModule)
-        made.set_submodule(f"fused_{number}", Piece(Generated(piece)))
-    made.recompile()
-    return made
+        copied.set_submodule(f"fused_{number}", Piece(Generated(piece)))
+    copied.recompile()
+    return copied
 
 
 def is_call(node: fx.Node) -> bool:

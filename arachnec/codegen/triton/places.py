@@ -117,31 +117,31 @@ def part(node: fx.Node, place: Place, space: Space) -> tuple[fx.Node, Place]:
     dim = dim_of(split, value_of(source).ndim)
     if split.target is aten.unbind.int:
         return source, (*place[:dim], space.zero + index, *place[dim:])
-    sizes = [size_of(found.shape[dim]) for found in split.meta["val"]]
+    sizes = [size_of(piece.shape[dim]) for piece in split.meta["val"]]
     return source, moved(place, dim, place[dim] + tidy(sum(sizes[:index])))
 
 
 def _reshaped(place: Place, value: Tensor, source: Tensor, space: Space) -> Place:
     """Dimensions that were not touched stay; between them, those of equally many elements are merged and divided."""
-    made, given = shape_of(value), shape_of(source)
-    found: list[Index] = [space.zero] * len(given)
+    shape, given = shape_of(value), shape_of(source)
+    indices: list[Index] = [space.zero] * len(given)
     at, to = 0, 0
-    while at < len(made) or to < len(given):
+    while at < len(shape) or to < len(given):
         end, stop = at + 1, to + 1
-        left, right = (math.prod(made[at:end]), math.prod(given[to:stop]))
+        left, right = (math.prod(shape[at:end]), math.prod(given[to:stop]))
         while tidy(left) != tidy(right):
-            if end < len(made) and (stop >= len(given) or _divides(tidy(left), tidy(right))):
-                left, end = left * made[end], end + 1
+            if end < len(shape) and (stop >= len(given) or _divides(tidy(left), tidy(right))):
+                left, end = left * shape[end], end + 1
             elif stop < len(given):
                 right, stop = right * given[stop], stop + 1
             else:
                 raise Unsupported("it merges or splits dimensions that clips change")
         flat = space.zero
-        for dim in range(at, min(end, len(made))):
-            flat = flat * made[dim] + place[dim]
-        found[to:stop] = flat.divided(space, given[to:stop])
+        for dim in range(at, min(end, len(shape))):
+            flat = flat * shape[dim] + place[dim]
+        indices[to:stop] = flat.divided(space, given[to:stop])
         at, to = end, stop
-    return tuple(found[: len(given)])
+    return tuple(indices[: len(given)])
 
 
 def _divides(size: Size, other: Size) -> bool:

@@ -55,8 +55,8 @@ class Stage:
         waiting = list(self.sums)
         for count, launcher in enumerate(self.launchers, 1):
             stores = [known[target.node] for target in launcher.stores]
-            found = launcher([known[node] for node in launcher.reads], stores, numbers)
-            for target, part in zip(launcher.sums, found, strict=True):
+            totals = launcher([known[node] for node in launcher.reads], stores, numbers)
+            for target, part in zip(launcher.sums, totals, strict=True):
                 assert target.sum is not None
                 parts.setdefault(target.sum, []).append(part)
             while waiting and waiting[0][1] == count:
@@ -170,19 +170,19 @@ def _pieces(value: fx.Node, total: fx.Node | None, ends: frozenset[fx.Node]) -> 
     refused: Unsupported | None = None
     above = [node for node in needed([value], ends) if node not in ends]
     for whole in targets_of(value, total, above):
-        found: list[Target] = []
+        targets: list[Target] = []
         front = [whole]
         try:
             while front:
                 target = front.pop()
-                if len(found) > PIECES:
+                if len(targets) > PIECES:
                     raise Unsupported("it joins too many parts")
                 try:
                     write_source([target], ends, next(iter(tiles_for([target]).values())))
-                    found.append(target)
+                    targets.append(target)
                 except Cut as cut:
                     front += reversed(target.cut(cut.coordinate, cut.position))
-            return found
+            return targets
         except Unsupported as reason:
             refused = reason if refused is None or isinstance(reason, TooWide) else refused
     assert refused is not None
@@ -200,18 +200,18 @@ def _launchers(targets: Sequence[Target], ends: frozenset[fx.Node], sizes: Sizes
                 break
         else:
             groups.append([target])
-    found = []
+    launchers = []
     for group in groups:
         own = ends - {target.node for target in group if target.sum is None}
         try:
-            found.append(Launcher(group, own, sizes, name))
+            launchers.append(Launcher(group, own, sizes, name))
         except (TooWide, Cut):
             raise
         except Unsupported:
             if len(group) == 1:
                 raise
-            found += [Launcher([target], own, sizes, name) for target in group]
-    return found
+            launchers += [Launcher([target], own, sizes, name) for target in group]
+    return launchers
 
 
 def _apart(target: Target, other: Target, ends: frozenset[fx.Node]) -> bool:
@@ -221,7 +221,7 @@ def _apart(target: Target, other: Target, ends: frozenset[fx.Node]) -> bool:
 
 def _alike(target: Target, group: Sequence[Target]) -> Target | None:
     """``target`` with its coordinates in the order of others', if rows are the same, and as wide or of one value."""
-    other, width = group[0], max(found.width for found in group)
+    other, width = group[0], max(launcher.width for launcher in group)
     if (target.lane is None) != (other.lane is None) or (width != 1 and target.width not in (1, width)):
         return None
     if target.sizes == other.sizes and target.lane == other.lane:

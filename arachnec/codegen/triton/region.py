@@ -103,10 +103,10 @@ class Generated:
             def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
                 saved = iter(ctx.saved_tensors)
                 values = [next(saved) if number is None else number for number in ctx.numbers]
-                found: list[Any] = [None] * len(values)
+                gradients: list[Any] = [None] * len(values)
                 for place, gradient in zip(places, stage.backward([*values, *tangents]), strict=True):
-                    found[place] = gradient
-                return tuple(found)
+                    gradients[place] = gradient
+                return tuple(gradients)
 
         self._function = Region
 

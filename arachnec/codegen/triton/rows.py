@@ -55,14 +55,14 @@ class Target:
 
     def place(self, space: Space) -> Place:
         shape = shape_of(value_of(self.node))
-        found = [space.zero] * len(shape)
+        indices = [space.zero] * len(shape)
         for k, ((dim, step), start) in enumerate(zip(self.steps, self.starts, strict=True)):
             if dim != NOWHERE:
-                found[dim] = found[dim] + (space.coordinate(k) + start) * step
+                indices[dim] = indices[dim] + (space.coordinate(k) + start) * step
         parts = space.split([shape[dim] for dim in self.lanes]) if self.width > 1 else []
         for dim, at in zip(self.lanes, parts, strict=False):
-            found[dim] = at
-        return tuple(found)
+            indices[dim] = at
+        return tuple(indices)
 
     def cut(self, coordinate: int, position: Size) -> tuple[Target, Target]:
         """The rows before ``position`` of a coordinate, and those from there on."""
@@ -160,7 +160,7 @@ def space_of(targets: Sequence[Target], nodes: Sequence[fx.Node]) -> Space:
 
 def _lanes(nodes: Sequence[fx.Node], width: int) -> tuple[int, ...]:
     """The parts of a row: all that shapes of whole rows ask for, and of what views of parts ask for what divides."""
-    whole: list[tuple[int, ...]] = [(width,)]
+    tilings: list[tuple[int, ...]] = [(width,)]
     parts: list[tuple[int, ...]] = []
     views = {x for node in nodes if node.target in RESHAPES for x in (node, *inputs_of(node))}
     for node in nodes:
@@ -168,10 +168,10 @@ def _lanes(nodes: Sequence[fx.Node], width: int) -> tuple[int, ...]:
         if isinstance(value, Tensor):
             fixed = [size for size in shape_of(value) if is_fixed(size)]
             if math.prod(fixed) >= width:
-                whole.append(_within(fixed, width))
+                tilings.append(_within(fixed, width))
             elif node in views:
                 parts.append(_within(fixed, width))
-    lanes = finest(whole)
+    lanes = finest(tilings)
     for part in parts:
         with contextlib.suppress(Unsupported):
             lanes = finest([lanes, part])
@@ -180,9 +180,9 @@ def _lanes(nodes: Sequence[fx.Node], width: int) -> tuple[int, ...]:
 
 def _within(fixed: Sequence[int], width: int) -> tuple[int, ...]:
     """The last dimensions, as many as fit a row."""
-    found: list[int] = []
+    inside: list[int] = []
     for size in reversed(fixed):
-        if math.prod(found) * size > width:
+        if math.prod(inside) * size > width:
             break
-        found.insert(0, size)
-    return tuple(found)
+        inside.insert(0, size)
+    return tuple(inside)

@@ -26,7 +26,7 @@ class Sizes:
     def _solve(self, seen: list[tuple[int, int | None, Size]]) -> None:
         """Dimensions that are symbols first; then those in which one symbol is left, which they are linear in."""
         known: list[sympy.Symbol] = []
-        front = sorted(seen, key=lambda found: (not found[2].is_Symbol, str(found[2])))
+        front = sorted(seen, key=lambda candidate: (not candidate[2].is_Symbol, str(candidate[2])))
         while True:
             ready = [(i, dim, e, e.free_symbols - set(known)) for i, dim, e in front]
             one = next(((i, dim, e, next(iter(new))) for i, dim, e, new in ready if len(new) == 1), None)
@@ -75,11 +75,11 @@ class Sizes:
 
 
 def _seen(placeholders: Sequence[fx.Node]) -> list[tuple[int, int | None, Size]]:
-    found: list[tuple[int, int | None, Size]] = []
+    sizes: list[tuple[int, int | None, Size]] = []
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            found += [(position, dim, size) for dim, size in enumerate(shape_of(value)) if not is_fixed(size)]
+            sizes += [(position, dim, size) for dim, size in enumerate(shape_of(value)) if not is_fixed(size)]
         elif isinstance(value, torch.SymInt) and not is_fixed(size_of(value)):
-            found.append((position, None, size_of(value)))
-    return found
+            sizes.append((position, None, size_of(value)))
+    return sizes

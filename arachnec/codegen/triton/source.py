@@ -1,23 +1,22 @@
 """The body of a kernel in Triton, from the operations of a region: a value is written once for each place it is read.
 
-A row's lanes lie in tiles [P, Q], as many as waste few lanes: 5120 = 5 x 1024, 24 heads of 96 = 3 x 3 tiles of 8 x 32.
-What differs from tile to tile is written once with ``@p`` and ``@q`` for the tile's number along each axis.
 Element-wise operations are written where they are read (``loop``); reductions along a row are over one axis or both
-(``row``). What does not change from row to row is written before the loop over rows. Arithmetic is fp32, or fp64 where
-the region's is; values are rounded where they are stored and where the region rounds them.
+(``row``). Arithmetic is fp32, or fp64 where the region's is; values are rounded where they are stored and where the
+region rounds them. ``codegen.triton.lines`` says where lines and lanes stand.
 """
 
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from arachnec.codegen.triton.index import Index, Size, Space, Unsupported, lane_terms
+from arachnec.codegen.triton.index import Index, Unsupported
+from arachnec.codegen.triton.lines import ONCE, Lines, zeros
 from arachnec.codegen.triton.operations import (
     CASTS,
     FULL,
@@ -37,98 +36,27 @@ from arachnec.codegen.triton.operations import (
     value_of,
 )
 from arachnec.codegen.triton.places import Choice, Place, before, broadcast, joined, moved, part
-from arachnec.codegen.triton.tiles import Tiling
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-ONCE, ROW = 0, 1  # where a line stands: before the loop over rows, or in it; deeper ones in a loop over blocks of a row
-
 
 @dataclass
-class Writer:
-    """Writes lines, and remembers what they need: ``reads`` tensors, ``numbers`` made of sizes.
+class Writer(Lines):
+    """Writes the lines of values, and remembers the tensors that they read.
 
-    ``ends`` are nodes that other kernels made; ``still`` the row coordinates that do not change within a run of rows;
-    ``hoisted`` how many tiles' worth of values may be held over a run.
+    ``ends`` are nodes that other kernels made; ``known`` are the names of values by node and place, for each loop.
     """
 
-    space: Space
-    tiling: Tiling
-    precision: str
-    ends: frozenset[fx.Node]
-    still: frozenset[int]
-    hoisted: int
-    lines: list[list[str]] = field(default_factory=lambda: [[], []])
+    ends: frozenset[fx.Node] = frozenset()
     known: list[dict[Any, str]] = field(default_factory=lambda: [{}, {}])
     reads: dict[fx.Node, int] = field(default_factory=dict)
-    numbers: dict[Size, str] = field(default_factory=dict)
     guards: tuple[str, ...] = ()
-    depths: dict[str, int] = field(default_factory=dict)
-    count: int = 0
 
-    # lines and indices
-
-    def new(self, text: str, place: Place, axes: str | None = None) -> str:
-        """A line that gives ``text`` a name, which says along which axes it has a value for each tile."""
-        name = f"v{self.count}"
-        self.count += 1
-        self.depths[name] = depth = max(self._depth(place), self._depth_of(text))
-        name += self.axes(place) if axes is None else axes
-        self.lines[depth].append(f"{name} = {text}")
-        return name
-
-    def axes(self, place: Place) -> str:
-        used = frozenset().union(*(at.used for at in place)) if place else frozenset()
-        outer = any(self.space.leads <= k < self.space.first_inner for k in used)
-        inner = any(k >= self.space.first_inner for k in used) or self.space.lane in used
-        return "@p" * outer + "@q" * inner
-
-    def rows(self, place: Place) -> set[int]:
-        """The coordinates of rows that a place depends on."""
-        return {k for at in place for k in at.used if k < self.space.leads and k != self.space.lane}
-
-    def _depth(self, place: Place) -> int:
-        if self.tiling.loops:
-            return len(self.lines) - 1 if "@q" in self.axes(place) else ROW
-        return ONCE if self.rows(place) <= self.still and (self.hoisted > 0 or not self.axes(place)) else ROW
-
-    def _depth_of(self, text: str) -> int:
-        """The depth of the deepest value that ``text`` names."""
-        return max((self.depths[name] for name in re.findall(r"\bv\d+", text)), default=ONCE)
-
-    def number(self, size: Size) -> str:
-        """A number made of sizes: written out, or an argument."""
-        if isinstance(size, int):
-            return str(size)
-        return self.numbers.setdefault(size, f"n{len(self.numbers)}")
-
-    @property
-    def width(self) -> str:
-        """Lanes along the second axis."""
-        space = self.space
-        return self.number(space.inner_size if space.lane is None else space.sizes[space.lane])
-
-    def text_of(self, index: Index) -> str:
-        space = self.space
-        terms = [] if index.offset == 0 else [self.number(index.offset)]
-        for k in range(space.leads):
-            if index.factors[k] != 0:
-                name = "q@q" if k == space.lane else f"i{k}"
-                terms.append(name if index.factors[k] == 1 else f"{self.number(index.factors[k])} * {name}")
-        factors = list(index.factors)
-        for axis, (start, stop) in (("p@p", (space.leads, space.first_inner)), ("q@q", (space.first_inner, None))):
-            terms += lane_terms(axis, list(space.sizes[start:stop]), factors[start:stop])
-        return " + ".join(terms) or "0"
-
-    def inside(self, axes: str) -> str:
-        """The lanes of a row that are in it; nothing where all of a tile are."""
-        return " & ".join(f"in_{a[1]}{a}" for a in ("@p", "@q") if a in axes and not self.tiling.fits(a))
-
-    def address(self, name: str, place: Place) -> str:
-        terms = [f"({self.text_of(at)}) * {name}_{dim}" for dim, at in enumerate(place) if at.used or at.offset != 0]
-        return " + ".join([name, *terms])
-
-    # values
+    def block(self, write: Callable[[], object]) -> None:
+        """What ``write`` writes, for each block of a row; what it needs of the row comes before."""
+        self.known.append({})
+        super().block(write)
+        self.known.pop()
 
     def value(self, node: Any, place: Place) -> str:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
@@ -146,8 +74,8 @@ class Writer:
         for scope in (*self.known[:2], self.known[-1]):  # those of a block around this one come after it
             if key in scope:
                 return scope[key]
-        name = self._made(node, place)
-        self.known[self._depth_of(name)][key] = name
+        name = self._written(node, place)
+        self.known[self.depth_of(name)][key] = name
         return name
 
     def _scalar(self, argument: Any) -> str:
@@ -164,7 +92,7 @@ class Writer:
             return f"({self.number(number)}).to({self.precision})"
         raise Unsupported(f"`{argument}` is no number")
 
-    def _made(self, node: fx.Node, place: Place) -> str:
+    def _written(self, node: fx.Node, place: Place) -> str:
         if node.op == "placeholder" or node in self.ends:
             return self._load(node, place)
         target: Any = node.target
@@ -190,9 +118,9 @@ class Writer:
 
     def _operand(self, node: fx.Node, argument: Any, place: Place) -> str:
         if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("val"), Tensor):
-            made = value_of(node).dtype
-            whole = not made.is_floating_point and isinstance(argument, int)
-            return repr(argument) if whole and made is not torch.bool else self._scalar(argument)
+            dtype = value_of(node).dtype
+            is_integer = not dtype.is_floating_point and isinstance(argument, int)
+            return repr(argument) if is_integer and dtype is not torch.bool else self._scalar(argument)
         value = value_of(argument)
         name = self.value(argument, broadcast(self.space, place, value))
         mixed = value_of(node).dtype.is_floating_point and not value.dtype.is_floating_point
@@ -220,8 +148,8 @@ class Writer:
             if value_of(node).dtype.is_floating_point:
                 return self.new(f"tl.exp2({float(exponent)!r} * tl.log2({base}))", place)
             raise Unsupported(f"a power of {exponent}")
-        whole = [base] * int(abs(exponent)) + [f"tl.sqrt({base})"] * bool(exponent % 1)
-        product = " * ".join(whole) or "1.0"
+        factors = [base] * int(abs(exponent)) + [f"tl.sqrt({base})"] * bool(exponent % 1)
+        product = " * ".join(factors) or "1.0"
         return self.new(product if exponent >= 0 else f"1.0 / ({product})", place)
 
     def _clamped(self, node: fx.Node, place: Place) -> str:
@@ -260,7 +188,7 @@ class Writer:
         masked = f", mask={' & '.join(masks)}, other=0" if masks else ""
         cast = f".to({self.precision})" if value.is_floating_point() else ""
         name = self.new(f"tl.load({self.address(f'x{number}', place)}{masked}){cast}", place)
-        self.hoisted -= bool(axes and self._depth_of(name) == ONCE)
+        self.hoisted -= bool(axes and self.depth_of(name) == ONCE)
         return name
 
     # reductions
@@ -353,26 +281,16 @@ class Writer:
                 text = f"tl.{'max' if largest else 'sum'}({text}, {number}, keep_dims=True)"
         return text
 
-    def block(self, write: Any) -> None:
-        """What ``write`` writes, for each block of a row; what it needs of the row comes before."""
-        self.known.append({})
-        self.lines.append([])
-        write()
-        self.known.pop()
-        inner = self.lines.pop()
-        self.lines[ROW] += [f"for begin in tl.range(0, {self.width}, Q):", "    q = begin + tl.arange(0, Q)[None, :]",
-                            f"    in_q = q < {self.width}", *(f"    {line}" for line in inner)]  # fmt: skip
-
     # joins
 
     def _joined(self, node: fx.Node, place: Place) -> str:
-        found = joined(node, place, self.space)
-        last = found.pop()
+        choices = joined(node, place, self.space)
+        last = choices.pop()
         assert not isinstance(last, Choice)
         guards = self.guards
         outside: list[str] = []
         texts = []
-        for choice in found:
+        for choice in choices:
             assert isinstance(choice, Choice)
             hit = self._hit(choice)
             self.guards = (*guards, *outside, hit)
@@ -392,7 +310,3 @@ class Writer:
         if choice.step != 1:
             hit += f" & (({index} - {self.number(choice.first)}) % {choice.step} == 0)"
         return f"({hit})"
-
-
-def zeros(axes: str, precision: str = "tl.int32") -> str:
-    return f"tl.zeros([{'P' if '@p' in axes else '1'}, {'Q' if '@q' in axes else '1'}], {precision})"

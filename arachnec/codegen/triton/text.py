@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.codegen.triton.index import Size, Space, Unsupported
+from arachnec.codegen.triton.lines import ONCE, ROW, zeros
 from arachnec.codegen.triton.operations import needed, reduced_dims, sums_rows, value_of
 from arachnec.codegen.triton.places import Place
 from arachnec.codegen.triton.rows import Target, space_of
-from arachnec.codegen.triton.source import ONCE, ROW, Writer, zeros
+from arachnec.codegen.triton.source import Writer
 from arachnec.codegen.triton.tiles import BLOCK, WHOLE, Tiling, spread, tiles_of
 
 INDENT = "    "
@@ -66,11 +67,13 @@ def write_source(targets: Sequence[Target], ends: frozenset[fx.Node], tiling: Ti
     if not group and _reads_of_first(writer):
         group = _reads_of_first(writer)
         writer = _written(targets, space, tiling, ends, group)
-    whole = {
+    full_rows = {
         node for node, place, _ in writer.known[ROW] if node in writer.reads and "@q" in writer.axes(place)
             and len(writer.rows(place)) == space.leads}  # fmt: skip
-    if reduces and sums and not tiling.holds(len(sums) + len(whole) + 2):
-        raise TooWide(f"{len(sums)} sums over rows and {len(whole)} rows of {tiling.lanes} do not fit the registers")
+    if reduces and sums and not tiling.holds(len(sums) + len(full_rows) + 2):
+        raise TooWide(
+            f"{len(sums)} sums over rows and {len(full_rows)} rows of {tiling.lanes} do not fit the registers"
+        )
     order = [*group, *(k for k in range(space.leads) if k not in group and k != space.lane)]
     text = _text(writer, stores, sums, order, len(group))
     rows = tuple(space.sizes[k] for k in order)
@@ -108,9 +111,8 @@ def _written(
     nodes = needed([target.node for target in targets], ends)
     double = any(isinstance(v := n.meta.get("val"), Tensor) and v.dtype == torch.float64 for n in nodes)
     sums = [target for target in targets if target.sum is not None]
-    writer = Writer(
-        space, tiling, "tl.float64" if double else "tl.float32", ends, frozenset(group), tiling.held(len(sums))
-    )
+    precision = "tl.float64" if double else "tl.float32"
+    writer = Writer(space, tiling, precision, frozenset(group), tiling.held(len(sums)), ends=ends)
     for number, target in enumerate(sums):
         if not value_of(target.node).is_floating_point():
             raise Unsupported(f"a sum of {value_of(target.node).dtype}")
@@ -162,7 +164,7 @@ def _expanded(line: str, tiling: Tiling) -> list[str]:
     lines = [line]
     for axis in ("@p", "@q"):
         names = tiling.names(axis)
-        lines = [each.replace(axis, name) for each in lines for name in (names if axis in each else [""])]
+        lines = [copy.replace(axis, name) for copy in lines for name in (names if axis in copy else [""])]
     return lines
 
 
@@ -222,7 +224,7 @@ def _text(writer: Writer, stores: Sequence[Target], sums: Sequence[Target], orde
     written = [f"tl.store(partials + {offset.format(k)} + {at}, sum{k}{full}{mask})" for k in range(len(sums))]
 
     def expanded(lines: Sequence[str], depth: int) -> list[str]:
-        return [INDENT * depth + each for line in lines for each in _expanded(line, tiling)]
+        return [INDENT * depth + copy for line in lines for copy in _expanded(line, tiling)]
 
     text = [
         '"""Generated from the operations of a region; see docs/fusion.md."""',

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arachnec.kernels.attention.exchange import accumulator
-from arachnec.kernels.attention.fused_attention import fused_backward, fused_forward, has_kernel
+from arachnec.kernels.attention.attention_backend import MATH
+from arachnec.kernels.attention.collectives import accumulator
+from arachnec.kernels.attention.fused_attention import backend_for, fused_backward, fused_forward
 
 Ranges = tuple[tuple[int, int], ...]  # global positions [first, end) of consecutive local tokens, ascending
 
@@ -71,24 +72,27 @@ class Block:
         return additive(select(mask, -1, self.keys), dtype)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, Lq, Dv] and natural-log sum of exponentials [B, H, Lq] of one block.
 
-    Rows that see nothing give 0 and -inf. The log-sum-exp is in 32 bits at least.
+    Rows that see nothing give 0 and -inf. The log-sum-exp is in 32 bits at least. ``backend`` is the kernel family to
+    prefer where it can compute this block.
     """
     if block.empty or query.numel() == 0:
         shape = query.shape[:3]
         lse = query.new_full(shape, -math.inf, dtype=accumulator(query.dtype))
         return query.new_zeros(*shape, value.shape[3]), lse
-    fused = has_kernel(query, key, value)
+    kernel, fused = _kernel(query, value, block, backend)
     if fused and (block.full or block.triangle):
-        return fused_forward(query, key, value, None, block.triangle, scale)
+        return fused_forward(kernel, query, key, value, None, block.triangle, scale)
     outs, lses = [], []
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else accumulator(query.dtype), query.device)
         part = query[:, :, rows]
         out, lse = (
-            fused_forward(part, key, value, bias, False, scale)
+            fused_forward(kernel, part, key, value, bias, False, scale)
             if fused
             else plain_forward(part, key, value, bias, scale)
         )
@@ -101,7 +105,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """This block's share of the gradients of query, key and value, from the *merged* output and log-sum-exp.
 
@@ -109,20 +121,26 @@ def attend_backward(
     """
     if block.empty or query.numel() == 0:
         return None
-    fused = has_kernel(query, key, value)
+    kernel, fused = _kernel(query, value, block, backend)
     if fused and (block.full or block.triangle):
-        return fused_backward(grad, query, key, value, out, lse, None, block.triangle, scale)
+        return fused_backward(kernel, grad, query, key, value, out, lse, None, block.triangle, scale)
     dtype = accumulator(query.dtype)
     grad_query = []
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else dtype, query.device)
         part = (grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows])
-        dq, dk, dv = fused_backward(*part, bias, False, scale) if fused else plain_backward(*part, bias, scale)
+        dq, dk, dv = fused_backward(kernel, *part, bias, False, scale) if fused else plain_backward(*part, bias, scale)
         grad_query.append(dq)
         grad_key += dk
         grad_value += dv
     return torch.cat(grad_query, 2), grad_key, grad_value
+
+
+def _kernel(query: Tensor, value: Tensor, block: Block, backend: str | None) -> tuple[str, bool]:
+    """The kernel family that computes this block, and whether it is a fused one."""
+    kernel = backend_for(query, value, masked=not (block.full or block.triangle), preferred=backend)
+    return kernel, kernel != MATH
 
 
 def _tiles(query: Tensor, key: Tensor, block: Block, fused: bool) -> Iterator[slice]:

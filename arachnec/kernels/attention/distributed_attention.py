@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.attention.attention_block import Ranges, Visibility
 from arachnec.kernels.attention.exchange import even_ranges, gather_pieces, heads_to_tokens, tokens_to_heads
+from arachnec.kernels.attention.grouped_heads import Sharing
 from arachnec.kernels.attention.ring_attention import ring_attention
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
+from arachnec.kernels.attention.whole_attention import whole_attention
 
 Parts = tuple[int | None, ...]
 Range = tuple[int, int]
@@ -50,15 +51,18 @@ def distributed_attention(
     ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
     """
     _check(query, key, value, shard, query_parts, key_parts, mask, is_causal, enable_gqa)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    total, sharing, me = query.shape[1], query.shape[1] // max(1, key.shape[1]), shard.index % shard.ulysses
     if shard.degree == 1:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        shared = _sharing((0, total), (0, key.shape[1]), sharing)
+        visibility = Visibility(mask, is_causal)
+        return whole_attention(
+            query, key, value, visibility=visibility, scale=scale, sharing=shared, backend=shard.attention
         )
     queries, keys = _token_counts(query_parts, shard), _token_counts(key_parts, shard)
     query = _shard_parts(query, query_parts, shard)
     key, value = _shard_parts(key, key_parts, shard), _shard_parts(value, key_parts, shard)
 
-    total, sharing, me = query.shape[1], query.shape[1] // key.shape[1], shard.index % shard.ulysses
     query_heads = even_ranges(total, shard.ulysses)
     key_heads = tuple((first // sharing, -(-end // sharing)) for first, end in query_heads)
     here = slice(shard.ulysses_positions[0], shard.ulysses_positions[-1] + 1)
@@ -69,9 +73,11 @@ def distributed_attention(
         )
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, slice(*query_heads[me])]
-    head_map = _head_map(query_heads[me], key_heads[me], sharing, query.device)
+    shared, visibility = _sharing(query_heads[me], key_heads[me], sharing), Visibility(mask, is_causal)
     if shard.ring == 1:
-        out = _local_attention(query, key, value, head_map, mask, is_causal, scale)
+        out = whole_attention(
+            query, key, value, visibility=visibility, scale=scale, sharing=shared, backend=shard.attention
+        )
     else:
         out = ring_attention(
             query,
@@ -82,39 +88,21 @@ def distributed_attention(
             keys=tuple(
                 _ranges(keys, slice(first, first + shard.ulysses)) for first in range(0, shard.degree, shard.ulysses)
             ),
-            visibility=Visibility(mask, is_causal),
-            scale=query.shape[3] ** -0.5 if scale is None else scale,
-            head_map=head_map,
+            visibility=visibility,
+            scale=scale,
+            sharing=shared,
         )
     if shard.ulysses > 1:
         out = heads_to_tokens(out, total, query_heads, peers_queries, shard)
     return _gather_parts(out, query_parts, queries, shard)
 
 
-def _local_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_map: Tensor | None,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    """All tokens of this rank's heads, in the global order."""
-    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
-        # Zero, but tied to its inputs: a rank whose gradient stopped here would miss the collectives of the backward.
-        tie = query.flatten()[:0].sum() + key.flatten()[:0].sum() + value.flatten()[:0].sum()
-        return query.new_zeros(*query.shape[:3], value.shape[3]) + tie
-    if head_map is not None:
-        key, value = key.index_select(1, head_map), value.index_select(1, head_map)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
-
-
-def _head_map(queries: Range, keys: Range, sharing: int, device: torch.device) -> Tensor | None:
-    """The local key head of every local query head; None where they are the same heads."""
+def _sharing(queries: Range, keys: Range, sharing: int) -> Sharing | None:
+    """How many of this rank's query heads use each of its key heads; None where they are the same heads."""
     if sharing == 1:
         return None
-    return torch.arange(*queries, device=device) // sharing - keys[0]
+    first, end = queries
+    return tuple(max(0, min(end, (k + 1) * sharing) - max(first, k * sharing)) for k in range(*keys))
 
 
 def _token_counts(parts: Parts, shard: SequenceShard) -> Counts:

@@ -1,8 +1,6 @@
 """Moving tokens and heads between the ranks of a cascade, with the gradients of each move.
 
-Every move is one collective, an all-to-all of ragged pieces, which gloo and NCCL both have. Gathers and their
-reduce-scatters are all-to-alls too, because neither backend gathers uneven shards in one operation. Pieces are added
-here, in the order of the positions and in at least 32 bits, so every run gives the same sums.
+Every move is a collective of ragged pieces (``arachnec.kernels.attention.collectives``), and so is its gradient.
 
 Gradients are *partial*: every rank weighs its loss by 1/degree, and the gradient of what is replicated is summed over
 the ranks once, at the end. Hence a slice of a replicated tensor has a zero-padded gradient and no communication, and
@@ -11,16 +9,15 @@ a gather's gradient is summed over the ranks and sliced.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from arachnec.kernels.attention.collectives import accumulator, all_gather, exchange, reduce_scatter
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 
 
@@ -56,18 +53,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], shard: SequenceShard) -> Tensor:
         ctx.dim, ctx.sizes, ctx.shard = dim, sizes, shard
-        shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
-        pieces = exchange([[x]] * shard.degree, [[shape] for shape in shapes], shard.ranks, shard.group)
-        return torch.cat([piece for (piece,) in pieces], dim)
+        return all_gather(x, dim, sizes, shard.ranks, shard.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shard: SequenceShard = ctx.shard
-        pieces = grad.split_with_sizes(ctx.sizes, ctx.dim)
-        mine = pieces[shard.index].shape
-        received = exchange([[piece] for piece in pieces], [[mine]] * shard.degree, shard.ranks, shard.group)
-        return ordered_sum([piece for (piece,) in received]), None, None, None
+        return reduce_scatter(grad, ctx.dim, ctx.sizes, shard.index, shard.ranks, shard.group), None, None, None
 
 
 def tokens_to_heads(
@@ -192,71 +184,7 @@ def _join_heads(received: list[Tensor], ranges: tuple[tuple[int, int], ...], hea
     if ranges[0][0] == 0 and ranges[-1][1] == heads and all(a[1] == b[0] for a, b in pairwise(ranges)):
         return torch.cat(received, 1)
     first = received[0]
-    joined = first.new_zeros(first.shape[0], heads, *first.shape[2:])
+    joined = first.new_zeros(first.shape[0], heads, *first.shape[2:], dtype=accumulator(first.dtype))
     for piece, (begin, end) in zip(received, ranges, strict=True):
         joined[:, begin:end] += piece
-    return joined
-
-
-def ordered_sum(pieces: Sequence[Tensor]) -> Tensor:
-    """Sum in the given order, in 32 bits at least, in the pieces' dtype."""
-    total = pieces[0].to(accumulator(pieces[0].dtype), copy=True)
-    for piece in pieces[1:]:
-        total += piece
-    return total.to(pieces[0].dtype)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to sum values of ``dtype`` in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def exchange(
-    send: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[Sequence[int]]],
-    ranks: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-) -> list[list[Tensor]]:
-    """One ragged all-to-all: ``send[j]`` goes to ``ranks[j]``, from which tensors of ``shapes[j]`` come.
-
-    All tensors have one dtype and device; both sides know all shapes, so no sizes travel.
-    """
-    assert group is not None
-    members = [ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
-    sent = [[piece.numel() for piece in send[j]] for j in members]
-    sizes = [[math.prod(shape) for shape in shapes[j]] for j in members]
-    outgoing = send[0][0].new_empty(sum(map(sum, sent)))
-    incoming = outgoing.new_empty(sum(map(sum, sizes)))
-    slots = iter(outgoing.split_with_sizes([size for peer in sent for size in peer]))
-    for j in members:
-        for piece in send[j]:
-            next(slots).view(piece.shape).copy_(piece)
-    _all_to_all(incoming, outgoing, [sum(s) for s in sizes], [sum(s) for s in sent], group)
-    received: list[list[Tensor]] = [[] for _ in ranks]
-    pieces = iter(incoming.split_with_sizes([size for peer in sizes for size in peer]))
-    for j in members:
-        received[j] = [next(pieces).view(tuple(shape)) for shape in shapes[j]]
-    return received
-
-
-def _all_to_all(
-    incoming: Tensor, outgoing: Tensor, taken: Sequence[int], given: Sequence[int], group: dist.ProcessGroup
-) -> None:
-    """``dist.all_to_all_single``, and over gloo in both directions at once.
-
-    Gloo's own announces what it waits for behind the data that it sends: of two ranks the later one's whole message
-    has to arrive before the other starts, and the all-to-all takes twice the time that its links do.
-    """
-    if f"{outgoing.device.type}:gloo" not in dist.get_backend_config(group).split(","):
-        dist.all_to_all_single(incoming, outgoing, list(taken), list(given), group=group)
-        return
-    members = dist.get_process_group_ranks(group)
-    me, size = dist.get_rank(group), len(members)
-    into, out = incoming.split_with_sizes(list(taken)), outgoing.split_with_sizes(list(given))
-    into[me].copy_(out[me])
-    before = [(me - step) % size for step in range(1, size)]
-    receives = [dist.irecv(into[j], members[j], group=group) for j in before if taken[j]]
-    sends = [dist.isend(out[j], members[j], group=group) for j in reversed(before) if given[j]]
-    for work in (*receives, *sends):
-        assert work is not None
-        work.wait()
+    return joined.to(first.dtype)

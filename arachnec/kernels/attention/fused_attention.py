@@ -1,60 +1,109 @@
-"""torch's fused attention kernels that return the log-sum-exp, one form for all devices.
+"""torch's fused attention kernels that return the log-sum-exp, one form for all of them.
 
-On CPUs the flash kernel; on GPUs FlashAttention-2 (arXiv 2307.08691) in half precision where nothing is masked, else
-the memory-efficient kernel. Dropout never happens here, so the kernels' random state is a placeholder.
+Each is called by the name of its family (``arachnec.kernels.attention.attention_backend``). FlashAttention 3 is called
+through FlashAttention 2's operator, where torch registers it. Dropout never happens here, so the kernels' random state
+is a placeholder.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-HALF = (torch.float16, torch.bfloat16)
-ALIGNMENT = 8  # elements a row of a head, or of a bias, must be a multiple of for the kernels on GPUs
+from arachnec.kernels.attention.attention_backend import (
+    ALIGNMENT,
+    CPU_FLASH,
+    CUDNN,
+    EFFICIENT,
+    FLASH2,
+    FLASH3,
+    MATH,
+    Capability,
+    attention_backend,
+)
+
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads the log-sum-exp to this many rows
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
+OF_SDPA = {
+    FLASH2: SDPBackend.FLASH_ATTENTION,
+    FLASH3: SDPBackend.FLASH_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+    EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    CPU_FLASH: SDPBackend.FLASH_ATTENTION,
+    MATH: SDPBackend.MATH,
+}
 
 
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether there is a fused kernel for tensors of these sizes, this dtype and device."""
-    if query.device.type == "cpu":
-        return query.shape[3] == value.shape[3]
-    if query.device.type != "cuda" or query.dtype not in (*HALF, torch.float32):
-        return False
-    return query.shape[3] % ALIGNMENT == 0 and value.shape[3] % ALIGNMENT == 0
+def capability_of(device: torch.device) -> Capability:
+    """What this device can run."""
+    if device.type != "cuda":
+        return Capability(device.type)
+    active = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
+    cudnn = torch.version.hip is None and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return Capability("cuda", torch.cuda.get_device_capability(device), cudnn, active == "FA3")
 
 
-def _flash(query: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and query.dtype in HALF and query.shape[3] == value.shape[3] <= 256
+def backend_for(query: Tensor, value: Tensor, masked: bool, preferred: str | None = None) -> str:
+    """The family for heads like these on the device that they are on."""
+    return attention_backend(
+        capability_of(query.device),
+        DTYPES.get(query.dtype, str(query.dtype)),
+        query.shape[3],
+        value_size=value.shape[3],
+        masked=masked,
+        preferred=preferred,
+    )
+
+
+@contextmanager
+def sdpa_preferring(backend: str) -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` takes this family where it can, and else torch's next."""
+    first = OF_SDPA[backend]
+    others = (kind for kind in OF_SDPA.values() if kind is not first)
+    with sdpa_kernel([first, *others], set_priority=True):
+        yield
 
 
 def fused_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, triangle: bool, scale: float
+    backend: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, triangle: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Lq, Dv] and natural-log sum of exponentials [B, H, Lq] (in rows that see nothing: undefined).
 
-    ``bias`` [B or 1, H or 1, Lq or 1, Lk] is added to the scores; ``triangle`` keeps the keys up to the query's row.
+    ``bias`` [B or 1, H or 1, Lq or 1, Lk] is added to the scores; only ``cpu-flash`` and ``efficient`` take one.
+    ``triangle`` keeps the keys up to the query's row.
     """
     query, key, value = _dense(query), _dense(key), _dense(value)
-    if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    aten = torch.ops.aten
+    if backend == CPU_FLASH:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, triangle, attn_mask=bias, scale=scale
         )
         return out, lse
-    if _flash(query, value, bias):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, triangle, False, scale=scale
+    if backend == EFFICIENT:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, _aligned(bias, query, key), True, 0.0, triangle, scale=scale
         )
-        return out, lse
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, _aligned(bias, query, key), True, 0.0, triangle, scale=scale
-    )
-    return out, lse[..., : query.shape[2]]
+        return out, lse[..., : query.shape[2]]
+    assert bias is None
+    if backend == CUDNN:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, triangle, False, scale=scale
+        )
+        return out, lse.view(query.shape[:3])  # [B, H, Lq, 1]
+    assert backend in (FLASH2, FLASH3)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, triangle, False, scale=scale)
+    return out, lse
 
 
 def fused_backward(
+    backend: str,
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -67,38 +116,35 @@ def fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, given an output and a finite log-sum-exp that may be of more keys."""
     grad, query, key, value, out = _dense(grad), _dense(query), _dense(key), _dense(value), _dense(out)
-    if query.device.type == "cpu":
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    aten = torch.ops.aten
+    lengths = (query.shape[2], key.shape[2])
+    if backend == CPU_FLASH:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, lse, 0.0, triangle, attn_mask=bias, scale=scale
         )
         return dq, dk, dv
-    if _flash(query, value, bias):
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-        lengths = (query.shape[2], key.shape[2])
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            *lengths,
-            0.0,
-            triangle,
-            state,
-            unused,
-            scale=scale,
+    if backend == EFFICIENT:
+        lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=math.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        bias, wanted = _aligned(bias, query, key), [True, True, True, False]
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, bias, out, lse, seed, seed, 0.0, wanted, triangle, scale=scale
         )
         return dq, dk, dv
-    padding = -lse.shape[2] % LSE_ALIGNMENT
-    lse = F.pad(lse, (0, padding), value=math.inf).contiguous()
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    bias, wanted = _aligned(bias, query, key), [True, True, True, False]
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, bias, out, lse, seed, seed, 0.0, wanted, triangle, scale=scale
+    assert bias is None
+    given = (grad, query, key, value, out, lse.contiguous())
+    if backend == CUDNN:
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        given = (*given[:-1], given[-1][..., None])
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, seed, seed, None, None, None, *lengths, 0.0, triangle, scale=scale
+        )
+        return dq, dk, dv
+    assert backend in (FLASH2, FLASH3)
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        *given, None, None, *lengths, 0.0, triangle, state, unused, scale=scale
     )
     return dq, dk, dv
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from datetime import timedelta
 
 import torch
@@ -26,29 +27,57 @@ class ProcessGroups:
     """The process groups of a run by their ranks.
 
     Making a group is collective over *all* ranks of the run, members or not, so every rank calls ``ensure`` with the
-    same list in the same order; using one is not.
+    same list in the same order; using one is not. A group stays until some rank would be in more than ``most``: then
+    those that were asked for longest ago are given up. So all ranks know of all groups.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, *, most: int | None = None) -> None:
         self._timeout = timeout
-        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
+        self._most = most
+        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}  # the last asked for last
+        self.given_up = 0
 
     def ensure(self, wanted: Iterable[tuple[int, ...]], device: torch.device | None = None) -> None:
-        """Make those of the groups that do not exist yet. Collective.
+        """Make those of the groups that do not exist yet, and give up others where they are too many. Collective.
 
-        With ``device`` their members meet once: NCCL connects a group at its first collective, for which the host
-        waits, and that must not be in the middle of something that a member waits for.
+        With ``device`` they are made for that kind of device alone, and their members meet once: NCCL connects a group
+        at its first collective, for which the host waits, and that must not be in the middle of something that a member
+        waits for.
         """
-        missing = [key for key in dict.fromkeys(map(frozenset, wanted)) if len(key) > 1 and key not in self._groups]
+        asked = [key for key in dict.fromkeys(map(frozenset, wanted)) if len(key) > 1]
+        missing = [key for key in asked if key not in self._groups]
+        self._give_up(too_many([*self._groups, *missing], set(asked), self._most))
+        for key in asked:  # these were asked for last
+            if key in self._groups:
+                self._groups[key] = self._groups.pop(key)
+        for batch in disjoint(missing) if _can_split(device) else ():
+            self._groups |= dict.fromkeys(batch) | _split(batch, device, self._timeout)
         for key in missing:
-            group = dist.new_group(sorted(key), timeout=self._timeout)
-            self._groups[key] = group if dist.get_rank() in key else None
+            if key not in self._groups:
+                group = dist.new_group(sorted(key), timeout=self._timeout, backend=_backend(device))
+                self._groups[key] = group if dist.get_rank() in key else None
             if device is not None and dist.get_rank() in key:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                dist.all_reduce(torch.zeros(1, device=device), group=self._groups[key])
         if missing:
             # A rank's own connections may stand before those between other members do, and a member that closes its
             # own then breaks theirs.
             dist.barrier()
+
+    def count(self) -> int:
+        """How many groups this rank is in."""
+        return sum(group is not None for group in self._groups.values())
+
+    def _give_up(self, keys: Iterable[frozenset[int]]) -> None:
+        """Destroy these groups. Collective."""
+        keys = [key for key in keys if key in self._groups]
+        if not keys:
+            return
+        dist.barrier()  # nobody closes what another still waits on
+        for key in keys:
+            group = self._groups.pop(key)
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.given_up += len(keys)
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks, in whatever order; None for a single rank.
@@ -79,3 +108,58 @@ class ProcessGroups:
             if group is not None:
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def too_many(keys: Sequence[frozenset[int]], needed: Set[frozenset[int]], most: int | None) -> list[frozenset[int]]:
+    """Of groups in the order in which they were asked for, those to give up so that no rank is in more than ``most``.
+
+    Those ``needed`` now stay, even where they alone are more.
+    """
+    if most is None:
+        return []
+    counts = Counter(rank for key in keys for rank in key)
+    dropped = []
+    for key in keys:
+        if key not in needed and any(counts[rank] > most for rank in key):
+            dropped.append(key)
+            counts.subtract(key)
+    return dropped
+
+
+def disjoint(keys: Iterable[frozenset[int]]) -> list[list[frozenset[int]]]:
+    """The groups in batches in which no rank is twice, each in the first that has room: one split makes a batch."""
+    batches: list[list[frozenset[int]]] = []
+    for key in keys:
+        room = next((batch for batch in batches if all(key.isdisjoint(other) for other in batch)), None)
+        if room is None:
+            batches.append([key])
+        else:
+            room.append(key)
+    return batches
+
+
+def _can_split(device: torch.device | None) -> bool:
+    """Whether the group of all ranks stands already and its library can split it: NCCL with ``device_id``."""
+    everyone = dist.group.WORLD
+    if device is None or everyone is None or everyone.bound_device_id is None:
+        return False
+    return bool(everyone._get_backend(device).supports_splitting)
+
+
+def _split(
+    batch: Sequence[frozenset[int]], device: torch.device | None, timeout: timedelta | None
+) -> dict[frozenset[int], dist.ProcessGroup]:
+    """The one group of the batch that this rank is in, if any, split from that of all ranks. Collective."""
+    group = dist.split_group(split_ranks=[sorted(key) for key in batch], timeout=timeout, backend=_backend(device))
+    return {key: group for key in batch if group is not None and dist.get_rank() in key}
+
+
+def _backend(device: torch.device | None) -> str | None:
+    """That of the group of all ranks for this kind of device alone; None for all of its backends.
+
+    A group for GPUs with a backend for CPUs beside it would have a mesh of gloo's connections, which nobody uses.
+    """
+    if device is None:
+        return None
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return f"{device.type}:{backends[device.type]}" if device.type in backends else None

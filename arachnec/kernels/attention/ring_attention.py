@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from arachnec.kernels.attention.attention_block import Block, Ranges, Visibility, attend, attend_backward
-from arachnec.kernels.attention.exchange import accumulator
+from arachnec.kernels.attention.collectives import accumulator
+from arachnec.kernels.attention.grouped_heads import Sharing, collect_heads, spread_heads
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 
 
@@ -30,15 +31,16 @@ def ring_attention(
     keys: tuple[Ranges, ...],
     visibility: Visibility,
     scale: float,
-    head_map: Tensor | None,
+    sharing: Sharing | None,
 ) -> Tensor:
     """Attention of this rank's queries over the chunks of all ranks of the ring.
 
     ``query`` [B, H, Lq, D] stands at the global positions ``queries``; ``key`` [B, Hk, Lk, D] and ``value``
-    [B, Hk, Lk, Dv] at ``keys[c]`` for this rank's place c in the ring. ``head_map`` [H] names the key head of every
-    query head, None where they are the same. Every rank of the ring has equal B, H and Hk.
+    [B, Hk, Lk, Dv] at ``keys[c]`` for this rank's place c in the ring. ``sharing`` says how many query heads use
+    each key head, None for one each. Every rank of the ring has equal B, H and Hk. ``shard.attention`` is the kernel
+    family to prefer.
     """
-    plan = _Plan(shard, queries, keys, visibility, scale, head_map)
+    plan = _Plan(shard, queries, keys, visibility, scale, sharing)
     out: Tensor = _Ring.apply(plan, query, key, value)  # type: ignore[no-untyped-call]
     return out
 
@@ -53,7 +55,7 @@ class _Plan:
         keys: tuple[Ranges, ...],
         visibility: Visibility,
         scale: float,
-        head_map: Tensor | None,
+        sharing: Sharing | None,
     ) -> None:
         ranks = [shard.ranks[p] for p in shard.ring_positions]
         self.size = shard.ring
@@ -61,7 +63,7 @@ class _Plan:
         self.next, self.previous = ranks[(self.place + 1) % self.size], ranks[self.place - 1]
         self.group = shard.ring_group
         self.blocks = tuple(Block(visibility, queries, chunk) for chunk in keys)
-        self.scale, self.head_map = scale, head_map
+        self.scale, self.sharing, self.backend = scale, sharing, shard.attention
 
     def chunk(self, step: int) -> int:
         """Whose keys are here at this step."""
@@ -69,17 +71,6 @@ class _Plan:
 
     def length(self, chunk: int) -> int:
         return sum(end - first for first, end in self.blocks[chunk].keys)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Key heads repeated for the query heads that share them."""
-        return x if self.head_map is None else x.index_select(1, self.head_map)
-
-    def collect(self, grad: Tensor, heads: int) -> Tensor:
-        """The gradient of ``spread``."""
-        if self.head_map is None:
-            return grad
-        total = grad.new_zeros(grad.shape[0], heads, *grad.shape[2:])
-        return total.index_add_(1, self.head_map, grad)
 
 
 class _Packet:
@@ -142,7 +133,8 @@ def _forward(plan: _Plan, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
         last = step == plan.size - 1
         transfer = None if last else _Transfer(plan, held, _Packet(plan, like, plan.chunk(step + 1), key.dtype))
         block = plan.blocks[chunk]
-        out, lse = attend(query, plan.spread(held.key), plan.spread(held.value), block, plan.scale)
+        keys, values = spread_heads(held.key, plan.sharing), spread_heads(held.value, plan.sharing)
+        out, lse = attend(query, keys, values, block, plan.scale, plan.backend)
         merged = (out.to(lse.dtype), lse) if merged is None else merge(*merged, out, lse)
         if transfer is not None:
             held = transfer.wait()
@@ -176,14 +168,13 @@ def _backward(
         chunk = plan.chunk(step)
         last = step == plan.size - 1
         transfer = None if last else _Transfer(plan, held, _Packet(plan, like, plan.chunk(step + 1), key.dtype))
-        shares = attend_backward(
-            grad, query, plan.spread(held.key), plan.spread(held.value), out, lse, plan.blocks[chunk], plan.scale
-        )
+        keys, values = spread_heads(held.key, plan.sharing), spread_heads(held.value, plan.sharing)
+        shares = attend_backward(grad, query, keys, values, out, lse, plan.blocks[chunk], plan.scale, plan.backend)
         total = _Packet(plan, like, chunk, dtype)
         total.buffer.zero_()
         if shares is not None:
             grad_query += shares[0]
-            total.fill(plan.collect(shares[1], key.shape[1]), plan.collect(shares[2], key.shape[1]))
+            total.fill(collect_heads(shares[1], plan.sharing), collect_heads(shares[2], plan.sharing))
         if returning is not None:
             total.buffer += returning.wait().buffer
         returning = _Transfer(plan, total, _Packet(plan, like, plan.chunk(step + 1), dtype))

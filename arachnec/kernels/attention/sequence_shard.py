@@ -38,6 +38,7 @@ class SequenceShard:
     group: dist.ProcessGroup | None = None  # all ranks; None for a single rank
     ulysses_group: dist.ProcessGroup | None = None  # None where ulysses is 1
     ring_group: dist.ProcessGroup | None = None  # None where ring is 1
+    attention: str | None = None  # the kernel family that the plan names; None: the best of the device
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks) or len(self.tokens) != len(self.ranks):

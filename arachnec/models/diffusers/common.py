@@ -151,20 +151,20 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     """
     shape = (1, *geometry.latent_shape(clip))
     if "vae" in clip.encoded:
-        found = clip.encoded["vae"]
+        encoded = clip.encoded["vae"]
     elif clip.path is not None and clip.path.suffix == ".safetensors":
-        found = _precomputed(clip, clip.path, shape)
+        encoded = _precomputed(clip, clip.path, shape)
     else:
         return synthetic(shape, f"latents/{clip.id}")
-    if tuple(found.shape) != shape:
+    if tuple(encoded.shape) != shape:
         pixels = [n * p * s for n, p, s in zip(geometry.patches(clip), geometry.patch, geometry.stride, strict=True)]
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
         raise UserError(
             WrongLatents(
-                None, clip.id, " x ".join(map(str, found.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+                None, clip.id, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
             )
         )
-    return found
+    return encoded
 
 
 def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None) -> tuple[Tensor, int]:
@@ -179,13 +179,13 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     if length is not None and real > length:
         raise UserError(TooMuchText(None, clip.id, model, real, length))
     if "text" in clip.encoded:
-        found = clip.encoded["text"]
-        real = found.shape[1]
+        encoded = clip.encoded["text"]
+        real = encoded.shape[1]
     else:
-        found = synthetic((1, real, width), f"text/{clip.id if clip.caption is None else clip.caption}")
+        encoded = synthetic((1, real, width), f"text/{clip.id if clip.caption is None else clip.caption}")
     if length is not None and length > real:
-        found = torch.cat([found, found.new_zeros(1, length - real, found.shape[2])], dim=1)
-    return found, real
+        encoded = torch.cat([encoded, encoded.new_zeros(1, length - real, encoded.shape[2])], dim=1)
+    return encoded, real
 
 
 def pooled_text(clip: VideoClip, width: int) -> Tensor:
@@ -240,8 +240,8 @@ def _carries_activations(value: object) -> TypeIs[Tensor]:
 
 def planning() -> bool:
     """Whether tensors made here have a shape and no values: on the meta device, or under a mode that fakes them."""
-    made = torch.empty(0)
-    return made.is_meta or type(made) is not Tensor
+    placeholder = torch.empty(0)
+    return placeholder.is_meta or type(placeholder) is not Tensor
 
 
 def mean_squared_error(prediction: Tensor, target: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ def command_predicate(command: str) -> Predicate:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "module.cascade"
             path.write_text(print_module(module), encoding="utf-8")
-            done = subprocess.run(f"{command} {shlex.quote(str(path))}", shell=True, capture_output=True, check=False)
-            return done.returncode == 0
+            completed = subprocess.run(
+                f"{command} {shlex.quote(str(path))}", shell=True, capture_output=True, check=False
+            )
+            return completed.returncode == 0
 
     return good

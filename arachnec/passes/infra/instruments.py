@@ -110,5 +110,5 @@ def write_reproducer(path: Path, module: Module, pipeline: str) -> None:
 
 def pipeline_of(text: str) -> str | None:
     """The pipeline that line 1 of a reproducer or golden input names."""
-    found = REPRODUCER_LINE.match(text.partition("\n")[0])
-    return found[1] if found else None
+    match = REPRODUCER_LINE.match(text.partition("\n")[0])
+    return match[1] if match else None

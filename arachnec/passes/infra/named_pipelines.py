@@ -5,8 +5,8 @@ from __future__ import annotations
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
-# Every rival sums its gradients in buckets behind its last backward, as PyTorch's DDP does for all of them; which
-# backward is the last one is their schedule's business.
+# Every baseline all-reduces its gradients in buckets behind its last backward, as PyTorch's DDP does. Which backward
+# is the last one follows from the schedule.
 _END = "place,bucket{reverse=false},lower,check"
 _OUR_END = "place,bucket,lower,check"
 # Plans as another does, so comparing it says nothing.

@@ -38,8 +38,8 @@ def _describe_plain(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "|".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
-        item = _describe_plain(typing.get_args(kind)[0])
-        return f"[{item},...]"
+        element = _describe_plain(typing.get_args(kind)[0])
+        return f"[{element},...]"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -79,8 +79,8 @@ def write(kind: Any, value: Any) -> str:
     if inner is Duration:
         return f"{_number(float(value))}ms"
     if typing.get_origin(inner) is tuple:
-        item = typing.get_args(inner)[0]
-        return "[" + ",".join(write(item, part) for part in value) + "]"
+        element = typing.get_args(inner)[0]
+        return "[" + ",".join(write(element, part) for part in value) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -90,15 +90,15 @@ def write(kind: Any, value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    whole = value.is_integer() and abs(value) < 1e15 and repr(value) != "-0.0"
-    return str(int(value)) if whole else repr(value)
+    is_integer = value.is_integer() and abs(value) < 1e15 and repr(value) != "-0.0"
+    return str(int(value)) if is_integer else repr(value)
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
     if typing.get_origin(kind) not in (Union, types.UnionType):
         return kind, False
-    rest = [arm for arm in typing.get_args(kind) if arm is not type(None)]
-    return (rest[0], True) if len(rest) == 1 else (kind, False)
+    arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+    return (arms[0], True) if len(arms) == 1 else (kind, False)
 
 
 def _read_bool(text: str) -> bool:
@@ -133,17 +133,17 @@ def _read_string(text: str) -> str:
 
 
 def _read_duration(text: str) -> float:
-    found = re.fullmatch(r"([0-9.eE+-]+?)\s*(us|ms|s|min|h)", text)
-    value = _read_float(found[1]) if found is not None else -1.0
-    if found is None or value < 0:
+    match = re.fullmatch(r"([0-9.eE+-]+?)\s*(us|ms|s|min|h)", text)
+    value = _read_float(match[1]) if match is not None else -1.0
+    if match is None or value < 0:
         raise BadOption("a time with its unit: us, ms, s, min or h, such as 500ms")
-    return value * MS[found[2]]
+    return value * MS[match[2]]
 
 
-def _read_tuple(item: Any, text: str) -> tuple[Any, ...]:
+def _read_tuple(element: Any, text: str) -> tuple[Any, ...]:
     if not (text.startswith("[") and text.endswith("]")):
-        raise BadOption(f"a list such as [{'1,2,4' if item is int else 'a,b'}]")
-    return tuple(read(item, part) for part in split(text[1:-1]))
+        raise BadOption(f"a list such as [{'1,2,4' if element is int else 'a,b'}]")
+    return tuple(read(element, part) for part in split(text[1:-1]))
 
 
 def split(text: str) -> list[str]:

@@ -105,7 +105,7 @@ def pass_text(step: Pass) -> str:
     written = [
         f"{name}={options.write(kind, value)}"
         for name, kind in kinds.items()
-        if not _same(value := getattr(step, name), defaults[name])
+        if not _equal(value := getattr(step, name), defaults[name])
     ]
     return f"{step.name}{{{','.join(written)}}}" if written else step.name
 
@@ -116,7 +116,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def _same(left: object, right: object) -> bool:
+def _equal(left: object, right: object) -> bool:
     return left == right and repr(left) == repr(right)
 
 
@@ -133,9 +133,9 @@ def _run_one(pipeline: Pipeline, index: int, step: Pass, module: Module, instrum
         for instrument in instruments:
             instrument.failed(dataclasses.replace(moment, seconds=time.perf_counter() - begin), error)
         raise
-    done = dataclasses.replace(moment, module=result, seconds=seconds)
+    finished = dataclasses.replace(moment, module=result, seconds=seconds)
     for instrument in instruments:
-        instrument.after(done)
+        instrument.after(finished)
     return result
 
 
@@ -152,8 +152,8 @@ def _demand_right(step: Pass, before: Module, after: Module) -> None:
 
 
 def _blame(step: Pass, error: UserError) -> Exception:
-    ours = type(step).__module__.startswith("arachnec.")
-    return BrokenPass(str(error)) if ours else error
+    built_in = type(step).__module__.startswith("arachnec.")
+    return BrokenPass(str(error)) if built_in else error
 
 
 def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
@@ -208,10 +208,10 @@ def _parse(text: str, registry: Registry) -> Iterator[tuple[Pass, Span]]:
     if not text.strip():
         raise UserError(pipeline_errors.MalformedPipeline(_span(text, 0, len(text)), expected="a pass"))
     for start, end in options.elements(text):
-        found = re.match(r"\s*([A-Za-z0-9_-]+)\s*", text[start:end])
-        if found is None:
+        match = re.match(r"\s*([A-Za-z0-9_-]+)\s*", text[start:end])
+        if match is None:
             raise UserError(pipeline_errors.MalformedPipeline(_span(text, start, end), expected="the name of a pass"))
-        name, name_at, after = found[1], start + found.start(1), start + found.end()
+        name, name_at, after = match[1], start + match.start(1), start + match.end()
         body = text[after:end].rstrip()
         if body and not (body.startswith("{") and body.endswith("}")):
             raise UserError(
@@ -235,7 +235,7 @@ def _parse(text: str, registry: Registry) -> Iterator[tuple[Pass, Span]]:
 def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Registry) -> Pass:
     kind = registry.get(name)
     kinds = options.option_types(kind)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     inside = body[1:-1]
     for start, end in options.elements(inside) if inside.strip() else ():
         item = inside[start:end]
@@ -249,10 +249,10 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
         if key not in kinds:
             remedy = did_you_mean(key, list(kinds), "its options are") if kinds else "it has no options"
             raise UserError(pipeline_errors.UnknownOption(span, name=name, option=key, remedy=remedy))
-        if key in given:
+        if key in values:
             raise UserError(pipeline_errors.RepeatedOption(span, name=name, option=key))
         try:
-            given[key] = options.read(kinds[key], value)
+            values[key] = options.read(kinds[key], value)
         except options.BadOption as error:
             value_at = body_at + 1 + start + item.index("=") + 1
             value_at += len(text[value_at:]) - len(text[value_at:].lstrip())
@@ -261,7 +261,7 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
                 pipeline_errors.WrongOption(span, name=name, option=key, found=value, expected=str(error))
             ) from None
     try:
-        return kind(**given)
+        return kind(**values)
     except ValueError as error:  # from the pass's own __post_init__
         end = body_at + len(body) if body else at + len(name)
         raise UserError(pipeline_errors.RefusedOptions(_span(text, at, end), name=name, reason=str(error))) from None

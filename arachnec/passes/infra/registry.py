@@ -93,8 +93,8 @@ def builtin() -> Registry:
 
 def installed() -> Registry:
     """The built-in passes and those of installed packages (entry points ``name = "module:Class"``)."""
-    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return Registry(tuple((point.name, point.value) for point in found) + builtin().entries)
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return Registry(tuple((entry.name, entry.value) for entry in points) + builtin().entries)
 
 
 def load_file(path: str | Path, registry: Registry) -> Registry:

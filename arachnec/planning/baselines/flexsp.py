@@ -35,9 +35,11 @@ def solved(
     """What HiGHS finds for each number of micro-batches, within ``seconds`` together."""
     ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
     counts = range(1, min(max(1, micro_batches), len(ticks)) + 1)
-    each = seconds / max(1, sum(counts))
+    share = seconds / max(1, sum(counts))
     for count in counts:
-        rounds = [solve_groups(buckets_of(part, max(1, buckets)), problem.gpus, each) for part in parts(ticks, count)]
+        rounds = [
+            solve_groups(buckets_of(part, max(1, buckets)), problem.gpus, share) for part in cut_by_length(ticks, count)
+        ]
         if all(rounds):
             yield in_rounds(problem, rounds)
 
@@ -50,40 +52,40 @@ class Bucket:
     ticks: dict[int, int | None]
 
 
-def parts(ticks: Ticks, count: int) -> list[Ticks]:
+def cut_by_length(ticks: Ticks, count: int) -> list[Ticks]:
     """The chains by length, cut into ``count`` runs of about equal work."""
     order = sorted(ticks, key=lambda sink: (-_work(ticks, sink), sink))
-    total, done = sum(_work(ticks, sink) for sink in order), 0
-    found: list[list[int]] = [[] for _ in range(count)]
+    total, assigned = sum(_work(ticks, sink) for sink in order), 0
+    runs: list[list[int]] = [[] for _ in range(count)]
     for sink in order:
-        found[min(count - 1, done * count // max(1, total))].append(sink)
-        done += _work(ticks, sink)
-    return [{sink: ticks[sink] for sink in part} for part in found if part]
+        runs[min(count - 1, assigned * count // max(1, total))].append(sink)
+        assigned += _work(ticks, sink)
+    return [{sink: ticks[sink] for sink in part} for part in runs if part]
 
 
-def buckets_of(ticks: Ticks, most: int) -> list[Bucket]:
-    """At most ``most`` buckets of neighbours by work, with the least total overestimate (dynamic programming)."""
+def buckets_of(ticks: Ticks, limit: int) -> list[Bucket]:
+    """At most ``limit`` buckets of neighbours by work, with the least total overestimate (dynamic programming)."""
     equal: dict[tuple[int | None, ...], list[int]] = {}
     for sink in sorted(ticks, key=lambda sink: (_work(ticks, sink), sink)):
         equal.setdefault(tuple(ticks[sink].values()), []).append(sink)
     kinds = list(equal.values())
-    if len(kinds) <= most:
+    if len(kinds) <= limit:
         return [_bucket(sinks, ticks) for sinks in kinds]
     work = [_work(ticks, sinks[0]) for sinks in kinds]
     number = [len(sinks) for sinks in kinds]
-    # least[k][j]: overestimate of the first j kinds in k buckets, and where the last of those begins
-    least: list[list[tuple[int, int]]] = [[(0, 0)] + [(1 << 62, 0)] * len(kinds)]
-    for _ in range(most):
+    # overestimates[k][j]: of the first j kinds in k buckets, and where the last of those begins
+    overestimates: list[list[tuple[int, int]]] = [[(0, 0)] + [(1 << 62, 0)] * len(kinds)]
+    for _ in range(limit):
         row = [(0, 0)]
         for end in range(1, len(kinds) + 1):
             over, best = 0, (1 << 62, 0)
             for first in range(end - 1, -1, -1):
                 over += number[first] * (work[end - 1] - work[first])
-                best = min(best, (least[-1][first][0] + over, first))
+                best = min(best, (overestimates[-1][first][0] + over, first))
             row.append(best)
-        least.append(row)
+        overestimates.append(row)
     cuts, end = [len(kinds)], len(kinds)
-    for row in reversed(least[1:]):
+    for row in reversed(overestimates[1:]):
         end = row[end][1]
         cuts.append(end)
     cuts.reverse()
@@ -132,26 +134,26 @@ def solve_groups(buckets: Sequence[Bucket], gpus: int, seconds: float) -> list[G
     for q, bucket in enumerate(buckets):
         number = float(len(bucket.sinks))
         rows.append(({1 + groups + g * kinds + q: 1.0 for g in range(groups)}, number, number))
-    where = [(row, column, value) for row, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
-    at_row, at_column, values = zip(*where, strict=True)
+    entries = [(row, column, value) for row, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
+    at_row, at_column, values = zip(*entries, strict=True)
     matrix = coo_array((values, (at_row, at_column)), shape=(len(rows), variables)).tocsr()
-    found = milp(
+    result = milp(
         np.eye(1, variables).ravel(),
         integrality=np.concatenate([[0], np.ones(variables - 1)]),
         bounds=Bounds(np.zeros(variables), upper),
         constraints=LinearConstraint(matrix, np.array([low for _, low, _ in rows]), np.array([h for _, _, h in rows])),
         options={"time_limit": max(0.01, seconds), "mip_rel_gap": RELATIVE_GAP},
     )
-    if found.x is None:
+    if result.x is None:
         return []
-    numbers: list[list[int]] = np.rint(found.x[1 + groups :]).astype(int).reshape(groups, kinds).tolist()
+    numbers: list[list[int]] = np.rint(result.x[1 + groups :]).astype(int).reshape(groups, kinds).tolist()
     return list(_dealt(buckets, sizes, numbers))
 
 
 def _dealt(buckets: Sequence[Bucket], sizes: Sequence[int], numbers: Sequence[Sequence[int]]) -> Iterator[Group]:
     """The groups that run anything; ``numbers`` say how many of each bucket."""
-    left = [list(bucket.sinks) for bucket in buckets]
+    remaining = [list(bucket.sinks) for bucket in buckets]
     for size, of_bucket in zip(sizes, numbers, strict=True):
-        sinks = [left[q].pop() for q in reversed(range(len(buckets))) for _ in range(of_bucket[q])]
+        sinks = [remaining[q].pop() for q in reversed(range(len(buckets))) for _ in range(of_bucket[q])]
         if sinks:
             yield Group(size, tuple(sinks))

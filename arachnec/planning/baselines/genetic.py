@@ -44,29 +44,33 @@ def evolve(
     stop: Callable[[], bool] = lambda: False,
 ) -> Individual:
     """The best individual of all generations, or of those before ``stop`` says so."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     bound = lower_bound(problem)
-    people = [_first(problem, bound, dice) for _ in range(population)]
-    rated = sorted((decode(problem, cluster, one)[1], number, one) for number, one in enumerate(people))
+    individuals = [_first(problem, bound, rng) for _ in range(population)]
+    rated = sorted(
+        (decode(problem, cluster, individual)[1], number, individual) for number, individual in enumerate(individuals)
+    )
     for _ in range(generations):
         if stop():
             break
-        children = [one for _, _, one in rated[:ELITE]]
+        children = [individual for _, _, individual in rated[:ELITE]]
         while len(children) < population:
             # the best of a few drawn at random has the lowest place
-            mother, father = (rated[min(dice.choices(range(population), k=TOURNAMENT))][2] for _ in range(2))
-            children.append(_mutated(problem, _crossed(mother, father, dice), dice))
-        rated = sorted((decode(problem, cluster, one)[1], number, one) for number, one in enumerate(children))
+            mother, father = (rated[min(rng.choices(range(population), k=TOURNAMENT))][2] for _ in range(2))
+            children.append(_mutated(problem, _crossed(mother, father, rng), rng))
+        rated = sorted(
+            (decode(problem, cluster, individual)[1], number, individual) for number, individual in enumerate(children)
+        )
     return rated[0][2]
 
 
-def decode(problem: Problem, cluster: Cluster, one: Individual) -> tuple[Schedule, float]:
+def decode(problem: Problem, cluster: Cluster, individual: Individual) -> tuple[Schedule, float]:
     """The list schedule of an individual, and its makespan in ticks with penalties."""
     free = [0.0] * problem.gpus
     ends = [0.0] * len(problem.jobs)
     starts = [0] * len(problem.jobs)
-    for index in topological(problem, lambda j: (-one.priorities[j], j)):
-        choice = problem.jobs[index].choices[one.picks[index]]
+    for index in topological(problem, lambda j: (-individual.priorities[j], j)):
+        choice = problem.jobs[index].choices[individual.picks[index]]
         ready = max((ends[j] for j in problem.jobs[index].before), default=0.0)
         ranks = _first_free(cluster, free, choice.degree, ready)
         starts[index] = math.ceil(max(ready, *(free[rank] for rank in ranks)))
@@ -74,7 +78,7 @@ def decode(problem: Problem, cluster: Cluster, one: Individual) -> tuple[Schedul
         ends[index] = starts[index] + choice.ticks * (penalty(cluster, ranks) if between else 1.0)
         for rank in ranks:
             free[rank] = ends[index]
-    return Schedule(one.picks, tuple(starts)), max(ends, default=0.0)
+    return Schedule(individual.picks, tuple(starts)), max(ends, default=0.0)
 
 
 def _first_free(cluster: Cluster, free: list[float], degree: int, ready: float) -> tuple[int, ...]:
@@ -90,26 +94,26 @@ def _first_free(cluster: Cluster, free: list[float], degree: int, ready: float) 
     return tuple(sorted(soonest))
 
 
-def _first(problem: Problem, bound: int, dice: random.Random) -> Individual:
+def _first(problem: Problem, bound: int, rng: random.Random) -> Individual:
     """Degrees for a threshold somewhere above the bound, and random priorities."""
-    picks = degrees_for(problem, bound * dice.uniform(1.0, 2.0))
-    return Individual(picks, tuple(dice.random() for _ in problem.jobs))
+    picks = degrees_for(problem, bound * rng.uniform(1.0, 2.0))
+    return Individual(picks, tuple(rng.random() for _ in problem.jobs))
 
 
-def _crossed(mother: Individual, father: Individual, dice: random.Random) -> Individual:
-    mask = [dice.random() < 0.5 for _ in mother.picks]
+def _crossed(mother: Individual, father: Individual, rng: random.Random) -> Individual:
+    mask = [rng.random() < 0.5 for _ in mother.picks]
     return Individual(
         tuple(m if hers else f for m, f, hers in zip(mother.picks, father.picks, mask, strict=True)),
         tuple(m if hers else f for m, f, hers in zip(mother.priorities, father.priorities, mask, strict=True)),
     )
 
 
-def _mutated(problem: Problem, one: Individual, dice: random.Random) -> Individual:
-    picks, priorities = list(one.picks), list(one.priorities)
+def _mutated(problem: Problem, individual: Individual, rng: random.Random) -> Individual:
+    picks, priorities = list(individual.picks), list(individual.priorities)
     chance = max(MUTATION, 1 / len(picks)) if picks else 0.0
     for index, job in enumerate(problem.jobs):
-        if dice.random() < chance:
-            picks[index] = min(max(picks[index] + dice.choice((-1, 1)), 0), len(job.choices) - 1)
-        if dice.random() < chance:
-            priorities[index] = dice.random()
+        if rng.random() < chance:
+            picks[index] = min(max(picks[index] + rng.choice((-1, 1)), 0), len(job.choices) - 1)
+        if rng.random() < chance:
+            priorities[index] = rng.random()
     return Individual(tuple(picks), tuple(priorities))

@@ -15,8 +15,8 @@ from arachnec.solver.problem import Problem, Schedule
 def best_bags(problem: Problem, candidates: list[tuple[int, ...]]) -> Schedule | None:
     """The shortest schedule over these cuts of the GPUs; None where every one is too small for some job."""
     ticks = ticks_at(problem, sinks_of(problem), {size for sizes in candidates for size in sizes})
-    found = [least_loaded(ticks, sizes) for sizes in candidates]
-    tried = [in_rounds(problem, [groups]) for groups in found if groups is not None]
+    assignments = [least_loaded(ticks, sizes) for sizes in candidates]
+    tried = [in_rounds(problem, [groups]) for groups in assignments if groups is not None]
     return min(tried, key=lambda schedule: schedule.makespan(problem), default=None)
 
 
@@ -33,6 +33,6 @@ def _cuts(gpus: int) -> Iterator[tuple[int, ...]]:
             if small >= large:
                 break
             for count in sorted({1, *(gpus * part // (4 * large) for part in (1, 2, 3))} - {0}):
-                rest = gpus - count * large
-                if rest >= small:
-                    yield (large,) * count + (small,) * (rest // small)
+                remaining = gpus - count * large
+                if remaining >= small:
+                    yield (large,) * count + (small,) * (remaining // small)

@@ -20,8 +20,8 @@ def bucket_by_bucket(module: Module, problem: Problem, degree: int | None = None
         cascade = module.cascades[sink]
         buckets.setdefault((cascade.stage, cascade.tokens, cascade.attrs.get("times")), []).append(sink)
     degrees = [degree] if degree else sorted({c.degree for job in problem.jobs for c in job.choices})
-    tried = [one_bucket_at_a_time(problem, list(buckets.values()), each) for each in degrees]
-    return min(tried, key=lambda found: found.makespan(problem))
+    tried = [one_bucket_at_a_time(problem, list(buckets.values()), width) for width in degrees]
+    return min(tried, key=lambda schedule: schedule.makespan(problem))
 
 
 def one_bucket_at_a_time(problem: Problem, buckets: list[list[int]], degree: int) -> Schedule:

@@ -22,9 +22,9 @@ const timelines = plan.timelines.map((timeline) => {
     const [op, what, first, last, start, end] = timeline.boxes.slice(i, i + 6);
     boxes.push({ op: plan.ops[op], what, first, last, start, end });
   }
-  const chain = timeline.chain.map(([what, ops, because, waited, gap, start, end, rows]) =>
+  const critical = timeline.critical.map(([what, ops, because, waited, gap, start, end, rows]) =>
     ({ what, ops, because, waited, gap, start, end, rows }));
-  return { title: timeline.title, end: timeline.end, boxes, chain, on: new Set(chain.map((link) => link.what)) };
+  return { title: timeline.title, end: timeline.end, boxes, critical, on: new Set(critical.map((link) => link.what)) };
 });
 const planEnd = Math.max(...timelines.map((timeline) => timeline.end)) || 1;
 

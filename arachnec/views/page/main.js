@@ -19,15 +19,15 @@ function makeChain() {
   timelines.forEach((timeline, number) => {
     const option = element("option", timeline.title);
     option.value = number;
-    byId("chain-of").append(option);
+    byId("critical-of").append(option);
   });
-  byId("chains").hidden = timelines.length < 2;
-  byId("chain-of").addEventListener("change", (event) => listChain(timelines[event.target.value]));
-  listChain(timelines[0]);
+  byId("critical-choice").hidden = timelines.length < 2;
+  byId("critical-of").addEventListener("change", (event) => listCritical(timelines[event.target.value]));
+  listCritical(timelines[0]);
 }
 
-function listChain({ chain }) {
-  byId("chain").replaceChildren(...chain.map((link) => {
+function listCritical({ critical }) {
+  byId("critical").replaceChildren(...critical.map((link) => {
     const item = element("li"), button = element("button");
     button.type = "button";
     button.append(element("b", nameOf(link.what)), ` ${link.ops.replaceAll("+", " and ")}, ${size(link)}${span(link)}: ${reason(link)}`);
@@ -77,7 +77,7 @@ byId("zoom-out").addEventListener("click", () => zoom(2));
 byId("fit").addEventListener("click", fit);
 byId("taller").addEventListener("click", () => rows(1.5));
 byId("flatter").addEventListener("click", () => rows(1 / 1.5));
-byId("show-chain").addEventListener("change", (event) => change({ chain: event.target.checked }));
+byId("show-critical").addEventListener("change", (event) => change({ critical: event.target.checked }));
 window.addEventListener("resize", schedule);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
 

@@ -45,7 +45,7 @@ function condition(word) {
       return (row) => column.key(row) !== null && holds(column.key(row));
     }
   }
-  if (word === "chain") return (row) => timelines.some((timeline) => timeline.on.has(row.index));
+  if (word === "critical") return (row) => timelines.some((timeline) => timeline.on.has(row.index));
   if (word === "recompute") return (row) => row.recompute === 1;
   return (row) => words(row).includes(word);
 }
@@ -118,7 +118,7 @@ function drawTable() {
 }
 
 function tableRow(row) {
-  const line = element("tr", undefined, timelines[0].on.has(row.index) ? "chain" : "");
+  const line = element("tr", undefined, timelines[0].on.has(row.index) ? "critical" : "");
   line.dataset.cascade = row.index;
   line.tabIndex = 0;
   for (const column of COLUMNS) {

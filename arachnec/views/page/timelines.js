@@ -90,7 +90,7 @@ function drawChart({ canvas, timeline, last }) {
     }
     if (!faded && tall >= 12) drawLabel(context, box, cascade, x, y + tall / 2, wide, right);
   }
-  if (view.chain) drawChain(context, timeline, perMs);
+  if (view.critical) drawCritical(context, timeline, perMs);
   if (view.picked !== null) outline(context, timeline, perMs);
   context.restore();
   if (last) drawAxis(context, width, height, height, true);
@@ -146,10 +146,10 @@ function rectangle(start, end, rowsFlat, i, perMs) {
 }
 
 // Outlines of the links, and a line from where each one's wait ended to its start.
-function drawChain(context, timeline, perMs) {
+function drawCritical(context, timeline, perMs) {
   context.strokeStyle = style("--accent");
   let before = null;
-  for (const link of timeline.chain) {
+  for (const link of timeline.critical) {
     context.lineWidth = 2;
     for (let i = 0; i < link.rows.length; i += 2) {
       const [x, y, wide, tall] = rectangle(link.start, link.end, link.rows, i, perMs);
@@ -191,7 +191,7 @@ function makeCharts() {
   });
   for (const stage of plan.stages) legend(stage.name, stage.colour);
   legend("reduce, step", "var(--sync)");
-  legend("critical chain", "var(--accent)");
+  legend("critical path", "var(--accent)");
 }
 
 function legend(text, colour) {

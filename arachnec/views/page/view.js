@@ -10,7 +10,7 @@ const view = {
   row: 1, // px of a row
   picked: null, // a cascade's number
   matches: null, // numbers of the cascades that pass the filter, or null for all
-  chain: true,
+  critical: true,
   rank: plan.ranks[0], // whose memory is shown
 };
 const listeners = [];

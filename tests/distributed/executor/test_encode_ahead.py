@@ -1,4 +1,4 @@
-"""A rank that waits for gradient sums may encode for the next step; what is trained stays the same."""
+"""A rank that waits for gradient all-reduces may encode for the next step; what is trained stays the same."""
 
 from __future__ import annotations
 

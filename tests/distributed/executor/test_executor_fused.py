@@ -13,10 +13,10 @@ from arachnec.backends.torch_distributed.training_run import train
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region
 from arachnec.executable.folder import GRAPHS, read_executable
+from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.printer import print_module
 from arachnec.models.file import load_model_file
-from arachnec.passes.fuse import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.sample import example_calls

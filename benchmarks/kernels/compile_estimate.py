@@ -71,46 +71,48 @@ class Recorder:
 
 def specialisation(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """Types, constants, and of numbers that are specialised whether they are 1 or divisible by 16."""
-    given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
-    found: list[Any] = []
+    values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    key: list[Any] = []
     for parameter in kernel.params:
-        value = given.get(parameter.name)
+        value = values.get(parameter.name)
         if isinstance(value, Tensor):
-            found.append((value.dtype, value.data_ptr() % 16 == 0))
+            key.append((value.dtype, value.data_ptr() % 16 == 0))
         elif parameter.is_constexpr or value is None:
-            found.append(value)
+            key.append(value)
         elif isinstance(value, float):
-            found.append("fp32")
+            key.append("fp32")
         else:
-            kept = parameter.do_not_specialize
-            found.append(("i32" if abs(value) < 2**31 else "i64", None if kept else (value == 1, value % 16 == 0)))
-    return (*found, *sorted((k, v) for k, v in options.items() if k not in kernel.arg_names))
+            generic = parameter.do_not_specialize
+            key.append(("i32" if abs(value) < 2**31 else "i64", None if generic else (value == 1, value % 16 == 0)))
+    return (*key, *sorted((k, v) for k, v in options.items() if k not in kernel.arg_names))
 
 
 def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], capability: int = 90) -> Estimate:
     """Compiles a kernel for the dtypes and numbers of one launch; tensors may be on the meta device."""
     options = dict(options)
     warps = options.pop("num_warps", 4)
-    most = options.pop("maxnreg", None)
-    given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    registers_limit = options.pop("maxnreg", None)
+    values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
     generic = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    fixed = {p.name for p in kernel.params if p.is_constexpr} | {name for name, value in given.items() if value is None}
+    fixed = {p.name for p in kernel.params if p.is_constexpr} | {
+        name for name, value in values.items() if value is None
+    }
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        value = given[name]
+        value = values[name]
         signature[name] = "constexpr" if name in fixed else _type(value)
         aligned = isinstance(value, Tensor) or (isinstance(value, int) and name not in generic and value % 16 == 0)
         if name not in fixed and aligned:
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, {name: given[name] for name in fixed}, attributes)
+    source = ASTSource(kernel, signature, {name: values[name] for name in fixed}, attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(
-        source, target=target, options={"num_warps": warps, "maxnreg": most, "enable_fp_fusion": True}
+        source, target=target, options={"num_warps": warps, "maxnreg": registers_limit, "enable_fp_fusion": True}
     )
     usage, code = (_objdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
-    found = dict(re.findall(r"(\w+):(\d+)", usage.split("Function", 1)[1]))
-    spilled = int(found["STACK"]) + int(found["LOCAL"])
-    return Estimate(int(found["REG"]), compiled.metadata.shared, spilled, warps, *_loop(code))
+    figures = dict(re.findall(r"(\w+):(\d+)", usage.split("Function", 1)[1]))
+    spilled = int(figures["STACK"]) + int(figures["LOCAL"])
+    return Estimate(int(figures["REG"]), compiled.metadata.shared, spilled, warps, *_loop(code))
 
 
 def _type(value: Any) -> str:
@@ -132,10 +134,12 @@ def _loop(code: str) -> tuple[int, int, int]:
 
     Statistics are a number a row: widths that carry less than a quarter of what another one carries are left out.
     """
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
-    lines = [(int(address, 16), name, rest) for address, name, rest in found]
+    rows_of_code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
+    lines = [(int(address, 16), name, operands) for address, name, operands in rows_of_code]
     back = (
-        (int(t.group(1), 16), at) for at, name, rest in lines if name.startswith("BRA") and (t := _TARGET.search(rest))
+        (int(t.group(1), 16), at)
+        for at, name, operands in lines
+        if name.startswith("BRA") and (t := _TARGET.search(operands))
     )
     first, last = max(
         ((start, end) for start, end in back if start < end), key=lambda span: span[1] - span[0], default=(0, -1)

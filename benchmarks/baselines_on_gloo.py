@@ -1,14 +1,14 @@
 """Every named pipeline, compiled and trained for real on gloo ranks of this machine: measured beside predicted.
 
-    python benchmarks/rivals_on_gloo.py [--ranks 4] [--steps 6] [--rounds 1] [--pipelines default,flexsp]
+    python benchmarks/baselines_on_gloo.py [--ranks 4] [--steps 6] [--rounds 1] [--pipelines default,flexsp]
 
 The demo's model with its video and text encoders, its clips, and one long clip that only sharing keeps from being the
 whole step. The machine is profiled first; then every pipeline runs as a person would run it, in turn, `rounds` times.
-Measured is the median step without each run's first and its last, whose clips the one before has encoded and which
-encodes none ahead; predicted is what the simulator says of the program. Losses must agree with the first pipeline's at
-every step: a plan may change the speed only (`tests/distributed/launch/test_rivals_on_ranks.py` holds gradients against
-one process). Ends with 1 where they do not. Takes a quarter of a
-minute for each pipeline and round, and two minutes before.
+Measured is the median step without each run's first and last. The last one's clips are encoded by the step before, and
+it encodes none ahead. Predicted is what the simulator says of the program. Losses must agree with the first pipeline's
+at every step: a plan may change the speed only. `tests/distributed/launch/test_baselines_on_ranks.py` holds gradients
+against one process. Ends with 1 where losses do not agree. Takes a quarter of a minute for each pipeline and round, and
+two minutes before.
 """
 
 from __future__ import annotations

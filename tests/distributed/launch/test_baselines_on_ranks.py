@@ -58,7 +58,7 @@ def front_end() -> Module:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for every pipeline, all trained for two steps on the same ranks."""
-    place = tmp_path_factory.mktemp("rivals")
+    place = tmp_path_factory.mktemp("baselines")
     source = place / "source.py"
     source.write_text(MODEL + ENCODER)
     module = front_end()

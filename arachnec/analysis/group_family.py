@@ -1,0 +1,122 @@
+"""The process groups that plans should use: a fixed family of aligned groups, made once and kept from plan to plan.
+
+A group is consecutive ranks from a multiple of its size on. Its subgroups of Ulysses and ring are few as well: those of
+Ulysses are smaller groups of the family, those of the ring have one stride. In: a cluster, and the heads of its models'
+attentions. Out: grids of Ulysses x ring, and the groups that cascades on them communicate in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+
+from arachnec.analysis.communicators import subgroups
+from arachnec.ir.nodes import Cascade, Cluster, Stage
+
+MOST_COMMUNICATORS = 16  # of a rank
+ALWAYS = 2  # of them: that of all ranks, and that of the gradient all-reduces
+
+Grid = tuple[int, int]  # Ulysses and ring degree
+Ranks = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def family_grids(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Grid, ...]:
+    """Grids whose cascades need no more than ``MOST_COMMUNICATORS`` on any rank, all together; the first matter most.
+
+    Parts of a node come first, then nodes by doubling and those whose Ulysses is as wide as there are heads; each with
+    the widest Ulysses that splits the heads evenly, up to two nodes with uneven heads, too; then what is left.
+    """
+    used: dict[int, set[frozenset[int]]] = defaultdict(set)
+    grids: dict[Grid, None] = {}
+    for grid in _candidates(cluster, heads or (cluster.world,)):
+        more = _members(cluster, grid)
+        if all(len(used[rank] | groups) <= MOST_COMMUNICATORS - ALWAYS for rank, groups in more.items()):
+            grids[grid] = None
+            for rank, groups in more.items():
+                used[rank] |= groups
+    return tuple(grids)
+
+
+@lru_cache(maxsize=64)
+def family(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Ranks, ...]:
+    """Every group of more than one rank that cascades on the family's grids communicate in, subgroups included."""
+    groups = (
+        tuple(sorted(group))
+        for ulysses, ring in family_grids(cluster, heads)
+        for ranks in aligned(cluster, ulysses * ring)
+        for group in subgroups(ranks, ulysses, ring)
+        if len(group) > 1
+    )
+    return tuple(dict.fromkeys(groups))
+
+
+def aligned(cluster: Cluster, size: int) -> tuple[Ranks, ...]:
+    """Consecutive ranks from each multiple of ``size`` on; of less than a node those that lie in one."""
+    groups = (tuple(range(first, first + size)) for first in range(0, cluster.world - size + 1, size))
+    if size >= cluster.gpus:
+        return tuple(groups)
+    return tuple(group for group in groups if group[0] // cluster.gpus == group[-1] // cluster.gpus)
+
+
+def heads_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    """The numbers of heads of trained stages that have attentions."""
+    heads = (stage.attrs.get("heads") for stage in stages if stage.trained)
+    return tuple(sorted({count for count in heads if isinstance(count, int) and count > 1}))
+
+
+def in_family(cluster: Cluster, cascade: Cascade, heads: tuple[int, ...]) -> bool:
+    """Whether a placed cascade communicates in groups of the family alone."""
+    if cascade.degree == 1:
+        return True
+    ranks, first = cascade.ranks, min(cascade.ranks)
+    if sorted(ranks) != list(range(first, first + len(ranks))) or first % len(ranks):
+        return False
+    grids = family_grids(cluster, heads)
+    if "ulysses" not in cascade.attrs:
+        return any(ulysses * ring == len(ranks) for ulysses, ring in grids)
+    return (cascade.attrs["ulysses"], cascade.attrs.get("ring", 1)) in grids
+
+
+def _candidates(cluster: Cluster, heads: tuple[int, ...]) -> Iterator[Grid]:
+    def widest(size: int) -> int:
+        return max(u for u in _divisors(size) if any(count % u == 0 for count in heads))
+
+    most = max(heads)
+    others = [*range(2 * cluster.gpus, cluster.world, cluster.gpus), *range(3, cluster.gpus)]
+    split_as_heads = {size for size in others if size > cluster.gpus and widest(size) == min(size, most)}
+    for size in sorted({*_sizes(cluster), *split_as_heads}):
+        yield _grid(size, widest(size))
+        if size <= 2 * cluster.gpus:
+            yield _grid(size, max(u for u in _divisors(size) if u <= min(most, cluster.gpus)))
+    yield from (_grid(size, widest(size)) for size in others)
+
+
+def _sizes(cluster: Cluster) -> Iterator[int]:
+    """Parts of a node, then nodes by doubling, then all."""
+    yield from (size for size in _divisors(cluster.gpus) if size > 1)
+    size = 2 * cluster.gpus
+    while size <= cluster.world:
+        yield size
+        size *= 2
+    if cluster.world > 1:
+        yield cluster.world
+
+
+def _grid(size: int, ulysses: int) -> Grid:
+    return ulysses, size // ulysses
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _members(cluster: Cluster, grid: Grid) -> dict[int, set[frozenset[int]]]:
+    """The groups of each rank that runs a cascade on this grid."""
+    groups: dict[int, set[frozenset[int]]] = defaultdict(set)
+    for ranks in aligned(cluster, grid[0] * grid[1]):
+        for group in map(frozenset, subgroups(ranks, *grid)):
+            for rank in group if len(group) > 1 else ():
+                groups[rank].add(group)
+    return groups

@@ -1,0 +1,78 @@
+"""The environment that a rank runs in: what is set, to what, and why. A value that the user gives stays."""
+
+from __future__ import annotations
+
+import getpass
+import tempfile
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    value: str
+    reason: str
+    instead: str = ""  # another name of the same, which a user may have set
+
+    def given(self, environment: MutableMapping[str, str]) -> bool:
+        return self.name in environment or (bool(self.instead) and self.instead in environment)
+
+
+SETTINGS = (
+    Setting(
+        "CUDA_MODULE_LOADING",
+        "EAGER",
+        "the first launch of a lazily loaded kernel waits for the whole device, and so for a receive that is pending",
+    ),
+    Setting(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "32",
+        "streams that share one of the 8 default hardware queues wait for each other; compute, copies and "
+        "communicators have one each",
+    ),
+    Setting(
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "expandable_segments:True",
+        "clips of mixed length fragment fixed segments, and the retry that frees them waits for the whole device",
+        "PYTORCH_ALLOC_CONF",
+    ),
+    Setting(
+        "NCCL_RUNTIME_CONNECT",
+        "0",
+        "channels are connected when a communicator is made, not within a step at the first use of an algorithm",
+    ),
+    Setting(
+        "TORCH_GLOO_LAZY_INIT",
+        "1",
+        "gloo connects ranks that talk, not all n^2 pairs",
+    ),
+    Setting(
+        "TRITON_CACHE_DIR",
+        "{local}/triton",
+        "a cache on the host's own disk: one in a home that hosts share is written by all of them at once",
+    ),
+    Setting(
+        "TORCHINDUCTOR_CACHE_DIR",
+        "{local}/inductor",
+        "as for Triton",
+    ),
+)
+
+
+def prepare_environment(environment: MutableMapping[str, str]) -> None:
+    """Set what is not set yet. It counts before torch is imported."""
+    for setting in SETTINGS:
+        if not setting.given(environment):
+            environment[setting.name] = setting.value.format(local=_local_cache())
+
+
+def table() -> str:
+    """The settings as the table of docs/running.md."""
+    rows = [f"| `{s.name}` | `{s.value}` | {s.reason} |" for s in SETTINGS]
+    return "\n".join(("| variable | value | why |", "|---|---|---|", *rows))
+
+
+def _local_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"arachnec-{getpass.getuser()}"

@@ -1,0 +1,131 @@
+"""Weights that rank 0 reads or draws, and the other ranks receive.
+
+The others build their modules on the meta device, where weights have shapes and no memory, and allocate each tensor
+once, on their device and in the precision of training. Buffers are sent as weights are, so that those that a
+constructor computes are right everywhere. A module that cannot be built so is built as on rank 0, and its values then
+overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import build_encoders, build_model
+from arachnec.backends.torch_distributed.agreement import agree
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import ModelFile
+
+Modules = Mapping[str, nn.Module]
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def shared_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
+    """The model of ``build_model`` on every rank, with the weights of rank 0's. Collective.
+
+    Raises ``UserError`` where the ranks' models have other tensors.
+    """
+
+    def build(home: torch.device) -> Modules:
+        return {"model": build_model(model_file, training, home)}
+
+    return shared_modules(build, device)["model"]
+
+
+def shared_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
+    """The encoders of ``build_encoders`` on every rank, with the weights of rank 0's. Collective."""
+    return dict(shared_modules(lambda home: build_encoders(model_file, training, home), device))
+
+
+def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
+    """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
+    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
+    agree({"the tensors of the model and its encoders": _digest(modules)}, device)
+    for tensor in tensors_of(modules):
+        home = tensor if tensor.device == device else tensor.detach().to(device)
+        _broadcast(home)
+        if home is not tensor:
+            _swap(tensor, home)
+    for module in modules.values():
+        module.to(device)  # what is no tensor of the module, such as a device that it remembers
+    state = torch.get_rng_state()
+    _broadcast(state)
+    torch.set_rng_state(state)  # as after building, for what is drawn later
+    return modules
+
+
+def tensors_of(modules: Modules) -> Iterator[Tensor]:
+    """Every parameter and buffer once, shared ones too, in an order that is the same on all ranks."""
+    for _, module in sorted(modules.items()):
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def _received(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
+    """The modules with memory on ``device`` and no values yet, or with values of their own."""
+    try:
+        modules = _built_on_meta(build)
+        if not any(_strays(module) for module in modules.values()):
+            for tensor in tensors_of(modules):
+                _swap(tensor, torch.empty_like(tensor, device=device))
+            return modules
+    except (NotImplementedError, RuntimeError, TypeError, UserError):
+        pass  # it looks at values, or cannot be without them; a mistake shows again below
+    return build(CPU)
+
+
+def _built_on_meta(build: Callable[[torch.device], Modules]) -> Modules:
+    with META:
+        return build(META)
+
+
+def _strays(module: nn.Module) -> bool:
+    """Whether it keeps tensors without values that are neither parameters nor buffers: nobody would send them."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def stray(value: Any, depth: int = 3) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_meta and id(value) not in known
+        if isinstance(value, dict):
+            value = list(value.values())
+        return depth > 0 and isinstance(value, list | tuple | set) and any(stray(item, depth - 1) for item in value)
+
+    registered = {"_parameters", "_buffers", "_modules"}
+    return any(
+        stray(value) for part in module.modules() for name, value in vars(part).items() if name not in registered
+    )
+
+
+def _swap(tensor: Tensor, other: Tensor) -> None:
+    """Put ``other`` in the place of ``tensor`` wherever that is referred to, as a parameter if it is one."""
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor) -> None:
+    """Rank 0's values, as bytes: every precision travels alike."""
+    if not tensor.numel():
+        return
+    packed = tensor.detach().contiguous()
+    dist.broadcast(packed.reshape(-1).view(torch.uint8), 0)
+    if packed.data_ptr() != tensor.data_ptr():
+        tensor.copy_(packed)
+
+
+def _digest(modules: Modules) -> str:
+    named = [
+        (name, key, tuple(tensor.shape), str(tensor.dtype))
+        for name, module in sorted(modules.items())
+        for key, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    return hashlib.sha256(repr(named).encode()).hexdigest()

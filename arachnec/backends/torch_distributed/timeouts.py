@@ -1,0 +1,46 @@
+"""How long a rank may stay in a phase of the run before the run is ended, in seconds.
+
+Each limit follows from what the phase has to do; an option sets it instead. The watchdog keeps them, so that they say
+which phase it was; the timeouts of process groups lie far behind, where no healthy run comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from arachnec.ir.nodes import Module, quantity
+
+GROUP_TIMEOUT = timedelta(days=1)
+START_S = 600.0
+PLAN_S = 600.0
+STEP_S = 60.0
+STEPS_OF_ANOTHER_DEVICE_S = 600.0  # where planned times do not apply
+LONGER = 10.0  # than planned, or than measured before, is too long
+DISK = 0.1  # GiB/s: a slow shared file system that is read or hashed
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """None: derived from the plan."""
+
+    start: float | None = None
+    plan: float | None = None
+    step: float | None = None
+
+    def of_start(self, module: Module) -> float:
+        """To read or write weights and hash them, and to make process groups."""
+        if self.start is not None:
+            return self.start
+        states = [quantity(program.attrs["state"]) for program in module.programs if "state" in program.attrs]
+        return START_S + sum(states) / DISK
+
+    def of_plan(self) -> float:
+        return PLAN_S if self.plan is None else self.plan
+
+    def of_step(self, planned_ms: float, longest_ms: float, *, first: float = 0.0, applies: bool = True) -> float:
+        """``longest_ms``: of the steps before; ``first``: what compiling may add to a plan's first step."""
+        if self.step is not None:
+            return self.step + first
+        least = STEP_S if applies else STEPS_OF_ANOTHER_DEVICE_S
+        return max(least, LONGER * max(planned_ms, longest_ms) / 1e3) + first

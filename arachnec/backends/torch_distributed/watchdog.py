@@ -1,0 +1,366 @@
+"""A thread in every rank that ends it when another rank has failed, or when it takes too long.
+
+It talks to the other ranks through the rendezvous store alone, so it depends on no timeout of NCCL or gloo, and it ends
+the process from beside the main thread, which may be waiting for a collective that will never come. The store's keys:
+
+- ``failure``: the first failure of any rank; whoever sees it ends.
+- ``member/r``: where rank r runs. Ranks of one agent (one torchrun, one launcher) see at once when a sibling's process
+  is gone.
+- ``at/r``: a counter and where rank r stands, written every few seconds. Rank r watches that of rank r + 1, so the
+  messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
+- ``done/r``: rank r has ended well. ``told/a``: a rank of agent a has told the failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from arachnec.backends.torch_distributed.failure import (
+    ERROR_FILE,
+    Failure,
+    failure_of,
+    follows_from_another,
+    record_failure,
+)
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+POLL_S = 0.5
+BEAT_S = 2.0
+LAPSE_S = 20.0  # without a beat a rank counts as dead
+HOLD_S = 1.5  # that a failing rank stays, for the others to read why
+GONE = "was killed or crashed: its process is gone"
+STORE_S = 10.0  # that an answer of the store may take
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class RankGone(Diagnostic):
+    title: ClassVar[str] = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
+    help: ClassVar[str] = (
+        "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
+    )
+    rank: int
+    world: int
+    host: str
+    what: str
+    last: str
+
+
+@dataclass(frozen=True)
+class TookTooLong(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s"
+    )
+    help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
+    rank: int
+    host: str
+    phase: str
+    seconds: float
+    limit: float
+    option: str
+    places: str
+
+
+@dataclass(frozen=True)
+class StoreLost(Diagnostic):
+    title: ClassVar[str] = "rank {rank} on host {host} cannot reach the rendezvous store any more ({reason})"
+    help: ClassVar[str] = (
+        "the first node keeps it: it has ended or the network between it and {host} is cut; its own output says more"
+    )
+    rank: int
+    host: str
+    reason: str
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A rank's process."""
+
+    rank: int
+    host: str
+    pid: int
+    agent: str  # processes of one agent see each other's ids
+
+    @classmethod
+    def here(cls, rank: int) -> Member:
+        host = socket.gethostname()
+        try:
+            space = str(Path("/proc/self/ns/pid").readlink())
+        except OSError:
+            space = ""
+        return cls(rank, host, os.getpid(), f"{host}:{space}:{os.getppid()}")
+
+    def alive(self) -> bool:
+        """Whether the process exists; asked by its siblings only."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often the watchdog looks, in seconds."""
+
+    poll: float = POLL_S
+    beat: float = BEAT_S
+    lapse: float = LAPSE_S
+    hold: float = HOLD_S
+
+
+@dataclass
+class _Phase:
+    name: str
+    limit: float | None
+    option: str
+    started: float
+
+
+@dataclass
+class _Beats:
+    """When the counter of the next rank was last seen to change."""
+
+    text: str = ""
+    changed: float = field(default_factory=time.monotonic)
+
+    def silent_for(self, text: str) -> float:
+        now = time.monotonic()
+        if text != self.text:
+            self.text, self.changed = text, now
+        return now - self.changed
+
+
+class Watchdog:
+    """Watches over one rank. ``store`` is a connection of its own: another's may be blocked by a wait."""
+
+    def __init__(
+        self, store: Store, rank: int, world: int, limits: Limits | None = None, end: Callable[[int], object] = os._exit
+    ) -> None:
+        self._store = store
+        self._world = world
+        self._limits = limits or Limits()
+        self._end = end
+        self._me = Member.here(rank)
+        self._members: dict[int, Member] = {}
+        self._phase = _Phase("start", None, "", time.monotonic())
+        self._beats = _Beats()
+        self._next_beat = 0.0
+        self._count = 0
+        self._closing = threading.Event()
+        self._ending = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._restore = self._catch_sigterm()
+        self._watched = threading.main_thread().ident
+        store.set(f"member/{rank}", msgspec.json.encode(self._me).decode())
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str, limit: float | None = None, option: str = "") -> None:
+        """From now on this rank is in ``phase``, for at most ``limit`` seconds; ``option`` is what sets the limit."""
+        self._phase = _Phase(phase, limit, option, time.monotonic())
+
+    def failed(self, error: BaseException) -> tuple[Failure, bool]:
+        """Tell all ranks of this rank's exception.
+
+        Returns the failure that the run ends with, and whether this rank is to tell it. Where the exception only
+        follows from another rank's end, that is waited for, and the thread ends the process when it comes.
+        """
+        if follows_from_another(error):
+            time.sleep(self._limits.lapse + self._limits.beat + 4 * self._limits.poll)
+        self._ending.acquire()  # for good: either the thread ends the process, or this rank does
+        failure = self._publish(failure_of(error))
+        tells = self._tells()
+        if len({member.agent for member in self._members.values()}) != 1:
+            time.sleep(self._limits.hold)  # others read the reason from a store that may end with this rank
+        return failure, tells
+
+    def close(self) -> None:
+        """This rank has ended well."""
+        self._closing.set()
+        os.write(self._wake_write, b"\0")
+        self._thread.join()
+        self._restore()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"done/{self._me.rank}", "")
+            if self._me.rank == 0:  # it may keep the store, which the others still ask
+                self._store.wait([f"done/{rank}" for rank in range(self._world)], timedelta(seconds=STORE_S))
+
+    def _watch(self) -> None:
+        asking = ThreadPoolExecutor(1, "watchdog-store")
+        while not self._closing.is_set():
+            told_to_end = self._sleep()
+            try:
+                failure = asking.submit(self._look, told_to_end).result(self._limits.lapse)
+            except (RuntimeError, TimeoutError) as error:
+                failure = _failure(self._without_store(str(error).partition("\n")[0] or "no answer"))
+            if failure is not None and not self._closing.is_set():
+                self._stop(failure)
+                return
+        asking.shutdown(wait=False)
+
+    def _sleep(self) -> bool:
+        """Wait until it is time to look again; whether the process was told to end meanwhile."""
+        ready, _, _ = select.select([self._wake_read], [], [], self._limits.poll)
+        return bool(ready) and signal.SIGTERM in os.read(self._wake_read, 4096)
+
+    def _look(self, told_to_end: bool) -> Failure | None:
+        """One look at the others: why this rank must end, or None."""
+        if (failure := self._published()) is not None:
+            return failure
+        self._beat()
+        found = self._gone() or self._silent() or self._late()
+        if found is None and told_to_end:
+            found = self._cause_of_sigterm()
+        return None if found is None else self._publish(_failure(found))
+
+    def _without_store(self, reason: str) -> Diagnostic:
+        """Why there may be no store any more: a rank of this agent may have kept it."""
+        me, known = self._me, self._members.values()
+        gone = [member for member in known if member.agent == me.agent and member != me and not member.alive()]
+        return (
+            RankGone(None, gone[0].rank, self._world, me.host, GONE, "")
+            if gone
+            else StoreLost(None, me.rank, me.host, reason)
+        )
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + self._limits.beat
+        self._count += 1
+        self._store.set(f"at/{self._me.rank}", f"{self._count} {self._phase.name}, {_place_of(self._watched)}")
+
+    def _gone(self) -> Diagnostic | None:
+        """A rank of this agent whose process is there no more."""
+        for member in self._siblings():
+            if not member.alive() and not self._store.check([f"done/{member.rank}"]):
+                return self._rank_gone(member, GONE)
+        return None
+
+    def _silent(self) -> Diagnostic | None:
+        """The next rank, if it beats no more."""
+        following = (self._me.rank + 1) % self._world
+        if following == self._me.rank or not self._store.check([f"at/{following}"]):
+            return None
+        silence = self._beats.silent_for(self._store.get(f"at/{following}").decode())
+        if silence < self._limits.lapse or self._store.check([f"done/{following}"]):
+            return None
+        member = msgspec.json.decode(self._store.get(f"member/{following}"), type=Member)
+        return self._rank_gone(member, f"has given no sign of life for {silence:.0f} s")
+
+    def _late(self) -> Diagnostic | None:
+        phase = self._phase
+        seconds = time.monotonic() - phase.started
+        if phase.limit is None or seconds < phase.limit:
+            return None
+        self._next_beat = 0.0
+        self._beat()
+        return TookTooLong(
+            None, self._me.rank, self._me.host, phase.name, seconds, phase.limit, phase.option, self._places()
+        )
+
+    def _cause_of_sigterm(self) -> Diagnostic:
+        """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""
+        for _ in range(10):
+            time.sleep(self._limits.poll / 5)
+            if (found := self._gone()) is not None:
+                return found
+        return self._rank_gone(self._me, "was told to end (SIGTERM)")
+
+    def _siblings(self) -> list[Member]:
+        if len(self._members) < self._world:
+            keys = [f"member/{rank}" for rank in range(self._world)]
+            if not self._store.check(keys):
+                return []
+            members = [msgspec.json.decode(data, type=Member) for data in self._store.multi_get(keys)]
+            self._members.update((member.rank, member) for member in members)
+        return [member for member in self._members.values() if member.agent == self._me.agent and member != self._me]
+
+    def _rank_gone(self, member: Member, what: str) -> RankGone:
+        key = f"at/{member.rank}"
+        last = self._store.get(key).decode().partition(" ")[2] if self._store.check([key]) else ""
+        return RankGone(None, member.rank, self._world, member.host, what, last and f"; it was last seen in {last}")
+
+    def _places(self) -> str:
+        keys = [f"at/{rank}" for rank in range(self._world)]
+        known = [(rank, key) for rank, key in enumerate(keys) if self._store.check([key])]
+        values = self._store.multi_get([key for _, key in known])
+        lines = [f"{value.decode().partition(' ')[2]}" for value in values]
+        return "\n".join(f"    rank {rank}: {line}" for (rank, _), line in zip(known, lines, strict=True))
+
+    def _published(self) -> Failure | None:
+        if not self._store.check(["failure"]):
+            return None
+        return msgspec.json.decode(self._store.get("failure"), type=Failure)
+
+    def _publish(self, failure: Failure) -> Failure:
+        """Make it the run's failure, unless there is one already; the run's failure."""
+        try:
+            first = self._store.compare_set("failure", "", msgspec.json.encode(failure).decode())
+        except RuntimeError:  # no store any more, so nobody else can be told
+            return failure
+        return msgspec.json.decode(first, type=Failure)
+
+    def _tells(self) -> bool:
+        """Whether this rank tells the failure: one of each agent's does, and with a launcher, which chooses, all."""
+        try:
+            return ERROR_FILE in os.environ or self._store.add(f"told/{self._me.agent}", 1) == 1
+        except RuntimeError:
+            return True
+
+    def _stop(self, failure: Failure) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # the main thread is ending the process itself
+        if self._tells():
+            record_failure(failure)
+        sys.stdout.flush()
+        self._end(failure.exit_code)
+
+    def _catch_sigterm(self) -> Callable[[], None]:
+        """Have a SIGTERM wake the thread, wherever the main thread is; returns what puts the old handler back."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        descriptor = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+
+        def restore() -> None:
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGTERM, handler)
+
+        return restore
+
+
+def _failure(diagnostic: Diagnostic) -> Failure:
+    return failure_of(UserError(diagnostic))
+
+
+def _place_of(thread: int | None) -> str:
+    """The innermost line of this package that a thread is in."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).parents:
+        frame = frame.f_back
+    return "elsewhere" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

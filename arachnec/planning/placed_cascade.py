@@ -1,0 +1,79 @@
+"""A cascade on ranks: its grid of Ulysses x ring, and when it starts and ends there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arachnec.analysis.group_family import family_grids, heads_of
+from arachnec.cluster.topology import handoff_time, node_of
+from arachnec.cost.memory import GIB
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention, Strategy
+from arachnec.cost.table import Entry
+from arachnec.ir.nodes import Cascade
+from arachnec.ir.stage_sizes import times_of
+from arachnec.ir.values import Quantity
+
+SLOWER_GRID = 4e-3  # of its time that a cascade may take longer on a grid of the family of process groups
+
+
+def on(
+    cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> Cascade:
+    placed = with_ranks(cascade, ranks, cost)
+    arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
+    start = max(arrived, *(actual[rank] for rank in ranks))
+    return placed.with_attrs(start=_ms(start), end=_ms(start + (placed.end - placed.start)))
+
+
+def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
+    """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
+    recompute = cascade.recompute
+    if cost.devices.kinds:
+        recompute = cost.recompute_at(cascade, cascade.degree, ranks) is True
+    cheapest = cost.table.entry(cascade, cascade.degree, ranks, Strategy(recompute=recompute))
+    entry = _on_family_grid(cascade, ranks, cheapest, cost) if cost.has_attention(cascade) else cheapest
+    split = entry.strategy.attention if cost.has_attention(cascade) else None
+    duration = cascade.end - cascade.start + max(0.0, entry.time - cheapest.time)
+    if cost.devices.kinds:
+        memory = Quantity(round(entry.memory, 6), "GiB")
+        cascade = cascade.with_attrs(recompute=True if recompute else None, memory=memory)
+        duration = entry.time
+    elif not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
+        # the tick to which the scheduler rounded up is not taken away again
+        duration = max(duration, entry.time)
+    return cascade.with_attrs(
+        ranks=ranks,
+        ulysses=split.ulysses if split else None,
+        ring=split.ring if split else None,
+        end=Quantity(cascade.start + duration, "ms"),
+    )
+
+
+def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, cost: CostModel) -> Entry:
+    """The cheapest grid, or the cheapest of the family's that takes at most ``SLOWER_GRID`` longer."""
+    grids = family_grids(cost.cluster, heads_of(cost.module.stages))
+    split, recompute = cheapest.strategy.attention, cheapest.recompute
+    if len(ranks) == 1 or (split is not None and (split.ulysses, split.ring) in grids):
+        return cheapest
+    offered = [
+        cost.table.entry(cascade, cascade.degree, ranks, Strategy(Attention(ulysses, ring), recompute))
+        for ulysses, ring in grids
+        if ulysses * ring == len(ranks)
+    ]
+    best = min(offered, key=lambda entry: entry.time, default=cheapest)
+    return best if best.time <= cheapest.time * (1 + SLOWER_GRID) else cheapest
+
+
+def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
+    """ms after the producer's end at which the consumer's last rank has its output."""
+    size = cost.output(producer) * GIB
+    if not size:
+        return 0.0
+    source = producer.ranks[0]
+    targets = [rank for rank in consumer.ranks if rank not in producer.ranks]
+    return max((handoff_time(cost.cluster, source, rank, size) for rank in targets), default=0.0)
+
+
+def _ms(value: float) -> Quantity:
+    return Quantity(round(value, 6), "ms")

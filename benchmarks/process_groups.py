@@ -1,0 +1,136 @@
+"""Communicators that a rank needs over many plans, and what placing cascades on few groups costs.
+
+Plans of the bucketed video mix (`plan_video_mix.py`), scheduled once each and placed twice: as the shortest placement,
+and with a preference for the family of aligned groups. A rank's communicators are counted over all plans together,
+that of all ranks and that of the gradient all-reduces included, as if none was ever given up::
+
+    python benchmarks/process_groups.py                        # 20 plans of 128 clips on 8x8 H100
+    python benchmarks/process_groups.py --clips 48 --plans 5
+
+"lost" is the makespan with the family over that without, less 1: of all plans together, and of the worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from traced_stages import module_of, video_mix
+
+from arachnec.analysis.communicators import Communicator, communicators
+from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.group_family import family, family_grids, heads_of
+from arachnec.cost.model import CostModel
+from arachnec.ir.nodes import Cascade, Level, Module
+from arachnec.lowering.programs import lower
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.family_placement import on_few_groups, outside
+from arachnec.planning.placement import best_placements, end_of
+
+MODELS = ("wan2_1_14b", "wan2_1_1_3b_vae", "hunyuanvideo")
+SCHEDULE = "shard-optimizer,partition{{policy=dual}},annotate,schedule-z3{{budget={budget}ms}}"
+EVERYONE = 1  # the group of all ranks
+
+
+class Count:
+    """The communicators of every rank over several plans."""
+
+    def __init__(self) -> None:
+        self.of_rank: dict[int, set[Communicator]] = defaultdict(set)
+        self.ends: list[float] = []
+        self.outside = 0
+        self.most_of_one = 0  # of the ranks of one plan
+
+    def add(self, scheduled: Module, placed: list[Cascade], cost: CostModel) -> None:
+        named = {cascade.name: cascade for cascade in placed}
+        cascades = tuple(named[cascade.name] for cascade in scheduled.cascades)
+        everyone = tuple(range(cost.cluster.world))
+        reductions = tuple(replace(one, attrs=one.attrs.updated(ranks=everyone)) for one in scheduled.reductions)
+        module = replace(scheduled, level=Level.PLACED, cascades=cascades, reductions=reductions)
+        for program in lower(module).programs:
+            names = communicators(program, HOST_HANDOFFS)
+            self.of_rank[program.rank] |= names
+            self.most_of_one = max(self.most_of_one, len(names) + EVERYONE)
+        self.ends.append(end_of(placed))
+        self.outside += len(outside(placed, cost))
+
+    @property
+    def most(self) -> int:
+        return max(map(len, self.of_rank.values())) + EVERYONE
+
+
+def measured(model: str, clips: int, plans: int, cluster: str, budget: int) -> dict[str, object]:
+    shortest, grouped = Count(), Count()
+    for seed in range(plans):
+        scheduled = Pipeline.parse(SCHEDULE.format(budget=budget)).run(
+            module_of(model, video_mix(clips, seed), cluster)
+        )
+        cost = CostModel(scheduled)
+        without = best_placements(scheduled.cascades, cost)
+        shortest.add(scheduled, without, cost)
+        grouped.add(scheduled, on_few_groups(scheduled.cascades, without, cost), cost)
+    heads = heads_of(scheduled.stages)
+    return {
+        "model": model,
+        "cluster": cluster,
+        "clips": clips,
+        "plans": plans,
+        "grids": family_grids(cost.cluster, heads),
+        "family_of_a_rank": max(
+            sum(rank in g for g in family(cost.cluster, heads)) for rank in range(cost.cluster.world)
+        ),
+        "communicators_without": shortest.most,
+        "communicators": grouped.most,
+        "of_one_plan": grouped.most_of_one,
+        "outside_without": shortest.outside,
+        "outside": grouped.outside,
+        "lost": sum(grouped.ends) / sum(shortest.ends) - 1,
+        "most_lost": max(one / other - 1 for one, other in zip(grouped.ends, shortest.ends, strict=True)),
+        "ends_ms": [round(end, 1) for end in grouped.ends],
+    }
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    heads = (
+        "model",
+        "clips",
+        "plans",
+        "communicators without",
+        "with",
+        "cascades outside, without",
+        "with",
+        "lost",
+        "at most",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        keys = ("model", "clips", "plans", "communicators_without", "communicators", "outside_without", "outside")
+        cells = [*(str(row[key]) for key in keys), f"{row['lost']:.3%}", f"{row['most_lost']:.3%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cluster", default="8x8:h100-80g")
+    parser.add_argument("--clips", type=int, default=128)
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--budget", type=int, default=500, help="ms for each plan")
+    parser.add_argument("--output", type=Path, help="write the rows here, as JSON")
+    options = parser.parse_args()
+    rows = []
+    for model in options.models.split(","):
+        row = measured(model, options.clips, options.plans, options.cluster, options.budget)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    print(table(rows))
+    if options.output is not None:
+        options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

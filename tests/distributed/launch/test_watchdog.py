@@ -1,0 +1,167 @@
+"""What ends a rank from beside its main thread, with a store of this process and limits of tenths of a second."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from arachnec.backends.torch_distributed.failure import Failure, follows_from_another
+from arachnec.backends.torch_distributed.watchdog import Limits, Member, Watchdog
+
+FAST = Limits(poll=0.05, beat=0.1, lapse=0.6, hold=0.0)
+ENDS_S = 20.0  # on a busy machine
+KEEPS_A_STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+class Run:
+    """A store, and watchdogs of some ranks in this process that put down their exit codes instead of ending it."""
+
+    def __init__(self) -> None:
+        self.master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.codes: queue.Queue[int] = queue.Queue()
+        self.dogs: list[Watchdog] = []
+
+    def store(self) -> Any:
+        return dist.TCPStore("127.0.0.1", self.master.port, is_master=False)
+
+    def watch(self, rank: int, world: int, limits: Limits = FAST) -> Watchdog:
+        self.dogs.append(Watchdog(self.store(), rank, world, limits, self.codes.put))
+        return self.dogs[-1]
+
+    def ended(self) -> int:
+        return self.codes.get(timeout=ENDS_S)
+
+    def pretend(self, member: Member, stands: str) -> None:
+        """A rank that is known to the store and does nothing."""
+        self.master.set(f"member/{member.rank}", msgspec.json.encode(member).decode())
+        self.master.set(f"at/{member.rank}", stands)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.delenv("ARACHNEC_ERROR_FILE", raising=False)
+    made = Run()
+    yield made
+    for rank in range(8):
+        made.master.set(f"done/{rank}", "")
+    for dog in reversed(made.dogs):
+        dog.close()
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_rank_without_a_sign_of_life_is_named_by_the_one_before_it(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 3, gradients.py:88")
+    run.watch(0, 2)
+    assert run.ended() == 2
+    told = capfd.readouterr().err
+    assert "rank 1 of 2 on host gpu-7 has given no sign of life for" in told
+    assert "it was last seen in step 3, gradients.py:88" in told
+
+
+def test_a_sibling_whose_process_is_gone_is_named_before_it_lapses(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), "3 start, elsewhere")
+    run.watch(0, 2, Limits(poll=0.05, lapse=60.0))
+    assert run.ended() == 2
+    assert "rank 1 of 2 on host here was killed or crashed: its process is gone" in capfd.readouterr().err
+
+
+def test_one_that_is_done_may_go(run: Run) -> None:
+    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), "3 start, elsewhere")
+    run.master.set("done/1", "")
+    run.watch(0, 2)
+    with pytest.raises(queue.Empty):
+        run.codes.get(timeout=1.5)
+
+
+def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_rank_stands(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 5, handoffs.py:60")
+    run.watch(0, 2, Limits(poll=0.05, beat=0.1, lapse=60.0)).enter("step 5", 0.3, "--step-timeout")
+    assert run.ended() == 2
+    told = capfd.readouterr().err
+    assert "has been in step 5 for" in told
+    assert "its limit is 0.3 s" in told
+    assert "raise the limit with --step-timeout" in told
+    assert "rank 1: step 5, handoffs.py:60" in told
+
+
+def test_a_failure_ends_every_rank_and_each_agent_tells_it_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    dogs = [run.watch(rank, 3) for rank in range(3)]
+    failure, tells = dogs[1].failed(ValueError("the first cause"))
+    assert (failure.exit_code, tells) == (1, True)
+    assert "the first cause" in failure.text
+    assert (run.ended(), run.ended()) == (1, 1)
+    assert capfd.readouterr().err == ""  # rank 1 is to tell it, and is of the same agent
+
+
+def test_what_a_rank_raises_because_another_died_is_not_told(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 3, gradients.py:88")
+    dog = run.watch(0, 2, replace(FAST, beat=5.0))
+    error = RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+    threading.Thread(target=dog.failed, args=(error,), daemon=True).start()  # a real one would not come back
+    assert run.ended() == 2
+    told = capfd.readouterr().err
+    assert "rank 1 of 2 on host gpu-7 has given no sign of life" in told
+    assert "gloo" not in told
+
+
+def test_a_store_that_is_gone_ends_the_rank(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    keeper = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            KEEPS_A_STORE,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert keeper.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False)
+    dog = Watchdog(store, 0, 2, FAST, run.codes.put)
+    keeper.kill()
+    keeper.wait()
+    assert run.ended() == 2
+    assert "cannot reach the rendezvous store any more" in capfd.readouterr().err
+    dog.close()
+    keeper.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [::1]:4711"), True),
+        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited"), True),
+        (ConnectionResetError("connection reset"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("timed out"), False),
+    ],
+)
+def test_a_broken_connection_is_told_from_a_mistake(error: BaseException, follows: bool) -> None:
+    assert follows_from_another(error) is follows
+
+
+def test_a_failure_has_the_exit_code_of_its_kind() -> None:
+    assert (Failure(0.0, True, "").exit_code, Failure(0.0, False, "").exit_code) == (2, 1)
