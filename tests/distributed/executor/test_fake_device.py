@@ -92,7 +92,7 @@ def step(folder: Path, ulysses: int) -> Seen:
             loads=LoadAhead(threads.loads, {}, runtime), training=training,
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
-        context.gradient_groups.ensure(wanted_gradient_groups(module), device=device.device)
+        context.gradient_groups.ensure(wanted_gradient_groups(module))
         for number in range(2):
             iteration = Iteration.of(module, 0, dict(enumerate(clips)), {}, number)
             with pytest.MonkeyPatch.context() as patch, device.watched() as waits:
