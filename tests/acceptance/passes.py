@@ -35,9 +35,9 @@ class Assign(Pass):
             ends[cascade.name] = end = start + cost.time(cascade, degree)
             for rank in ranks:
                 free[rank] = end
-            cascades.append(
-                cascade.with_attrs(degree=degree, start=Quantity(start, "ms"), end=Quantity(end, "ms"), recompute=again)
-            )
+            memory = Quantity(cost.memory(cascade, degree, again is True), "GiB")
+            cascade = cascade.with_attrs(degree=degree, start=Quantity(start, "ms"), end=Quantity(end, "ms"))
+            cascades.append(cascade.with_attrs(recompute=again, memory=memory))
         trained = [stage.name for stage in module.stages if stage.trained]
         names = {stage: tuple(c.name for c in cascades if c.stage == stage) for stage in trained}
         return replace(

@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils import _pytree, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.kernels.attention import attention_block
+from arachnec.kernels.attention.attention_backend import FLASH2
 
 NAME = "faked"
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::item", "aten::tolist")
@@ -205,27 +207,39 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, lse = fused_forward(query, key, value)
+        out, lse = fused_forward(FLASH2, query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return fused_backward(grad, *ctx.saved_tensors[:3])
+        return fused_backward(FLASH2, grad, *ctx.saved_tensors[:3])
 
 
-def fused_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fused_forward(backend: str, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty(*query.shape[:3], value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def fused_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def fused_backward(
+    backend: str, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     out: Tensor = _FusedAttention.apply(query, key, value)
     return out
+
+
+KERNELS = {"backend_for": lambda *_, **__: FLASH2, "fused_forward": fused_forward, "fused_backward": fused_backward}
+LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _there_or(kernel: Any, plain: Any, *given: Any, **options: Any) -> Any:
+    """The device's kernel for its tensors, the plain one for others."""
+    there = any(isinstance(value, Tensor) and value.device.type == NAME for value in given)
+    return (kernel if there else plain)(*given, **options)
 
 
 def register(rank: int, ranks: int) -> FakeDevice:
@@ -237,12 +251,10 @@ def register(rank: int, ranks: int) -> FakeDevice:
         dist.destroy_process_group()
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     DEVICE = FakeDevice()
-    for module, name, kernel in (
-        (attention_block, "has_kernel", lambda *_: True),
-        (attention_block, "fused_forward", fused_forward),
-        (attention_block, "fused_backward", fused_backward),
-        (torch.nn.functional, "scaled_dot_product_attention", _attention),
-    ):
-        setattr(module, name, kernel)
+    FakeTensor.record_stream = lambda self, stream: None  # takes streams of torch's own classes only
+    plain = {name: getattr(attention_block, name) for name in KERNELS}
+    for name, kernel in KERNELS.items():
+        setattr(attention_block, name, partial(_there_or, kernel, plain[name]))
+    LIBRARY.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=rank, world_size=ranks)
     return DEVICE

@@ -255,7 +255,8 @@ class Trainer:
         drop_gradients(context.parameters)
         keep_gradients(context.parameters, module)
         context.groups.ensure(wanted_groups(module), device=context.device)
-        context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
+        # For the host's tensors too: over these groups hosts tell each other who had a gradient at all.
+        context.gradient_groups.ensure(wanted_gradient_groups(module))
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 

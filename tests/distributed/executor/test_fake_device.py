@@ -1,4 +1,4 @@
-"""A step on a device of streams: only a handoff's thread waits for it, and it needs the memory that was proved."""
+"""A step on a device with streams: only the threads of handoffs may wait for it, and it needs what was planned."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import trained_parameters
+from arachnec.backends.torch_distributed import interpreter
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, grid_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
@@ -24,10 +26,12 @@ from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.driver import compile
 from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
 from tests.distributed import fake_device
+from tests.distributed.harness import RankPool
 
 ROOT = Path(__file__).parents[3]
 PASSES = ROOT / "tests" / "acceptance" / "passes.py"
@@ -43,19 +47,25 @@ CLIPS = [{"id": "a", "frames": 49, "height": 480, "width": 832, "text_tokens": 5
          {"id": "b", "frames": 17, "height": 480, "width": 832, "text_tokens": 512}]  # fmt: skip
 
 
+WITHIN = 0.05
+MAY_WAIT = ("handoff", "loads")  # threads
+
+
 @dataclass(frozen=True)
 class Seen:
-    waits: list[tuple[str, str]]  # thread, and what
-    peak: int  # bytes
-    planned: float  # GiB
-    operations: int
+    """Of one step."""
+
+    waits: list[tuple[str, str]]  # thread, and what it waited in
+    peaks: list[float]  # GiB allocated at most during each instruction
+    planned: list[float]  # GiB, as `check` counts them
+    grids: set[tuple[int, int]]  # Ulysses and ring degrees that ran
 
 
-def step(folder: Path, ulysses: int, recompute: bool) -> Seen:
+def step(folder: Path, ulysses: int) -> Seen:
     """Two steps on rank 0; the second is watched."""
-    device = fake_device.register(0, RANKS)
+    device = fake_device.register(0, RANKS)  # before the first backward, which asks once for the devices there are
     text = (
-        f"partition{{policy=equal-token}},annotate,assign{{degrees=[{RANKS}]}},place,"
+        f"shard-optimizer,partition{{policy=equal-token}},annotate,assign{{degrees=[{RANKS}]}},place,"
         f"regrid{{ulysses=[{ulysses}]}},bucket,lower,check"
     )
     (folder / "model.py").write_text(MODEL)
@@ -82,12 +92,89 @@ def step(folder: Path, ulysses: int, recompute: bool) -> Seen:
             loads=LoadAhead(threads.loads, {}, runtime), training=training,
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
-        context.gradient_groups.ensure(wanted_gradient_groups(module), device=device.device)
+        context.gradient_groups.ensure(wanted_gradient_groups(module))
         for number in range(2):
             iteration = Iteration.of(module, 0, dict(enumerate(clips)), {}, number)
-            with device.watched() as waits:
+            with pytest.MonkeyPatch.context() as patch, device.watched() as waits:
+                peaks = peaks_of_instructions(device.memory, patch)
+                until_the_optimizer_is_done(device.waits, patch)
                 waits.seen.clear()
                 run_iteration(context, iteration, Clock(0, runtime))
     threads.close()
-    planned = max(usage.total - usage.communicators for usage in usages(Values(module), program_of(module, 0)))
-    return Seen(waits.seen, device.memory.peak, planned, 0)
+    cascades = {cascade.name: cascade for cascade in module.cascades}
+    forwards = [step for step in iteration.program.instructions if step.op == "forward"]
+    return Seen(
+        waits=waits.seen,
+        peaks=[peak / 2**30 for peak in peaks],
+        planned=[usage.total - usage.communicators for usage in usages(Values(module), iteration.program)][1:],
+        grids={grid_of(forward, cascades[forward.target])[1:] for forward in forwards},
+    )
+
+
+def peaks_of_instructions(memory: fake_device.Memory, patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes allocated at most during each instruction, filled while they run."""
+    execute = interpreter._Walk.execute
+    peaks: list[int] = []
+
+    def watched(walk: interpreter._Walk, instruction: Instruction) -> None:
+        memory.peak = memory.now
+        execute(walk, instruction)
+        peaks.append(memory.peak)
+
+    patch.setattr(interpreter._Walk, "execute", watched)
+    return peaks
+
+
+def until_the_optimizer_is_done(waits: fake_device.Waits, patch: pytest.MonkeyPatch) -> None:
+    """What comes later, such as the loss that is reported, may wait."""
+    step = Optimizer.step
+
+    def last(self: Optimizer) -> torch.Tensor:
+        norm = step(self)
+        waits.noting = False
+        return norm
+
+    patch.setattr(Optimizer, "step", last)
+
+
+@pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "product", "ring"])
+def test_a_step_waits_for_nothing_and_needs_what_was_planned(tmp_path: Path, ulysses: int) -> None:
+    pool = RankPool(1)
+    try:
+        (seen,) = pool.run(step, tmp_path, ulysses, timeout=250)
+    finally:
+        pool.close()
+    assert seen.grids == {(ulysses, RANKS // ulysses)}
+    assert [wait for wait in seen.waits if not wait[0].startswith(MAY_WAIT)] == []
+    assert max(seen.peaks) == pytest.approx(max(seen.planned), rel=WITHIN)
+
+
+def wait_in_every_way() -> list[str]:
+    """The names of the waits, and how many bytes lived at most."""
+    device = fake_device.register(0, 2)
+    with device.used(), device.watched() as waits:
+        value = torch.zeros(1000, device=device.device)
+        value.to("cpu", non_blocking=True)
+        (value + 1).sum()
+        torch.ones(3).to(device.device, non_blocking=True)
+        assert not waits.seen
+        value.cpu()
+        float(value.sum())
+        torch.ones(3).to(device.device)
+        torch.zeros(1000).copy_(value)
+        torch.get_device_module(device.device).synchronize()
+        DeviceRuntime.of(device.device).record().synchronize()
+    assert device.memory.peak == 4 * (1000 + 1000 + 1)
+    return [what.partition("\n")[0].partition(",")[0] for _, what in waits.seen]
+
+
+def test_every_way_of_waiting_is_seen() -> None:
+    pool = RankPool(1)
+    try:
+        (seen,) = pool.run(wait_in_every_way)
+    finally:
+        pool.close()
+    assert seen == [
+        "aten::_to_copy", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_", "synchronize",
+        "Event.synchronize",
+    ]  # fmt: skip
