@@ -24,6 +24,10 @@ from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 LONGER = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family
 WORTH = (1.0, 4e-3, 1e-3)  # of the makespan, by which a cascade must end earlier to be outside it
 TRIES = 64  # placements that are timed for one cascade
+# What is spent on a plan, however large it is: looks at a cascade on a group, some 2 us each, and cascades that are
+# timed, some 50 us each.
+LOOKS = 100_000
+TIMED = 5_000
 
 RanksOf = Mapping[str, Ranks]
 
@@ -38,7 +42,8 @@ def on_few_groups(
     if not outside(best, cost) or cost.devices.kinds:
         return best
     latest = end_of(best) * (1 + LONGER) + TOLERANCE
-    waiting = (family_placements(cascades, cost, worth * end_of(best)) for worth in WORTH)
+    affordable = WORTH[: LOOKS // (len(cascades) * cost.cluster.world)]
+    waiting = (family_placements(cascades, cost, worth * end_of(best)) for worth in affordable)
     fewest = min(
         (best, *(placed for placed in waiting if end_of(placed) <= latest)), key=lambda p: len(outside(p, cost))
     )
@@ -61,9 +66,13 @@ def outside(placed: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
 def _moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, latest: float) -> list[Cascade]:
     """With cascades outside the family moved to aligned groups one by one, where that ends by ``latest``."""
     kept: set[str] = set()
+    looks, timings = iter(range(LOOKS // len(placed))), iter(range(TIMED // len(placed)))
     while stray := next((one for one in in_order(outside(placed, cost)) if one.name not in kept), None):
+        if next(looks, None) is None:
+            break
         number = len(outside(placed, cost))
-        tried = (on_ranks(cascades, cost, ranks) for ranks in islice(_moves(placed, stray, cost), TRIES))
+        moves = islice(_moves(placed, stray, cost, looks), TRIES)
+        tried = (on_ranks(cascades, cost, ranks) for ranks, _ in zip(moves, timings, strict=False))
         better = [one for one in tried if end_of(one) <= latest and len(outside(one, cost)) < number]
         if better:
             placed = min(better, key=lambda one: (len(outside(one, cost)), end_of(one)))
@@ -72,8 +81,11 @@ def _moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, 
     return placed
 
 
-def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel) -> Iterator[RanksOf]:
-    """Ranks of all cascades under which this one is on an aligned group and more of them are than before."""
+def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel, looks: Iterator[int]) -> Iterator[RanksOf]:
+    """Ranks of all cascades under which this one is on an aligned group and more of them are than before.
+
+    As many are looked at as ``looks`` has left.
+    """
     before = {cascade.name: cascade.ranks for cascade in placed}
     turns = in_order(placed)
     place = next(index for index, cascade in enumerate(turns) if cascade.name == stray.name)
@@ -82,6 +94,8 @@ def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel) -> Iterat
     for group in groups:
         swap = _exchange(stray.ranks, group)
         for moving in ([stray], turns, turns[place:], turns[: place + 1]):
+            if next(looks, None) is None:
+                return
             changed = {one.name: tuple(sorted(swap.get(rank, rank) for rank in one.ranks)) for one in moving}
             after = before | changed
             if _unaligned(after) < number:
