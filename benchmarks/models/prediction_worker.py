@@ -54,6 +54,7 @@ class Plans:
             optimizer=profiler.optimizer,
             groups=ProcessGroups(),
             gradient_groups=ProcessGroups(),
+            host_groups=ProcessGroups(),
             connections=HandoffConnections(),
             threads=threads,
             loads=LoadAhead(threads.loads, profiler.encoders, runtime),
@@ -65,6 +66,7 @@ class Plans:
         for module in self.modules:
             self.context.groups.ensure(wanted_groups(module))
             self.context.gradient_groups.ensure(wanted_gradient_groups(module), device=device)
+            self.context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
             self.context.connections.ensure(handoff_pairs(module.programs))
             program = next(program for program in module.programs if program.rank == rank)
             received = specs.received(module, program, known)

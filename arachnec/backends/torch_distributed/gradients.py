@@ -44,13 +44,15 @@ class GradientSynchronisation:
     """The all-reduces of one iteration on one rank.
 
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds
-    them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together.
+    them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together. Over ``host_groups`` hosts
+    tell each other who had a gradient at all; over ``groups`` where those carry the hosts' tensors, too.
     """
 
     parameters: Mapping[str, Tensor]
     layers: Mapping[str, int | None]
     groups: ProcessGroups
     piece_bytes: int = SMALLEST_PIECE
+    host_groups: ProcessGroups | None = None
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
 
@@ -61,7 +63,9 @@ class GradientSynchronisation:
         self._started.append(reduce)
         group = self.groups.get(reduce.peers)
         if group is not None:
-            self._pending.append(_Started.of(list(self._members(reduce).values()), group, self.piece_bytes))
+            hosts = (self.host_groups or self.groups).get(reduce.peers)
+            members = list(self._members(reduce).values())
+            self._pending.append(_Started.of(members, group, hosts, self.piece_bytes))
 
     @contextmanager
     def inside_backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
@@ -136,10 +140,12 @@ class _Started:
     told: dist.Work
 
     @classmethod
-    def of(cls, values: list[Tensor], group: dist.ProcessGroup, piece_bytes: int) -> _Started:
+    def of(
+        cls, values: list[Tensor], group: dist.ProcessGroup, hosts: dist.ProcessGroup | None, piece_bytes: int
+    ) -> _Started:
         used = torch.tensor([value.grad is not None for value in values], dtype=torch.int32)
         pieces = [Piece.sent(run, group) for run in pieces_of(values, piece_bytes)]
-        told = dist.all_reduce(used, group=group, async_op=True)
+        told = dist.all_reduce(used, group=hosts, async_op=True)
         assert told is not None
         return cls(values, pieces, used, told)
 

@@ -66,6 +66,7 @@ class RankContext:
     optimizer: Optimizer
     groups: ProcessGroups
     gradient_groups: ProcessGroups  # of gradient all-reduces alone: they run beside the collectives of cascades
+    host_groups: ProcessGroups  # of the same ranks, for the hosts' tensors
     connections: HandoffConnections
     threads: RankThreads
     loads: LoadAhead
@@ -142,6 +143,7 @@ def run_iteration(
         layers_in(iteration.module, context.model),
         context.gradient_groups,
         piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
+        context.host_groups,
     )
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"

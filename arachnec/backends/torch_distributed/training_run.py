@@ -147,6 +147,7 @@ class Trainer:
             optimizer=Optimizer(parameters, training, sharded=sharded),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            host_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
@@ -255,8 +256,8 @@ class Trainer:
         drop_gradients(context.parameters)
         keep_gradients(context.parameters, module)
         context.groups.ensure(wanted_groups(module), device=context.device)
-        # For the host's tensors too: over these groups hosts tell each other who had a gradient at all.
-        context.gradient_groups.ensure(wanted_gradient_groups(module))
+        context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
+        context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 

@@ -88,11 +88,12 @@ def step(folder: Path, ulysses: int) -> Seen:
         context = RankContext(
             rank=0, runtime=runtime, model_file=model_file, model=model, parameters=parameters, encoders={},
             sequence=sequence, optimizer=Optimizer(parameters, training), groups=ProcessGroups(),
-            gradient_groups=ProcessGroups(), connections=HandoffConnections(), threads=threads,
-            loads=LoadAhead(threads.loads, {}, runtime), training=training,
+            gradient_groups=ProcessGroups(), host_groups=ProcessGroups(), connections=HandoffConnections(),
+            threads=threads, loads=LoadAhead(threads.loads, {}, runtime), training=training,
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
         context.gradient_groups.ensure(wanted_gradient_groups(module))
+        context.host_groups.ensure(wanted_gradient_groups(module))
         for number in range(2):
             iteration = Iteration.of(module, 0, dict(enumerate(clips)), {}, number)
             with pytest.MonkeyPatch.context() as patch, device.watched() as waits:
