@@ -12,6 +12,7 @@ from arachnec.ir.diagnostic import Diagnostic
 class UnexpectedText(Diagnostic):
     title: ClassVar[str] = "expected {expected}, found {found}"
     label: ClassVar[str] = "not expected here"
+    help: ClassVar[str] = "docs/ir.md shows how it is written; the text may also have been cut off"
     expected: str
     found: str
 

@@ -24,8 +24,8 @@ from arachnec.verification.handoffs import SwappedHandoff, UnmatchedReceive, Unm
 from tests.emulator.machine import Machine, Standstill
 from tests.emulator.plans import PIPELINES, plan
 from tests.emulator.translate import Backend, actions_of
-from tests.passes.plans import placed_modules
-from tests.passes.test_bucket import cuts, with_buckets
+from tests.passes.plans import bucket_sizes, placed_modules
+from tests.passes.test_bucket import LAYERS, with_buckets
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 POOLS = (1, 2, 8, 32)
@@ -104,7 +104,7 @@ def test_golden_programs_go_through_where_check_accepts_them(model: ExecutionMod
 @settings(max_examples=100)
 @given(
     placed_modules(),
-    st.one_of(st.none(), cuts()),
+    st.one_of(st.none(), bucket_sizes(len(LAYERS))),
     st.sampled_from(MODELS),
     st.sampled_from(POOLS),
     rates,
