@@ -47,7 +47,7 @@ CLIPS = [{"id": "a", "frames": 49, "height": 480, "width": 832, "text_tokens": 5
          {"id": "b", "frames": 17, "height": 480, "width": 832, "text_tokens": 512}]  # fmt: skip
 
 
-WITHIN = 0.06  # 0.049 where Ulysses is widest; what a thread prepares for the next step moves it a little
+WITHIN = 0.06  # 0.049 was measured where Ulysses is widest
 MAY_WAIT = ("handoff", "loads")  # threads
 
 
