@@ -26,8 +26,8 @@ WORTH = (1.0, 4e-3, 1e-3)  # of the makespan, by which a cascade must end earlie
 TRIES = 64  # placements that are timed for one cascade
 # What is spent on a plan, however large it is: looks at a cascade on a group, some 2 us each, and cascades that are
 # timed, some 50 us each.
-LOOKS = 100_000
-TIMED = 5_000
+LOOKS = 400_000
+TIMED = 40_000
 
 RanksOf = Mapping[str, Ranks]
 
