@@ -1,7 +1,8 @@
 """The communicators that a rank's program uses, and the memory they take beside the allocator's.
 
 A group of ranks has one communicator for the collectives of cascades, whatever the order of its ranks. Gradient
-all-reduces have their own, because they run beside those. A device-to-device handoff has one per direction.
+all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. A
+device-to-device handoff has one per direction.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Instruction, Program, integer
+from arachnec.ir.nodes import Instruction, Program, integer, integers
+from arachnec.ir.parameter_cells import side_by_side
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
@@ -51,7 +53,7 @@ def communicator_gib(values: Values, program: Program, model: ExecutionModel) ->
 
 
 def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> Iterator[tuple[int, ...]]:
-    """Every group that a cascade on ``ranks`` as a grid of ``ulysses`` x ``ring`` communicates in; with single ones."""
+    """Every group that a clip on ``ranks`` as a grid of ``ulysses`` x ``ring`` communicates in; with single ones."""
     yield ranks
     yield from (ranks[row * ulysses : (row + 1) * ulysses] for row in range(ring))
     yield from (ranks[column::ulysses] for column in range(ulysses))
@@ -59,7 +61,7 @@ def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> Iterator[tuple
 
 def grid(step: Instruction) -> tuple[int, int]:
     """Ulysses and ring degree of a forward or denoise; all ranks exchange heads where it does not say."""
-    degree = len(step.peers)
+    degree = len(step.peers) // integer(step.attrs.get("side", 1))
     ulysses = integer(step.attrs.get("ulysses", 1 if "ring" in step.attrs else degree))
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 
@@ -70,7 +72,11 @@ def _of_group(step: Instruction, rank: int) -> Iterator[Communicator]:
     elif step.op == "encode":
         yield "cascade", frozenset(step.peers)
     else:
-        yield from (("cascade", group) for group in _groups(step.peers, *grid(step)) if rank in group)
+        side = integer(step.attrs.get("side", 1))
+        for ranks in side_by_side(step.peers, side):
+            yield from (("cascade", group) for group in _groups(ranks, *grid(step)) if rank in group)
+        if "cell" in step.attrs:
+            yield "cell", frozenset(integers(step.attrs["cell"]))
 
 
 @lru_cache(maxsize=4096)

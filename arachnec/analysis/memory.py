@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from arachnec.analysis.communicators import communicator_gib
 from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.gathers import Gathers
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity
 
@@ -22,10 +23,11 @@ class Usage:
     values: float = 0.0
     workspace: float = 0.0
     communicators: float = 0.0  # beside the allocator's memory; none on CPUs
+    gathered: float = 0.0  # layers of others that are whole here for now, and gradients of them
 
     @property
     def total(self) -> float:
-        return self.state + self.saved + self.values + self.workspace + self.communicators
+        return self.state + self.saved + self.values + self.workspace + self.communicators + self.gathered
 
 
 def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Usage:
@@ -42,6 +44,7 @@ def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOF
     saved: dict[str, float] = {}
     held: dict[str, float] = {}
     in_saved = in_values = 0.0
+    gathers = Gathers(values)
     for index, instruction in enumerate(program.instructions):
         target, memory = instruction.target, gib(instruction, "memory")
         if values.saves(instruction):
@@ -52,7 +55,8 @@ def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOF
             held[target] = memory
         transient = 0.0 if values.saves(instruction) or values.makes(instruction) is not None else memory
         workspace = gib(instruction, "workspace") + transient
-        yield Usage(program.rank, index, state, in_saved, in_values, workspace, communicators)
+        gathered = gathers.at(instruction)
+        yield Usage(program.rank, index, state, in_saved, in_values, workspace, communicators, gathered)
         for source in values.saved_reads(instruction):
             if last.get(source) == index:
                 in_saved -= saved.pop(source, 0.0)

@@ -18,7 +18,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade
 from arachnec.planning.placed_cascade import on
-from arachnec.planning.placement import WAIT, end_of, in_order, on_ranks, place_among, within_memory
+from arachnec.planning.placement import WAIT, end_of, in_cells, in_order, on_ranks, place_among, within_memory
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 
 LONGER = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family
@@ -39,7 +39,7 @@ def on_few_groups(
 
     Its last cascade ends at most ``LONGER`` later, and its ``length``, in ms as well, is at most so much more.
     """
-    if not outside(best, cost) or cost.devices.kinds:
+    if in_cells(cost) or not outside(best, cost) or cost.devices.kinds:
         return best
     latest = end_of(best) * (1 + LONGER) + TOLERANCE
     affordable = WORTH[: LOOKS // (len(cascades) * cost.cluster.world)]
@@ -90,7 +90,7 @@ def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel, looks: It
     turns = in_order(placed)
     place = next(index for index, cascade in enumerate(turns) if cascade.name == stray.name)
     number = _unaligned(before)
-    groups = sorted(aligned(cost.cluster, stray.degree), key=lambda group: -len(set(group).intersection(stray.ranks)))
+    groups = sorted(aligned(cost.cluster, stray.width), key=lambda group: -len(set(group).intersection(stray.ranks)))
     for group in groups:
         swap = _exchange(stray.ranks, group)
         for moving in ([stray], turns, turns[place:], turns[: place + 1]):
@@ -123,11 +123,11 @@ def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        groups = aligned(cluster, cascade.degree) if cascade.degree in sizes else ()
+        groups = aligned(cluster, cascade.width) if cascade.width in sizes else ()
         anywhere = partial(place_among, cascade, range(cluster.world), inputs, free, cost, pick_ranks)
         if groups:
             placed = on(cascade, _first_free(groups, inputs, free, cascade, cost), inputs, free, cost)
-            waits = max(free[rank] for rank in placed.ranks) - sorted(free)[cascade.degree - 1]
+            waits = max(free[rank] for rank in placed.ranks) - sorted(free)[cascade.width - 1]
             if waits >= worth and (other := anywhere()).end + worth <= placed.end:
                 placed = other
         else:
