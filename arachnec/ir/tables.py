@@ -107,13 +107,13 @@ FUSED = table("""
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
-    degree    | int         | scheduled | required | ranks that share a clip
-    side      | int         | scheduled | optional | clips side by side; its ranks are side x degree; absent = 1
+    degree    | int         | scheduled | required | ranks that share it
+    side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | bool        | scheduled | optional | blocks are run again in the backward
     memory    | GiB         | scheduled | optional | per rank, held while it runs
-    ranks     | [int]       | placed    | required | side x degree of them
+    ranks     | [int]       | placed    | required | one for each of its degree
     ulysses   | int         | placed    | optional | heads are split over so many ranks
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
