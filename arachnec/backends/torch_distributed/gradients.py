@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
+from arachnec.backends.cascade_step import drop_gradients, gradients_of
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
@@ -113,6 +114,14 @@ class GradientSynchronisation:
         for started in self._pending:
             started.finish()
         self._pending.clear()
+
+    def complete(self) -> dict[str, Tensor]:
+        """A copy of every parameter's gradient once they are whole; zeros where nothing used the parameter."""
+        return gradients_of(self.parameters)
+
+    def drop(self) -> None:
+        """Give the gradients' memory back."""
+        drop_gradients(self.parameters)
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)

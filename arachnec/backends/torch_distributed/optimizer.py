@@ -7,7 +7,7 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,25 @@ class Optimizer:
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
     same; with it, each parameter's state lies on one rank of the default process group, which updates the parameter and
     sends it to the others (ZeRO, arXiv 1910.02054, section 5.1), and every method is called by all ranks together.
+    Where ``parameters`` are only a rank's share of all, ``norm_of_all`` makes the norm of all from that of the share.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], training: Training, *, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        training: Training,
+        *,
+        sharded: bool = False,
+        norm_of_all: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._parameters = dict(parameters)
         self._training = training
+        self._norm_of_all = norm_of_all
         self._owners = owners(self._parameters, dist.get_world_size()) if sharded else {}
         mine = [name for name in self._parameters if self._owners.get(name) in (None, _rank(sharded))]
         self._masters = {name: _master(self._parameters[name]) for name in mine}
         self._adam = torch.optim.AdamW(
-            list(self._masters.values()), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8
+            list(self._masters.values()) or [torch.empty(0)], lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
@@ -46,6 +55,8 @@ class Optimizer:
         A parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
         """
         norm = global_norm(self._parameters)
+        if self._norm_of_all is not None:
+            norm = self._norm_of_all(norm)
         limit = self._training.clip_norm
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from arachnec.analysis.group_family import family, heads_of
 from arachnec.backends.torch_distributed.interpreter import grid_of
+from arachnec.backends.torch_distributed.side_by_side import parts_of
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import subgroups
 
@@ -35,6 +36,6 @@ def _groups_of(step: Instruction, cascades: Mapping[str, Cascade]) -> tuple[tupl
     if step.op == "encode":
         return (step.peers,)
     if step.op == "forward":
-        _, ulysses, ring = grid_of(step, cascades[step.target])
-        return subgroups(step.peers, ulysses, ring)
+        grids = [(part.peers, grid_of(part, cascades[step.target])) for part in parts_of(step)]
+        return tuple(group for ranks, (_, ulysses, ring) in grids for group in subgroups(ranks, ulysses, ring))
     return ()
