@@ -121,8 +121,9 @@ def _rank(sharded: bool) -> int | None:
 
 @torch.no_grad()
 def global_norm(parameters: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, accumulated in fp32: a scalar where the gradients are."""
-    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters.values() if p.grad is not None]
+    """The 2-norm of all gradients together, accumulated in fp32 at least: a scalar where the gradients are."""
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
