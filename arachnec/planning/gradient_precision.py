@@ -70,5 +70,7 @@ def _kept(stage: Stage, precision: str) -> Stage:
         state=Quantity(max(0.0, quantity(stage.attrs["state"]) + larger - copy / ranks), "GiB"),
     )
     if copy:
-        attrs = attrs.updated(optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy * (cell_of(stage) or 1)), "GiB"))
+        attrs = attrs.updated(
+            optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy * (cell_of(stage) or 1)), "GiB")
+        )
     return replace(stage, attrs=attrs)

@@ -132,7 +132,9 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
         nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None))),
-        nodes.Stage("dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None))),
+        nodes.Stage(
+            "dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None))
+        ),
     )
     cascades: list[nodes.Cascade] = []
     for clip in clips if level >= Level.PARTITIONED else ():

@@ -326,4 +326,6 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
     forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") is True for step in forwards)
+    return any(
+        len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") is True for step in forwards
+    )
