@@ -78,7 +78,7 @@ STAGE = table("""
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
     sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
-    cell            | int            | traced | optional | parameters, gradients and optimizer are dealt out over so many ranks
+    cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what an encoder hands off

@@ -1,4 +1,4 @@
-"""Deal parameters, gradients and optimizer state of the trained stages out over cells of ranks (``ir.parameter_cells``).
+"""Deal parameters, gradients and optimizer state of trained stages out over cells of ranks (``ir.parameter_cells``).
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; cells smaller than the world after Zhao et al., "PyTorch
 FSDP" (arXiv 2304.11277), section 3.2.2, "hybrid sharding". docs/sharded_parameters.md says when it pays.

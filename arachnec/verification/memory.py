@@ -22,8 +22,8 @@ class OutOfMemory(Diagnostic):
     label: ClassVar[str] = "{need:.2f} GiB here"
     help: ClassVar[str] = (
         "{state:.2f} GiB are parameters and optimizer, {saved:.2f} saved for backward, {values:.2f} handed-off values, "
-        "{workspace:.2f} workspace, {communicators:.2f} communicators{gathered}; a higher degree, recomputation or an earlier "
-        "`free` lowers it"
+        "{workspace:.2f} workspace, {communicators:.2f} communicators{gathered}; a higher degree, recomputation or an "
+        "earlier `free` lowers it"
     )
     rank: int
     instruction: str

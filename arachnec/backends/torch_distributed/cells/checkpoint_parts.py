@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +19,36 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """Elements [start, start + values.numel()) of a flattened tensor of this shape, in the memory of ``values``."""
+class TensorPart(Tensor):
+    """Elements [start, start + values.numel()) of a flattened tensor of this shape, in the memory of ``values``.
 
-    values: Tensor
-    shape: tuple[int, ...]
+    A tensor for ``torch.distributed.checkpoint`` alone, by torch's protocol ``_Checkpointable``: it has no operations.
+    """
+
+    values_here: Tensor
     start: int
 
-    def size(self) -> torch.Size:
-        return torch.Size(self.shape)
+    @staticmethod
+    def __new__(cls, values: Tensor, shape: tuple[int, ...], start: int) -> TensorPart:
+        part: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
+        part.values_here, part.start = values, start
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} on a part of a tensor in a checkpoint")
 
     def _boxes(self) -> list[tuple[Box, Tensor]]:
-        flat, at = self.values.detach().view(-1), 0
+        flat, at = self.values_here.detach().view(-1), 0
         boxes = []
-        for offsets, sizes in boxes_of(self.shape, self.start, self.start + flat.numel()):
+        for offsets, sizes in boxes_of(tuple(self.shape), self.start, self.start + flat.numel()):
             count = math.prod(sizes)
             boxes.append(((offsets, sizes), flat[at : at + count].view(sizes)))
             at += count
         return boxes
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.values)
+        properties = TensorProperties.create_from_tensor(self.values_here)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
