@@ -137,6 +137,7 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
             stage = index.stages[name]
             span = stage.attrs.span("cell") or stage.span
             yield errors.WrongCell(span, label(stage), size, cluster.nodes, cluster.gpus)
+            return
     for cascade in index.module.cascades if index.module.level >= Level.PLACED else ():
         size = sizes.get(cascade.stage, 1)
         if size > 1 and not whole_cells(cascade.ranks, size):

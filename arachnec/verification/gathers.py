@@ -165,6 +165,7 @@ def _whole(program: Program, steps: Steps) -> Iterator[Diagnostic]:
         for layer in range(one.layers):
             if layer not in here:
                 yield NotGathered(*where, layer, name)
+                here.add(layer)  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
                 yield NotReleasable(*where, layer, name)
