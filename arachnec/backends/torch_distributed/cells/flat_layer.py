@@ -58,7 +58,7 @@ class FlatLayer:
         """Start to make it whole; the work is to be waited for before a parameter is read."""
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(self.whole, self.shard, group=group, async_op=True)
+        work: dist.Work | None = gather(self.whole, self.shard, group=group, async_op=True)
         assert work is not None
         return work
 

@@ -106,7 +106,7 @@ class Gathering:
             for tensor in pytree.tree_leaves(output):
                 local = tensor.local if isinstance(tensor, ShardedTokens) else tensor
                 if isinstance(local, Tensor) and local.requires_grad:
-                    local.register_hook(call)
+                    local.register_hook(call)  # type: ignore[no-untyped-call]
         self._release(self._pass, number)
 
     def come_to(self, number: int) -> None:
