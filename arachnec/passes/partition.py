@@ -27,7 +27,7 @@ from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.cell_batches import cell_batches, most_in_memory
+from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4
@@ -102,7 +102,8 @@ class Partition(Pass):
         p = self._exponent(module, stage)
         work = math.fsum(clip.tokens**p for clip in module.clips)
         world = module.cluster.world if module.cluster else 1
-        most_work = min(float(longest) ** p, work / (MICRO_BATCHES_PER_RANK * world))
+        several = MICRO_BATCHES_PER_RANK if (cell_of(stage) or 1) == 1 else MICRO_BATCHES_PER_CELL
+        most_work = min(float(longest) ** p, work / (several * world))
         return self._filled(
             module, stage, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
         )

@@ -15,6 +15,9 @@ from arachnec.ir.nodes import Clip, Module, Stage, quantity
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.values import Formula
 
+# That a cell has work for: more balance better, and cut up more (benchmarks/sharded/cells_makespan.py).
+MICRO_BATCHES_PER_CELL = 2
+
 
 def cell_batches(clips: Sequence[Clip], cell: int, limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
     """Runs of clips of equal shape, the largest first that fit ``limit_of(clip)`` clips in a cascade (at least one)."""

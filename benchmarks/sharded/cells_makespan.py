@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from plan_video_mix import MOST_TOKENS_PER_GPU, SLOWDOWN, instance, tokens
 
 from arachnec.ir.nodes import Clip
-from arachnec.passes.partition import MICRO_BATCHES_PER_RANK
-from arachnec.planning.cell_batches import cell_batches
+from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Choice, Job, Problem, Solution
 from arachnec.solver.search import solve
@@ -49,7 +48,7 @@ def in_cells(clips: list[Clip], gpus: int, cell: int) -> Problem:
     """Every micro-batch on one cell, by its cheapest grid; cells are the problem's machines."""
     longest = max(clip.tokens for clip in clips)
     work = math.fsum(clip.tokens**POWER for clip in clips)
-    most_work = min(float(longest) ** POWER, work / (MICRO_BATCHES_PER_RANK * gpus))
+    most_work = min(float(longest) ** POWER, work / (MICRO_BATCHES_PER_CELL * gpus))
 
     def limit(clip: Clip) -> float:
         most = min(MOST_TOKENS_PER_GPU / clip.tokens, most_work / clip.tokens**POWER)

@@ -109,6 +109,10 @@ WHOLE_WORLD = ordered(((0, 1), FOUR), ((2,), FOUR), ((3,), FOUR), ((4,), FOUR))
 ONE_CELL = ordered(((0, 1), PAIR), ((2,), PAIR), ((3,), PAIR), ((4,), PAIR))
 UNEVEN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), LOW), ((4,), LOW))
 BOTH = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH))
+ALONE = (("degree", 1), ("side", 2), ("ulysses", None), ("ring", None))
+BESIDE = [replace(BOTH[0], attrs=ALONE), *BOTH[1:]]  # clips a and b, of one shape
+PAIRS = (("degree", 2), ("side", 2), ("ulysses", 2), ("ring", 1))
+TWO_BY_TWO = [replace(WHOLE_WORLD[0], attrs=PAIRS), *WHOLE_WORLD[1:]]
 AGAIN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompute=True)
 
 
@@ -119,6 +123,9 @@ AGAIN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompu
         pytest.param(4, 4, WHOLE_WORLD, DOUBLE, LAYERS, id="all-ranks"),
         pytest.param(4, 2, UNEVEN, DOUBLE, LAYERS, id="uneven-numbers-of-cascades"),
         pytest.param(4, 2, BOTH, DOUBLE, LAYERS, id="one-cell-and-two"),
+        pytest.param(4, 2, BESIDE, DOUBLE, LAYERS, id="clips-side-by-side"),
+        pytest.param(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
+        pytest.param(4, 4, TWO_BY_TWO, DOUBLE, LAYERS, id="side-by-side-in-a-cell"),
         pytest.param(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
         pytest.param(4, 2, BOTH, ADAPTERS, (("blocks.0", 12), ("blocks.1", 156)), id="most-are-frozen"),
         pytest.param(4, 2, BOTH, TIED, (("blocks.0", 1092), ("blocks.1", 1092)), id="two-layers-share-a-weight"),
