@@ -34,7 +34,7 @@ from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import start_order
-from arachnec.solver.improvers import Candidates, Transformed, decoding_ms
+from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed, decoding_ms
 from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
@@ -58,7 +58,7 @@ def solve_placed(
     baselines: bool,
     without: Collection[str] = (),
 ) -> Solution:
-    """The schedule whose iteration is shortest within the budget, by all improvers but those named in ``without``.
+    """The schedule whose iteration is shortest within the budget, by all improvers and views but ``without`` some.
 
     Without ``baselines`` the layouts that others train with are not among what is tried.
     """
@@ -84,7 +84,7 @@ def solve_placed(
     improvers = [
         improver
         for improver in _improvers(whole, views, module, cost, measure, clock, seed, baselines)
-        if improver.name not in without and (isinstance(improver, Transformed) or not blocks)
+        if not set(improver.name.split(": ")) & set(without) and (isinstance(improver, Transformed) or not blocks)
     ]
     run(improvers, incumbent, clock, random.Random(seed))
     answer = solution(incumbent, bound, whole.ms)
@@ -123,27 +123,26 @@ def _improvers(
 ) -> Iterator[Improver]:
     problem = whole.problem
     ms = decoding_ms(problem, 2)
-    packed = ("exact packing", "large neighbourhoods")
     yield PlacedSearch(measure)
     yield Candidates("groups", group_layouts(problem), ms)
     if baselines and clock.steps is None:
         seconds = clock.left() / 1e3 / 20
         yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
     # blocks that nest are packed in their own view
-    yield from (improver for improver in whole.improvers(clock) if not (views and improver.name in packed))
+    yield from (improver for improver in whole.improvers() if not (views and improver.name == LargeNeighbourhoods.name))
     for view in views:
         incumbent = Incumbent(view.nested.problem, view.first.schedule, lower_bound(view.nested.problem))
-        for improver in view.first.improvers(clock):
-            if improver.name in packed:
-                yield Transformed(improver, incumbent, view.back)
+        for improver in view.first.improvers():
+            if improver.name == LargeNeighbourhoods.name:
+                yield Transformed("nested widths", improver, incumbent, view.back)
     for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
         least = lower_bound(fewer)
         first = First.of(fewer, least, clock)
         incumbent = Incumbent(fewer, first.schedule, least)
         yield Candidates("fewer GPUs", iter([first.schedule]), ms)
-        for improver in first.improvers(clock):
+        for improver in first.improvers():
             if not improver.proves:
-                yield Transformed(improver, incumbent, lambda schedule: schedule)
+                yield Transformed("fewer GPUs", improver, incumbent, lambda schedule: schedule)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
-from arachnec.solver.tail import shorter_tail
 from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import find_schedule
 
@@ -141,25 +140,6 @@ def test_a_budget_of_zero_gives_a_valid_schedule() -> None:
     found = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
     assert violations(problem, found.schedule) == []
     assert found.schedule.makespan(problem) < 1.3 * found.bound
-
-
-@settings(max_examples=40, deadline=None)
-@given(problems(most_jobs=10, most_ticks=20), st.integers(1, 5))
-def test_a_better_tail_makes_a_valid_and_no_longer_schedule(problem: Problem, size: int) -> None:
-    bound = lower_bound(problem)
-    widest = [len(job.choices) - 1 for job in problem.jobs]
-    poor = list_schedule(problem, widest, range(len(problem.jobs)))
-    found, _ = shorter_tail(problem, poor, bound, min(size, len(problem.jobs)), Clock(0.0, 0.0, steps=50), seed=0)
-    assert violations(problem, found) == []
-    assert bound <= found.makespan(problem) <= poor.makespan(problem)
-
-
-def test_z3_shortens_the_tail_of_a_poor_schedule() -> None:
-    problem = many(20, 8)
-    poor = list_schedule(problem, [0] * 40, range(40))
-    found, _ = shorter_tail(problem, poor, 0, 8, Clock(time.perf_counter(), 10_000.0), seed=0)
-    assert violations(problem, found) == []
-    assert found.makespan(problem) < poor.makespan(problem)
 
 
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:
