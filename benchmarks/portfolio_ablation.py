@@ -135,9 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     groups = {"tables": lambda: tables(options.cases), "mixes": mixes, "placed": modules}
     rows = []
-    print(
-        "| problems | without | mean gap | change of length | longer | shorter | proofs |\n|---|---|---|---|---|---|---|"
-    )
+    print("| problems | without | mean gap | change of length | longer | shorter | proofs |")
+    print("|---|---|---|---|---|---|---|")
     for name in options.problems.split(","):
         plans = groups[name]()
         whole = [plan(options.steps, 0, ()) for plan in plans]

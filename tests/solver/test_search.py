@@ -4,6 +4,7 @@ import itertools
 import time
 
 import pytest
+import z3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
-from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_question import Answer, Question, true
 from arachnec.solver.z3_schedule import find_schedule
 
 # Durations in 10 ms at degree 1, 2, 4, 8 of VAE and DiT (degree 2, 4, 8 where there are three).
@@ -140,6 +141,21 @@ def test_a_budget_of_zero_gives_a_valid_schedule() -> None:
     found = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
     assert violations(problem, found.schedule) == []
     assert found.schedule.makespan(problem) < 1.3 * found.bound
+
+
+def test_a_question_stopped_while_its_model_is_read_has_no_answer() -> None:
+    question = Question()
+    solver = question.begin(Effort(), 0)
+    boolean = z3.Bool("boolean", solver.ctx)
+
+    def read() -> tuple[Answer, bool | None]:
+        solver.add(boolean)
+        assert question.check(solver) is Answer.POSSIBLE
+        model = solver.model()
+        question.stop()
+        return Answer.POSSIBLE, true(model, boolean)
+
+    assert question.answered(read) == (Answer.UNKNOWN, None)
 
 
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:
