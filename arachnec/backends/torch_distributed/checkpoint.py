@@ -83,10 +83,10 @@ def load(folder: Path, tensors: Mapping[str, Tensor], model: str) -> Position:
 
     Raises ``UserError`` if there is none, or if it was made by another model.
     """
-    found = complete(folder)
-    if not found:
+    checkpoints = complete(folder)
+    if not checkpoints:
         raise UserError(NoCheckpoint(None, str(folder)))
-    path = found[0]
+    path = checkpoints[0]
     position = _commit_of(path).position
     if position.model != model:
         raise UserError(ForeignCheckpoint(None, str(path), "it was made with another model file"))
