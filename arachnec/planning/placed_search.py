@@ -192,8 +192,8 @@ class Measure:
         """First placed, then simulated; those of which four fit into so many ms."""
         size = len(self.problem.jobs) + self.problem.gpus
         objectives = [
-            Objective("placed", self.of, 1 + PLACING_MS * size),
-            Objective("simulated", self.simulated, 5 + SIMULATING_MS * size),
+            Objective("placed", self.of, PLACING_MS * size),
+            Objective("simulated", self.simulated, SIMULATING_MS * size),
         ]
         spent = accumulate(objective.ms for objective in objectives)
         return [objective for objective, ms in zip(objectives, spent, strict=True) if 4 * ms <= budget]
