@@ -84,21 +84,21 @@ class Cooling:
         """One or two jobs at another degree, or one elsewhere in the order, or both; what that changed."""
         rng, decoder = self.rng, self.decoder
         undo: Undo = []
-        kind, late = rng.randrange(4), rng.random() < LATEST
-        if kind < 3 and self.moldable:
+        kind, late = rng.random(), rng.random() < LATEST
+        if kind < 0.6 and self.moldable:
             job = self._late() if late else rng.choice(self.moldable)
             self._reshape(job, undo)
-            if kind == 0:
+            if kind < 0.2:
                 near = decoder.before[job] + decoder.after[job]
                 self._reshape(rng.choice(near if near and rng.random() < 0.5 else self.moldable), undo)
-        if kind > 1:
+        if kind > 0.45:
             self._shift(self._late() if late else rng.randrange(len(decoder.order)), undo)
         return undo
 
     def _reshape(self, job: int, undo: Undo) -> None:
         rng, old = self.rng, self.decoder.picks[job]
         last = len(self.problem.jobs[job].choices) - 1
-        new = old + rng.choice((-1, 1)) if rng.random() < 0.5 else rng.randint(0, last)
+        new = old + rng.choice((-1, 1)) if rng.random() < 0.8 else rng.randint(0, last)
         if 0 <= new <= last and new != old:
             undo.append((False, job, old))
             self.decoder.set_pick(job, new)
@@ -156,15 +156,16 @@ def anneal(
 def neighbour(
     problem: Problem, picks: Sequence[int], order: list[int], rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """A job at another degree, or one elsewhere in the order, or both."""
+    """One or two jobs at another degree, or one elsewhere in the order, or both."""
     changed, wished = list(picks), list(order)
-    kind = rng.randrange(3)
-    if kind < 2:
-        job = rng.randrange(len(changed))
-        last = len(problem.jobs[job].choices) - 1
-        near = min(max(changed[job] + rng.choice((-1, 1)), 0), last)
-        changed[job] = near if rng.random() < 0.5 else rng.randint(0, last)
-    if kind > 0:
+    both = rng.random()
+    if both < 0.7:
+        for _ in range(rng.choice((1, 1, 2))):
+            j = rng.randrange(len(changed))
+            last = len(problem.jobs[j].choices) - 1
+            step = rng.choice((-4, -2, -1, 1, 2, 4))
+            changed[j] = min(max(changed[j] + step, 0), last) if rng.random() < 0.8 else rng.randint(0, last)
+    if both > 0.4:
         wished.insert(rng.randrange(len(wished)), wished.pop(rng.randrange(len(wished))))
         wished = list(nearest_order(problem, wished))
     return changed, wished
