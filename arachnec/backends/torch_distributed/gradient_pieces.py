@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.collectives import all_gather_flat, start_reduce_scatter_flat
 from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.cluster.topology import group_link
@@ -36,7 +37,7 @@ class Piece:
     @torch.no_grad()
     def sent(cls, values: list[Tensor], group: dist.ProcessGroup) -> Piece:
         """Start the all-reduce of these parameters' gradients, which become views of the flat tensor."""
-        gradients = [_zeros(value) if value.grad is None else value.grad for value in values]
+        gradients = [_gradient(value) for value in values]
         size = sum(gradient.numel() for gradient in gradients)
         exact = gradients[0].dtype.itemsize >= 4
         padding = 0 if exact else -size % dist.get_world_size(group)
@@ -44,7 +45,7 @@ class Piece:
         flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *tail])
         # The parts of the sum take the place of the gradients, which are not needed any more.
         for value, part in zip(values, torch.split(flat[:size], [value.numel() for value in values]), strict=True):
-            value.grad = part.view_as(value)
+            set_gradient(value, part.view_as(value))
         if exact:
             return cls(flat, group, _work(dist.all_reduce(flat, group=group, async_op=True)), None)
         parts = torch.empty_like(flat)
@@ -83,9 +84,9 @@ class ScatteredPiece:
     def sent(cls, values: list[Tensor], group: dist.ProcessGroup) -> ScatteredPiece:
         """Start the reduce-scatter of these parameters' gradients, which are given up."""
         cut = Parts.of(group)
-        rows = cut.packed([_zeros(value) if value.grad is None else value.grad for value in values])
+        rows = cut.packed([_gradient(value) for value in values])
         for value in values:
-            value.grad = None
+            set_gradient(value, None)
         if rows.dtype.itemsize >= 4:
             taken = torch.empty_like(rows[0])
             return cls(values, cut, rows, start_reduce_scatter_flat(taken, rows.view(-1), group), taken)
@@ -137,13 +138,9 @@ def piece_size(cluster: Cluster | None, ranks: tuple[int, ...]) -> int:
     return int(min(max(wanted, SMALLEST_PIECE), LARGEST_PIECE))
 
 
-def gradient_dtype(value: Tensor) -> torch.dtype:
-    """The precision in which autograd keeps a parameter's gradient."""
-    return getattr(value, "grad_dtype", None) or value.dtype
-
-
-def _zeros(value: Tensor) -> Tensor:
-    return torch.zeros_like(value, dtype=gradient_dtype(value))
+def _gradient(value: Tensor) -> Tensor:
+    gradient = gradient_of(value)
+    return torch.zeros_like(value, dtype=gradient_dtype(value)) if gradient is None else gradient
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.gradient_pieces import (
     SMALLEST_PIECE,
     Piece,
     ScatteredPiece,
-    gradient_dtype,
     pieces_of,
 )
 from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
@@ -128,11 +128,11 @@ class GradientSynchronisation:
 
     def gather(self) -> None:
         """Make whole gradients of the ``parts``, for who wants to see them. Collective where they are sharded."""
-        whole = [name for name in self.parameters if name in self.parts]
-        for name in whole:
+        for name in (name for name in self.parameters if name in self.parts):
             value, part = self.parameters[name], self.parts[name]
-            value.grad = torch.empty_like(value, dtype=gradient_dtype(value))
-            gather_parts(Parts.of(), [value.grad], [part])
+            whole = torch.empty_like(value, dtype=gradient_dtype(value))
+            gather_parts(Parts.of(), [whole], [part])
+            set_gradient(value, whole)
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
@@ -168,7 +168,7 @@ class _Started:
         hosts: dist.ProcessGroup | None,
         piece_bytes: int,
     ) -> _Started:
-        used = torch.tensor([value.grad is not None for value in values.values()], dtype=torch.int32)
+        used = torch.tensor([gradient_of(value) is not None for value in values.values()], dtype=torch.int32)
         pieces = [kind.sent(run, group) for run in pieces_of(values.values(), piece_bytes)]
         told = dist.all_reduce(used, group=hosts, async_op=True)
         assert told is not None
@@ -185,7 +185,7 @@ class _Started:
         used = self.used.tolist()
         for value, count in zip(self.values.values(), used, strict=True):
             if count == 0:
-                value.grad = None
+                set_gradient(value, None)
         if not parts:
             return {}
         return {name: part for name, part, count in zip(self.values, parts, used, strict=True) if count}

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, pieces_of
 from arachnec.backends.torch_distributed.parameter_parts import Parts, distributed, gather_parts, own_parts
 from arachnec.executable.training_options import Training
 
-STATE = ("exp_avg", "exp_avg_sq", "step")
+UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 
 
 class Optimizer:
@@ -43,11 +44,15 @@ class Optimizer:
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: _master(value) for name, value in owned.items()}
-        # a rank may have no part of a tiny model
+        # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
+        groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
         self._adam = torch.optim.AdamW(
-            list(self._masters.values()) or [torch.nn.Parameter(torch.empty(0))],
-            lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8,
-        )  # fmt: skip
+            groups or [torch.nn.Parameter(torch.empty(0))],
+            lr=training.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            eps=1e-8,
+        )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
     @property
@@ -62,7 +67,8 @@ class Optimizer:
         ``parts`` are this rank's parts of them where it is ``sharded``; without, they are cut from whole gradients. A
         parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
         """
-        whole = {name: value.grad for name, value in self._parameters.items() if value.grad is not None}
+        kept = {name: gradient_of(value) for name, value in self._parameters.items()}
+        whole = {name: gradient for name, gradient in kept.items() if gradient is not None}
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
@@ -108,7 +114,7 @@ class Optimizer:
                     self._parameters[name].copy_(master)
             return
         names = {id(value): name for name, value in self._parameters.items()}
-        for piece in pieces_of(self._parameters.values(), self._piece_bytes, lambda value: value.dtype):
+        for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
             masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
             gather_parts(self._parts, piece, masters)
 
@@ -136,6 +142,10 @@ def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Ten
     squared = torch.stack(norms).double().square().sum()
     dist.all_reduce(squared)
     return squared.sqrt().float()
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    return value.dtype
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -86,4 +86,4 @@ def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
 
 
 def test_the_norm_of_no_gradients_is_zero() -> None:
-    assert global_norm(dict(model().named_parameters())) == 0.0
+    assert global_norm({}) == 0.0
