@@ -90,10 +90,13 @@ def load(folder: Path, tensors: Mapping[str, Tensor], model: str) -> Position:
     position = _commit_of(path).position
     if position.model != model:
         raise UserError(ForeignCheckpoint(None, str(path), "it was made with another model file"))
-    kept = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    missing = sorted(set(tensors) - kept)
-    if missing:
-        raise UserError(ForeignCheckpoint(None, str(path), f"it has no {missing[0]}"))
+    kept = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, tensor in sorted(tensors.items()):
+        if name not in kept:
+            raise UserError(ForeignCheckpoint(None, str(path), f"it has no {name}"))
+        size = getattr(kept[name], "size", None)
+        if size != tensor.shape:
+            raise UserError(ForeignCheckpoint(None, str(path), f"its {name} is {size}, not {tensor.shape}"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load_state(dict(tensors), checkpoint_id=path)

@@ -27,6 +27,7 @@ from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
+from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import handoff_pairs
@@ -99,7 +100,7 @@ def train(
         end = trainer.done + count
         for step in range(trainer.done, end):
             last = step == end - 1
-            saving = options.save_gradients if last and dist.get_rank() == 0 else None
+            saving = options.save_gradients if last else None
             steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
             if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
@@ -134,7 +135,7 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
-        sharded = any("sharded" in stage.attrs for stage in first.stages)
+        sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -144,7 +145,9 @@ class Trainer:
             parameters=parameters,
             encoders=encoders,
             sequence=None,
-            optimizer=Optimizer(parameters, training, sharded=sharded),
+            optimizer=Optimizer(
+                parameters, training, sharded=sharded, piece_bytes=piece_size(first.cluster, tuple(range(world)))
+            ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
             host_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -311,6 +314,8 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
         return None
 
     def save(parameters: Mapping[str, Tensor]) -> None:
+        if dist.get_rank() != 0:
+            return
         from safetensors.torch import save_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
