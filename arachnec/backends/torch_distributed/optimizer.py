@@ -14,7 +14,8 @@ from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, pieces_of
-from arachnec.backends.torch_distributed.parameter_parts import Parts, distributed, gather_parts, own_parts
+from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts, own_parts
+from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
@@ -89,21 +90,23 @@ class Optimizer:
                 average.lerp_(self._masters[name], 1.0 - decay)
         return norm
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's state as a mapping of flat tensors over the memory in use; loading copies into them in place.
-
-        Parts are ``DTensor``s, so that a checkpoint holds whole ones, whatever the number of ranks.
-        """
-        state: dict[str, Tensor] = {}
+    def tensors(self) -> dict[str, Tensor | Part]:
+        """This rank's state as flat tensors over the memory in use; loading copies into them in place."""
+        state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
             held = self._state_of(master)
             kept = {"master": master.detach(), "exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
             kept |= {"ema": self.ema[name]} if self.ema else {}
             for key, value in kept.items():
                 flat = value.view(-1)
-                state[f"{key}/{name}"] = distributed(flat, self._parameters[name]) if self.sharded else flat
-            state[f"step/{name}"] = held["step"]
+                state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])
+            count = held["step"].view(1)
+            state[f"step/{name}"] = count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
         return state
+
+    def _part(self, own: Tensor, value: Tensor) -> Part:
+        assert self._parts is not None
+        return Part(own, self._parts.rank * self._parts.length(value.numel()), value.numel())
 
     @torch.no_grad()
     def round_parameters(self) -> None:

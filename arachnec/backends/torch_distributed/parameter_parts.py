@@ -93,17 +93,6 @@ def gather_parts(
     parts.unpack(rows, values)
 
 
-def distributed(part: Tensor, value: Tensor) -> Tensor:
-    """A rank's part of ``value`` over the default process group, as a ``DTensor`` that shares its memory."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, value.device.type)
-    shape = torch.Size((value.numel(),))
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
-
-
 def own_parts(parts: Parts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of each tensor, by name; those that are empty here are left out."""
     own = {name: parts.own(value) for name, value in values.items()}

@@ -42,7 +42,16 @@ from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
-from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
+from arachnec.checkpoint.folder import Position
+from arachnec.checkpoint.parts import State
+from arachnec.executable.folder import (
+    MEASURED,
+    MEASURED_PROGRAM,
+    MODEL,
+    Executable,
+    batch_sizes,
+    data_digest,
+)
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
 from arachnec.ir.printer import print_module
@@ -103,8 +112,8 @@ def train(
             saving = options.save_gradients if last else None
             steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
-            if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
-                trainer.save(options.checkpoint, step + 1)
+            trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
+        trainer.finish_saving()
     finally:
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
@@ -161,6 +170,8 @@ class Trainer:
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
+        folder, keep = options.checkpoint, options.keep
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
         self.module = first  # of the latest step
@@ -242,15 +253,35 @@ class Trainer:
         cascades = {cascade.name: cascade for cascade in module.cascades}
         self._context.loads.want(step, encoded_here(program, cascades, self._clips))
 
-    def save(self, folder: Path, steps: int) -> None:
-        """A checkpoint after ``steps`` optimizer steps."""
+    def saves(self, steps: int, due: bool) -> None:
+        """Begin a checkpoint after ``steps`` optimizer steps, where ``due``; else see whether the last is written."""
+        if self._checkpoints is None:
+            return
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
-        position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
-        checkpoint.save(folder, self._state(), position)
+        if due:
+            self._checkpoints.save(self._state(), self._position(steps))
+        else:
+            self._checkpoints.poll()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is whole."""
+        if self._checkpoints is not None:
+            self._enter("the last checkpoint", self.timeouts.of_start(self.module), "--start-timeout")
+            self._checkpoints.finish()
+
+    def _position(self, steps: int) -> Position:
+        executable = self._executable
+        batches = batch_sizes(executable.traced)
+        rounds, rest = divmod(steps, len(batches))
+        clips = rounds * sum(batches) + sum(batches[:rest])
+        digest = data_digest(executable.traced, executable.clips)
+        return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest)
 
     def close(self) -> None:
         """End the planner and the threads. The process groups end with the default one."""
         self._plans.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._context.threads.close()
 
     def _prepare(self, module: Module) -> None:
@@ -291,21 +322,23 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
         )
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> State:
         """Everything that the next step depends on, as tensors."""
-        buffers = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        return self._context.optimizer.tensors() | buffers
+        buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
+        return {**self._context.optimizer.tensors(), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
-        if not options.resume or options.checkpoint is None:
+        if options.checkpoint is None:
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
+        if not options.resume:
+            checkpoint.demand_empty(options.checkpoint)
+            return 0
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        if position is None:
+            events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
+            return 0
         self._context.optimizer.round_parameters()
-        seed = self._context.training.seed
-        if position.seed != seed:
-            difference = f"it draws with seed {position.seed}, this run with {seed}"
-            raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
         return position.steps
 
 

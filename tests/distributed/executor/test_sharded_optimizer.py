@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from arachnec.backends.torch_distributed import checkpoint
 from arachnec.backends.torch_distributed.gradient_pieces import ScatteredPiece
@@ -17,6 +16,8 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.checkpoint.folder import Position
+from arachnec.checkpoint.parts import part_of
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.values import Quantity
@@ -24,6 +25,7 @@ from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced
 from tests.distributed.harness import run_ranks
 
+POSITION = Position(2, 0, "model")
 TRAINING = Training(lr=1e-2, clip_norm=0.5, ema=0.9)
 
 
@@ -39,7 +41,7 @@ def stepped(
     parameters = dict(module.named_parameters())
     optimizer = Optimizer(parameters, TRAINING, sharded=sharded)
     if resume and folder is not None:
-        checkpoint.load(folder, optimizer.tensors(), "model")
+        assert checkpoint.load(folder, optimizer.tensors(), POSITION) is not None
         optimizer.round_parameters()
     for seed in steps:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +49,7 @@ def stepped(
             value.grad = torch.randn(value.shape, generator=generator).to(dtype)
         optimizer.step()
     if folder is not None and not resume:
-        checkpoint.save(folder, optimizer.tensors(), checkpoint.Position(len(steps), 0, "model"))
+        checkpoint.save(folder, optimizer.tensors(), POSITION)
     return {name: value.detach().clone() for name, value in parameters.items()}
 
 
@@ -116,7 +118,7 @@ def elements_updated_here(folder: Path) -> dict[str, int]:
     trainer = Trainer(read_executable(folder), RunOptions(), torch.device("cpu"))
     trainer.step(0)
     parts = {
-        name.removeprefix("exp_avg/"): value.to_local().numel() if isinstance(value, DTensor) else value.numel()
+        name.removeprefix("exp_avg/"): part_of(value).values.numel()
         for name, value in trainer._state().items()
         if name.startswith("exp_avg/")
     }
