@@ -50,7 +50,8 @@ def _least_degree(module: Module, clip: Clip, room: float) -> int | None:
 def _bytes_needed(stage: Stage, clip: Clip) -> float:
     """GiB of a clip's forward and backward on one rank."""
     kept = stage.attrs.get("saved_recompute", stage.attrs.get("saved"))
-    parts = (value for value in (kept, stage.attrs.get("workspace")) if isinstance(value, Formula))
+    batches = stage.attrs.get("batch"), stage.attrs.get("batch")  # in use, and the next one
+    parts = (value for value in (kept, stage.attrs.get("workspace"), *batches) if isinstance(value, Formula))
     return sum(value(B=1, S=clip.tokens, T=clip.text) for value in parts)
 
 
