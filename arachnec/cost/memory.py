@@ -37,6 +37,8 @@ class Memory:
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
+            # what lies outside the blocks runs on whole sequences
+            total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
         total += divided(stage, "workspace", cascade, share)
         return total + evaluated(stage, "batch", cascade) + self.received(cascade)
 

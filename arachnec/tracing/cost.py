@@ -60,6 +60,7 @@ def trained_stage(
             flops=polynomial(flops.subs(numbers), "TFLOP", TERA),
             saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
+            shell=polynomial(outside["saved"].subs(numbers), "GiB", GIB),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             batch=polynomial(fit_polynomial([_batch_bytes(call) for call in calls], points), "GiB", GIB),
             traffic=_traffic(every, numbers),

@@ -30,6 +30,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.driver import compile
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction
+from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
@@ -66,7 +67,7 @@ def encoders():
 
 def sample(clip, generator):
     kwargs, target = model.sample(clip, generator)
-    return {**kwargs, "hidden_states": kwargs["hidden_states"] + clip.encoded["vae"]}, target
+    return {**kwargs, "hidden_states": kwargs["hidden_states"] + clip.encoded["vae"].to(torch.bfloat16)}, target
 """
 CLUSTER = """
 nodes = 1
@@ -78,7 +79,7 @@ CLIPS = [{"id": "a", "frames": 49, "height": 480, "width": 832, "text_tokens": 5
          {"id": "b", "frames": 17, "height": 480, "width": 832, "text_tokens": 512}]  # fmt: skip
 
 
-WITHIN = 0.06  # 0.049 was measured where Ulysses is widest
+WITHIN = 0.05
 MAY_WAIT = ("handoff", "loads")  # threads
 
 
@@ -90,7 +91,8 @@ class Seen:
     peaks: list[float]  # GiB allocated at most during each instruction
     planned: list[float]  # GiB, as `check` counts them
     grids: set[tuple[int, int]]  # Ulysses and ring degrees that ran
-    done: set[str]  # instructions
+    done: list[str]  # instructions
+    gradients: float  # GiB of them, which a plan counts always
     recomputed: bool
     sharded: bool
 
@@ -166,7 +168,8 @@ def step(folder: Path, ulysses: int, everything: bool = False) -> Seen:
         peaks=[peak / 2**30 for peak in peaks],
         planned=[usage.total - usage.communicators for usage in usages(Values(module), iteration.program)][1:],
         grids={grid_of(forward, cascades[forward.target])[1:] for forward in forwards},
-        done={instruction.op for instruction in iteration.program.instructions},
+        done=[instruction.op for instruction in iteration.program.instructions],
+        gradients=sum(gradient_bytes(stage) for stage in module.stages) / 2**30,
         recomputed=all(forward.attrs.get("recompute") is True for forward in forwards),
         sharded=sharded,
     )
@@ -198,6 +201,19 @@ def until_the_optimizer_is_done(waits: fake_device.Waits, patch: pytest.MonkeyPa
     patch.setattr(Optimizer, "step", last)
 
 
+def needs_what_was_planned(seen: Seen) -> None:
+    """A plan counts gradients from the start; on the device they come into being in the first backward."""
+    first = seen.done.index("backward")
+    for index, (op, peak, planned) in enumerate(zip(seen.done, seen.peaks, seen.planned, strict=True)):
+        if op not in ("forward", "backward"):
+            continue
+        if index == first:
+            assert (1 - WITHIN) * (planned - seen.gradients) < peak < (1 + WITHIN) * planned
+        else:
+            expected = planned - seen.gradients * (index < first)
+            assert peak == pytest.approx(expected, rel=WITHIN), (op, index)
+
+
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "product", "ring"])
 def test_a_step_waits_for_nothing_and_needs_what_was_planned(tmp_path: Path, ulysses: int) -> None:
     pool = RankPool(1)
@@ -207,7 +223,7 @@ def test_a_step_waits_for_nothing_and_needs_what_was_planned(tmp_path: Path, uly
         pool.close()
     assert seen.grids == {(ulysses, RANKS // ulysses)}
     assert [wait for wait in seen.waits if not wait[0].startswith(MAY_WAIT)] == []
-    assert max(seen.peaks) == pytest.approx(max(seen.planned), rel=WITHIN)
+    needs_what_was_planned(seen)
 
 
 def test_encoders_handoffs_recomputation_and_a_sharded_optimizer_wait_for_nothing_either(tmp_path: Path) -> None:
@@ -218,9 +234,9 @@ def test_encoders_handoffs_recomputation_and_a_sharded_optimizer_wait_for_nothin
         pool.close()
     assert seen.sharded
     assert seen.recomputed
-    assert {"encode", "send", "receive", "forward", "backward", "free", "reduce", "step"} <= seen.done
+    assert {"encode", "send", "receive", "forward", "backward", "free", "reduce", "step"} <= set(seen.done)
     assert [wait for wait in seen.waits if not wait[0].startswith(MAY_WAIT)] == []
-    assert max(seen.peaks) == pytest.approx(max(seen.planned), rel=WITHIN)
+    needs_what_was_planned(seen)
 
 
 def wait_in_every_way() -> list[str]:
