@@ -136,7 +136,8 @@ def step(folder: Path, ulysses: int, everything: bool = False) -> Seen:
     parameters = trained_parameters(model)
     keep_gradients(parameters, module)
     training = Training(dtype="bf16")
-    threads = RankThreads(batches=ThreadPoolExecutor(1, "batches", initializer=device.used().__enter__))
+    batches, loads = (ThreadPoolExecutor(1, name, initializer=device.used().__enter__) for name in ("batches", "loads"))
+    threads = RankThreads(batches=batches, loads=loads)
     sharded = any("sharded" in stage.attrs for stage in module.stages)
     cascades = {cascade.name: cascade for cascade in module.cascades}
     runtime = DeviceRuntime.of(device.device)
