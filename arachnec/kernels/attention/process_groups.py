@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,7 +153,7 @@ def _split(
 ) -> dict[frozenset[int], dist.ProcessGroup]:
     """The one group of the batch that this rank is in, if any, split from that of all ranks. Collective."""
     named = "backend" in inspect.signature(dist.split_group).parameters  # not by every torch; else the parent's
-    options = {"backend": _backend(device)} if named else {}
+    options: dict[str, Any] = {"backend": _backend(device)} if named else {}
     group = dist.split_group(split_ranks=[sorted(key) for key in batch], timeout=timeout, **options)
     return {key: group for key in batch if group is not None and dist.get_rank() in key}
 
