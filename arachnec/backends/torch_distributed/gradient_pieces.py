@@ -21,17 +21,18 @@ from arachnec.cluster.topology import group_link
 from arachnec.ir.nodes import Cluster
 
 SMALLEST_PIECE, LARGEST_PIECE = 4 * 2**20, 256 * 2**20  # bytes
+EXCHANGED = 2  # pieces of low precision under way at most: each takes its size once more
 LATENCY_SHARE = 0.05  # of a piece's time, that may go into the latency of its messages
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """Gradients on their way in one flat tensor."""
 
     flat: Tensor
     group: dist.ProcessGroup
     work: dist.Work
-    parts: Tensor | None  # of this rank's share, from all ranks; None where the all-reduce itself sums
+    parts: Tensor | None  # of this rank's share, from all ranks; None where the all-reduce itself sums, and when done
 
     @classmethod
     @torch.no_grad()
@@ -55,6 +56,11 @@ class Piece:
     def done(self) -> bool:
         return self.work.is_completed()
 
+    @property
+    def doubled(self) -> bool:
+        """Whether what comes has memory beside what is sent."""
+        return self.parts is not None
+
     @torch.no_grad()
     def finish(self) -> list[Tensor]:
         """Wait, on the current stream of a device that has streams; the gradients are whole then, and no parts."""
@@ -62,10 +68,11 @@ class Piece:
         if self.parts is not None:
             share = self.parts.view(dist.get_world_size(self.group), -1).sum(0, dtype=torch.float32)
             all_gather_flat(self.flat, share.to(self.flat.dtype), self.group)
+            self.parts = None
         return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScatteredPiece:
     """Gradients on their way in one flat tensor, of whose sum every rank gets its parts only.
 
@@ -75,9 +82,9 @@ class ScatteredPiece:
 
     values: list[Tensor]
     cut: Parts
-    rows: Tensor  # what is sent: alive until it has arrived
+    rows: Tensor | None  # what is sent: alive until it has arrived
     work: dist.Work
-    taken: Tensor  # this rank's row of the sum, or its row from every rank
+    taken: Tensor  # this rank's row of the sum, or until then its row from every rank
 
     @classmethod
     @torch.no_grad()
@@ -97,13 +104,20 @@ class ScatteredPiece:
     def done(self) -> bool:
         return self.work.is_completed()
 
+    @property
+    def doubled(self) -> bool:
+        """Whether what comes has memory beside what is sent."""
+        return self.taken.ndim > 1
+
     @torch.no_grad()
     def finish(self) -> list[Tensor]:
         """Wait, on the current stream of a device that has streams; this rank's part of every gradient, at least
         fp32."""
         self.work.wait()
-        row = self.taken if self.taken.ndim == 1 else self.taken.sum(0, dtype=torch.float32)
-        return self.cut.cut(row, self.values)
+        self.rows = None
+        if self.taken.ndim > 1:
+            self.taken = self.taken.sum(0, dtype=torch.float32)
+        return self.cut.cut(self.taken, self.values)
 
 
 def pieces_of(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from arachnec.analysis.uses import bucket_of
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.gradient_pieces import (
+    EXCHANGED,
     SMALLEST_PIECE,
     Piece,
     ScatteredPiece,
@@ -66,6 +67,7 @@ class GradientSynchronisation:
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
+    _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
 
     def start(self, reduce: Instruction) -> None:
         """Start an all-reduce with the gradients as they are, unless it was started before; zeros where none are."""
@@ -76,8 +78,21 @@ class GradientSynchronisation:
         if group is not None:
             hosts = (self.host_groups or self.groups).get(reduce.peers)
             assert not self.sharded or dist.get_world_size(group) == dist.get_world_size()
-            kind = ScatteredPiece if self.sharded else Piece
-            self._pending.append(_Started.of(self._members(reduce), kind, group, hosts, self.piece_bytes))
+            members = self._members(reduce)
+            used = torch.tensor([gradient_of(value) is not None for value in members.values()], dtype=torch.int32)
+            pieces = [self._send(run, group) for run in pieces_of(members.values(), self.piece_bytes)]
+            told = dist.all_reduce(used, group=hosts, async_op=True)
+            assert told is not None
+            self._pending.append(_Started(members, pieces, used, told))
+
+    def _send(self, values: list[Tensor], group: dist.ProcessGroup) -> Piece | ScatteredPiece:
+        """Start a piece; behind too many that have memory twice, once the first of them is through."""
+        doubled = [piece for piece in self._sent if piece.doubled]
+        for piece in doubled[: max(0, len(doubled) - EXCHANGED + 1)]:
+            piece.finish()
+        started = (ScatteredPiece if self.sharded else Piece).sent(values, group)
+        self._sent = [*(piece for piece in doubled if piece.doubled), started]
+        return started
 
     @contextmanager
     def inside_backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
@@ -125,6 +140,7 @@ class GradientSynchronisation:
         for started in self._pending:
             self.parts |= started.finish()
         self._pending.clear()
+        self._sent.clear()
 
     def gather(self) -> None:
         """Make whole gradients of the ``parts``, for who wants to see them. Collective where they are sharded."""
@@ -158,21 +174,6 @@ class _Started:
     pieces: Sequence[Piece | ScatteredPiece]
     used: Tensor  # on the host
     told: dist.Work
-
-    @classmethod
-    def of(
-        cls,
-        values: Mapping[str, Tensor],
-        kind: type[Piece | ScatteredPiece],
-        group: dist.ProcessGroup,
-        hosts: dist.ProcessGroup | None,
-        piece_bytes: int,
-    ) -> _Started:
-        used = torch.tensor([gradient_of(value) is not None for value in values.values()], dtype=torch.int32)
-        pieces = [kind.sent(run, group) for run in pieces_of(values.values(), piece_bytes)]
-        told = dist.all_reduce(used, group=hosts, async_op=True)
-        assert told is not None
-        return cls(values, pieces, used, told)
 
     @property
     def done(self) -> bool:

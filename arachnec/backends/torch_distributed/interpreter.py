@@ -273,6 +273,8 @@ class _Walk:
         drop_gradients(self.context.parameters)
 
     def _free(self, instruction: Instruction) -> None:
+        if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
+            self.handoffs.wait_until_sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 

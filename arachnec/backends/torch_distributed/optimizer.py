@@ -144,7 +144,8 @@ def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Ten
         return torch.linalg.vector_norm(torch.stack(norms))
     squared = torch.stack(norms).double().square().sum()
     dist.all_reduce(squared)
-    return squared.sqrt().float()
+    total: Tensor = squared.sqrt().float()
+    return total
 
 
 def _dtype(value: Tensor) -> torch.dtype:

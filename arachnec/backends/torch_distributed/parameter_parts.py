@@ -64,10 +64,10 @@ class Parts:
         """This rank's parts of these tensors, without padding, as views of its packed ``row``."""
         lengths = [self.length(value.numel()) for value in values]
         counts = [len(range(value.numel())[self.rank * n :][:n]) for value, n in zip(values, lengths, strict=True)]
-        return [part[:count] for part, count in zip(row.split(lengths), counts, strict=True)]
+        return [part[:count] for part, count in zip(row.split_with_sizes(lengths), counts, strict=True)]
 
     def _columns(self, rows: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return rows.split([self.length(value.numel()) for value in values], 1)
+        return tuple(rows.split_with_sizes([self.length(value.numel()) for value in values], 1))
 
 
 def _split(columns: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:

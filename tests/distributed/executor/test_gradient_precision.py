@@ -7,12 +7,20 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.kept_gradients import gradient_of, set_gradient
-from arachnec.backends.torch_distributed.gradient_pieces import LARGEST_PIECE, SMALLEST_PIECE, Piece, piece_size
+from arachnec.backends.torch_distributed.gradient_pieces import (
+    EXCHANGED,
+    LARGEST_PIECE,
+    SMALLEST_PIECE,
+    Piece,
+    piece_size,
+)
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Level, Module, Stage
+from arachnec.ir.nodes import Instruction, Level, Module, Stage
 from arachnec.ir.values import Attributes
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
 
@@ -140,6 +148,31 @@ def test_a_piece_is_the_sum_over_ranks_rounded_once(precision: str, ranks: int) 
         expected = expected.to(torch.bfloat16).float()
     for found in run_ranks(ranks, reduced, precision, 7):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def synchronised(sharded: bool, count: int) -> tuple[int, list[float]]:
+    """How many pieces had memory twice at most, and the sum of each gradient as this rank has it."""
+    values = {str(i): torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for i in range(count)}
+    keep_gradients(values, module(gradients="bf16"))
+    for number, value in enumerate(values.values()):
+        set_gradient(value, torch.full_like(value, number + dist.get_rank()))
+    everyone = tuple(range(dist.get_world_size()))
+    groups = ProcessGroups()
+    groups.ensure([everyone])
+    gradients = GradientSynchronisation(values, {}, groups, piece_bytes=1, sharded=sharded)
+    gradients.start(Instruction("reduce", "dit", everyone))
+    doubled = sum(piece.doubled for started in gradients._pending for piece in started.pieces)
+    gradients.wait()
+    groups.close()
+    kept = gradients.parts if sharded else {name: gradient_of(value) for name, value in values.items()}
+    return doubled, [float(value.float().mean()) for value in kept.values() if value is not None]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_few_pieces_of_low_precision_have_memory_twice(sharded: bool) -> None:
+    for doubled, sums in run_ranks(2, synchronised, sharded, 7):
+        assert 0 < doubled <= EXCHANGED
+        assert sums == [2.0 * number + 1 for number in range(7)]
 
 
 def test_pieces_are_larger_where_latency_weighs_more() -> None:
