@@ -38,7 +38,7 @@ import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.failure import (
-    ERROR_FILE,
+    ERROR_FD,
     Failure,
     failure_of,
     follows_from_another,
@@ -333,7 +333,7 @@ class Watchdog:
 
     def _tells(self) -> bool:
         """Whether this rank tells the failure: one of each agent's does, and with a launcher, which chooses, all."""
-        if ERROR_FILE in os.environ:
+        if ERROR_FD in os.environ:
             return True
         name = hashlib.sha256(f"{self._run} {self._me.agent}".encode()).hexdigest()
         try:

@@ -63,6 +63,10 @@ class RunOptions:
     plan_timeout: float | None = None
     step_timeout: float | None = None
 
+    def shared(self) -> tuple[object, ...]:
+        """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
+        return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
+
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)
 

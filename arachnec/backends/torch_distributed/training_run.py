@@ -133,7 +133,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr(training))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         model = shared_model(model_file, training, device)
         encoders = shared_encoders(model_file, training, device)

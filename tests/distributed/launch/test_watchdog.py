@@ -54,7 +54,7 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.delenv("ARACHNEC_ERROR_FILE", raising=False)
+    monkeypatch.delenv("ARACHNEC_ERROR_FD", raising=False)
     made = Run()
     yield made
     for rank in range(8):
