@@ -140,9 +140,10 @@ def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Ten
     norms = [torch.linalg.vector_norm(value, dtype=torch.float32) for value in gradients.values()]
     if not norms:
         return torch.zeros(())
+    here: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not across:
-        return torch.linalg.vector_norm(torch.stack(norms))
-    squared = torch.stack(norms).double().square().sum()
+        return here
+    squared = here.double().square()
     dist.all_reduce(squared)
     total: Tensor = squared.sqrt().float()
     return total
