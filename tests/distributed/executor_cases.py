@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import subprocess
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,10 @@ from arachnec.models.file import load_model_file
 from arachnec.tracing import blocks
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import PRELOAD, run_ranks
+from tests.warm_python import warm_python
+
+RUNS = (*PRELOAD, "arachnec.backends.torch_distributed.local_run", "arachnec.passes", "scipy.optimize", "z3")
 
 MODEL = """
 import torch
@@ -241,8 +243,8 @@ def executable(
 
 
 def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-    """``arachnec run`` in a process of its own."""
-    command = [sys.executable, "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
+    """``arachnec run`` in a process of its own, and so are its ranks."""
+    command = [warm_python(RUNS), "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
