@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import subprocess
 from collections.abc import Hashable, Iterator, Sequence
@@ -253,17 +254,19 @@ _CAPTURED: dict[Hashable, CapturedModel] = {}
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """A rank keeps what it captures for later tests with the same model file, precision and examples.
+    """A rank keeps what it captures for later tests with the same classes, weights and examples.
 
-    Ranks that ``arachnec run`` starts capture for themselves.
+    ``tests.distributed.preloaded`` has captured the model above before the ranks are forked. Ranks that
+    ``arachnec run`` starts capture for themselves.
     """
     capture = blocks.capture_blocks
 
     def kept(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
-        digest = type(model).__module__.rpartition("_")[2]  # of the model file
+        written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+        sources = frozenset(map(inspect.getsource, written))
         weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters())
-        calls = tuple((call.clip, call.batch, call.text) for call in examples)
-        key = (digest, weights, calls, verify)
+        calls = tuple((call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in examples)
+        key = (sources, weights, calls, verify)
         if key not in _CAPTURED:
             _CAPTURED[key] = capture(model, examples, verify=verify)
         return _CAPTURED[key]
@@ -271,6 +274,11 @@ def captured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "capture_blocks", kept)
         yield
+
+
+def _form(argument: tuple[str, Any]) -> Hashable:
+    name, value = argument
+    return (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, repr(value))
 
 
 def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:

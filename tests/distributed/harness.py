@@ -29,6 +29,7 @@ PRELOAD = [
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",
 ]
+CAPTURED = "tests.distributed.preloaded"  # where the tests can be imported by name
 
 
 class RankError(AssertionError):
@@ -74,7 +75,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         store = str(Path(self._folder.name) / "store")
         known = list(sys.path)
@@ -126,6 +127,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.distributed.executor_cases import captured_once
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
@@ -137,7 +140,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             break
         try:
             function, args = pickle.loads(message)
-            answer = (False, function(*args))
+            with captured_once():
+                answer = (False, function(*args))
             encoded = pickle.dumps(answer)
         except BaseException:
             encoded = pickle.dumps((True, traceback.format_exc()))

@@ -26,7 +26,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
 from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
-from tests.distributed.harness import PRELOAD, ROOT
+from tests.distributed.harness import CAPTURED, PRELOAD, ROOT
 from tests.spmd.sequence_models import MODELS, Size
 
 
@@ -64,7 +64,7 @@ class _Server:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._pipe, theirs = context.Pipe()
         with _root_on_path():
             self._process = context.Process(target=_serve, args=(theirs,))
