@@ -213,7 +213,7 @@ def _run(client: int, given: dict[str, Any], files: list[int]) -> None:
         sys.executable = given["program"]
         os.getppid = lambda: given["parent"]
         paths = given["environment"].get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:] = [*filter(None, paths), *(p for p in sys.path if p not in paths)]
+        sys.path[:] = [*filter(None, paths), *(p for p in sys.path if p not in (*paths, str(ROOT)))]
         code = _exit_code(given["arguments"])
     finally:
         os._exit(code & 0xFF)
@@ -247,7 +247,8 @@ def _call(arguments: list[str]) -> None:
     if kind == "-m":
         sys.argv = rest
         sys.path.insert(0, str(Path.cwd()))
-        sys.modules.pop(rest[0], None)
+        if not hasattr(sys.modules.get(rest[0]), "__path__"):
+            sys.modules.pop(rest[0], None)  # runpy warns of a module that is there already
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *rest[1:]]

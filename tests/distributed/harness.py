@@ -26,6 +26,7 @@ PRELOAD = [
     "pytest",
     "hypothesis",
     "arachnec.backends.torch_distributed.training_run",
+    "arachnec.backends.torch_distributed.checkpoint",
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",
 ]
@@ -41,10 +42,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``ranks`` processes in one gloo world, one thread each."""
+    """``ranks`` processes in one gloo world, one thread each; ``anew`` if no backward may have run in them."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, anew: bool = False) -> None:
         self.ranks = ranks
+        self._start_method = "spawn" if anew else "forkserver"
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -74,7 +76,7 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(self._start_method)
         context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         store = str(Path(self._folder.name) / "store")

@@ -21,7 +21,7 @@ from arachnec.backends.cascade_step import (
     gradients_of,
     trained_parameters,
 )
-from arachnec.backends.torch_distributed import checkpoint, events, report
+from arachnec.backends.torch_distributed import events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
@@ -241,6 +241,8 @@ class Trainer:
 
     def save(self, folder: Path, steps: int) -> None:
         """A checkpoint after ``steps`` optimizer steps."""
+        from arachnec.backends.torch_distributed import checkpoint
+
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
         checkpoint.save(folder, self._state(), position)
@@ -297,6 +299,8 @@ class Trainer:
         """Optimizer steps done before this run."""
         if not options.resume or options.checkpoint is None:
             return 0
+        from arachnec.backends.torch_distributed import checkpoint  # half of what a rank's start would import
+
         position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
         self._context.optimizer.round_parameters()
         seed = self._context.training.seed
