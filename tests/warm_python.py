@@ -148,7 +148,9 @@ def _told(client: socket.socket) -> bytes:
         return b""
 
 
-def _end(client: socket.socket, selector: selectors.BaseSelector, running: dict[socket.socket, tuple[int, int]]) -> None:
+def _end(
+    client: socket.socket, selector: selectors.BaseSelector, running: dict[socket.socket, tuple[int, int]]
+) -> None:
     """Tell a client how its process ended."""
     process, ended = running.pop(client)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -186,8 +188,8 @@ def _process_of(client: socket.socket) -> int:
 
 def _enter_network_of(process: int) -> None:
     """Only where it is another one: that needs root."""
-    theirs = f"/proc/{process}/ns/net"
-    if os.readlink(theirs) == os.readlink("/proc/self/ns/net"):
+    theirs = Path(f"/proc/{process}/ns/net")
+    if theirs.readlink() == Path("/proc/self/ns/net").readlink():
         return
     number = os.open(theirs, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(number, 0):

@@ -42,7 +42,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``ranks`` processes in one gloo world, one thread each; ``anew`` if no backward may have run in them."""
+    """``ranks`` processes in one gloo world, one thread each; ``anew``: nothing has run in them before."""
 
     def __init__(self, ranks: int, *, anew: bool = False) -> None:
         self.ranks = ranks

@@ -23,7 +23,8 @@ BLOCK = re.compile(
     r"(?:^(?P<where>In|New file) `(?P<path>[^`]+)`:\n\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 COMMANDS = (
-    'python() { "$WARM_PYTHON" "$@"; }\npytest() { python -m pytest "$@"; }\narachnec() { python -m arachnec "$@"; }\n'
+    'python() { "$WARM_PYTHON" "$@"; }\narachnec() { python -m arachnec "$@"; }\n'
+    'pytest() { python -m pytest -W "ignore:Module already imported so cannot be rewritten" "$@"; }\n'
     "set -euo pipefail\n"
 )
 LIBRARIES = (  # nothing of ours: the copy has its own
