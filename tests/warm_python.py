@@ -49,7 +49,7 @@ server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect({socket!r})
 for number in {forwarded}:
     signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
-given = dict(arguments=sys.argv[1:], environment=dict(os.environ), folder=os.getcwd(), files=files, program=sys.argv[0],
+given = dict(arguments=sys.argv[1:], environment=dict(os.environ), folder=os.getcwd(), files=files, program={inside},
              parent=os.getppid())
 message = json.dumps(given).encode()
 server.sendmsg([len(message).to_bytes(8, "big")],
@@ -67,11 +67,11 @@ os._exit(code)
 
 
 @functools.cache
-def warm_python(modules: Sequence[str]) -> str:
-    """The program's path. Its server starts now, and ends with this process."""
+def warm_python(modules: Sequence[str], *, inside: bool = True) -> str:
+    """The program's path. Its server starts now, and ends with this process. ``inside``: what it starts is warm too."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     place, program = str(Path(folder.name) / "socket"), Path(folder.name) / "python"
-    program.write_text(CLIENT.format(python=sys.executable, socket=place, forwarded=tuple(map(int, FORWARDED))))
+    program.write_text(_client(place, program if inside else Path(sys.executable)))
     program.chmod(0o700)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(
@@ -90,6 +90,11 @@ def warm_python(modules: Sequence[str]) -> str:
 
     atexit.register(close)
     return str(program)
+
+
+def _client(place: str, inside: Path) -> str:
+    forwarded = tuple(map(int, FORWARDED))
+    return CLIENT.format(python=sys.executable, socket=place, forwarded=forwarded, inside=repr(str(inside)))
 
 
 def serve(place: str) -> None:

@@ -92,7 +92,7 @@ def follow(page: Path, folder: Path) -> None:
 def run(commands: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    environment["WARM_PYTHON"] = warm_python(LIBRARIES)
+    environment["WARM_PYTHON"] = warm_python(LIBRARIES, inside=False)
     done = subprocess.run(
         ["bash", "-c", COMMANDS + commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
