@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,9 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.driver import compile
+from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Instruction
+from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.passes.infra.pipeline import Pipeline
@@ -40,6 +41,7 @@ from tests.distributed.harness import RankPool
 ROOT = Path(__file__).parents[3]
 PASSES = ROOT / "tests" / "acceptance" / "passes.py"
 RANKS = 4
+GRIDS = (4, 2, 1)  # Ulysses degrees
 MODEL = """
 import torch
 from arachnec.models.diffusers import wan
@@ -105,25 +107,40 @@ class NoConnections(HandoffConnections):
         return dist.group.WORLD
 
 
-def step(folder: Path, ulysses: int, everything: bool = False) -> Seen:
-    """Two steps on rank 0; the second is watched.
+def steps(folder: Path, everything: bool = False) -> dict[int, Seen]:
+    """One model, traced once, with every grid of its ranks.
 
     With ``everything`` there is an encoder, whose output is handed off, and the optimizer is dealt out, because devices
-    are small.
+    are small; then Ulysses alone.
     """
     device = fake_device.register(0, RANKS)  # before the first backward, which asks once for the devices there are
-    text = (
-        f"shard-optimizer,partition{{policy=equal-token}},annotate,assign{{degrees=[{RANKS}]}},place,"
-        f"regrid{{ulysses=[{ulysses}]}},bucket,lower,check"
-    )
     (folder / "model.py").write_text(MODEL + (WITH_ENCODER if everything else ""))
     (folder / "small.toml").write_text(CLUSTER)
     (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for clip in CLIPS))
     compiled = compile(
         folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
-        passes=Pipeline.parse(text, load_file(PASSES, installed())),
+        passes=pipeline(GRIDS[0]),
     )  # fmt: skip
-    module, model_file, clips = compiled.module, compiled.model_file, compiled.manifest.clips
+    seen = {}
+    for ulysses in (RANKS,) if everything else GRIDS:
+        module, _ = plan_iteration(compiled.model, pipeline(ulysses), 0)
+        seen[ulysses] = step(device, module, compiled)
+        gc.collect()
+        assert device.memory.now == 0  # nothing of this grid is counted with the next
+    return seen
+
+
+def pipeline(ulysses: int) -> Pipeline:
+    text = (
+        f"shard-optimizer,partition{{policy=equal-token}},annotate,assign{{degrees=[{RANKS}]}},place,"
+        f"regrid{{ulysses=[{ulysses}]}},bucket,lower,check"
+    )
+    return Pipeline.parse(text, load_file(PASSES, installed()))
+
+
+def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> Seen:
+    """Two steps on rank 0; the second is watched."""
+    model_file, clips = compiled.model_file, compiled.manifest.clips
     with torch.device("meta"):
         model = model_file.build()
     sequence = Sequences(model_file, model, clips, torch.bfloat16).for_program(module)
@@ -212,22 +229,28 @@ def needs_what_was_planned(seen: Seen) -> None:
             assert peak == pytest.approx(expected, rel=WITHIN), (op, index)
 
 
-@pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "product", "ring"])
-def test_a_step_waits_for_nothing_and_needs_what_was_planned(tmp_path: Path, ulysses: int) -> None:
-    pool = RankPool(1)
+@pytest.fixture(scope="module")
+def seen_by_grid(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    pool = RankPool(1, anew=True)
     try:
-        (seen,) = pool.run(step, tmp_path, ulysses, timeout=250)
+        (seen,) = pool.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
     finally:
         pool.close()
+    return seen
+
+
+@pytest.mark.parametrize("ulysses", GRIDS, ids=["ulysses", "product", "ring"])
+def test_a_step_waits_for_nothing_and_needs_what_was_planned(ulysses: int, seen_by_grid: dict[int, Seen]) -> None:
+    seen = seen_by_grid[ulysses]
     assert seen.grids == {(ulysses, RANKS // ulysses)}
     assert [wait for wait in seen.waits if not wait[0].startswith(MAY_WAIT)] == []
     needs_what_was_planned(seen)
 
 
 def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_path: Path) -> None:
-    pool = RankPool(1)
+    pool = RankPool(1, anew=True)
     try:
-        (seen,) = pool.run(step, tmp_path, RANKS, True, timeout=250)
+        ((seen,),) = (by_grid.values() for by_grid in pool.run(steps, tmp_path, True, timeout=280))
     finally:
         pool.close()
     assert seen.sharded
@@ -257,7 +280,7 @@ def wait_in_every_way() -> list[str]:
 
 
 def test_every_way_of_waiting_is_seen() -> None:
-    pool = RankPool(1)
+    pool = RankPool(1, anew=True)
     try:
         (seen,) = pool.run(wait_in_every_way)
     finally:
