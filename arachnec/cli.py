@@ -25,6 +25,7 @@ COMMANDS = {
     "explain": "Say why a plan is as it is, and what would make it faster.",
     "check": "Prove a program free of deadlock, lost clips and lack of memory.",
     "passes": "List the passes and the named pipelines.",
+    "convert-checkpoint": "Rewrite a checkpoint that an earlier version wrote.",
     "bisect": "Find the first pass of a pipeline that goes wrong.",
 }
 
@@ -38,7 +39,7 @@ class LazyGroup(SuggestingGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"arachnec.commands.{cmd_name}")
+        module = importlib.import_module(f"arachnec.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

@@ -9,6 +9,7 @@ from arachnec.analysis.communicators import communicator_gib
 from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity
+from arachnec.ir.stage_sizes import evaluated
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,15 @@ def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HA
 
 
 def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Iterator[Usage]:
-    """What a rank holds during every instruction of its list, in order."""
+    """What a rank holds during every instruction of its list, in order.
+
+    The batch of the next forward is made while the one before runs: among the values.
+    """
     state = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
     communicators = communicator_gib(values, program, model)
     yield Usage(program.rank, -1, state, communicators=communicators)
     last = values.last_saved_reads(program)
+    prepared = _prepared(values, program)
     saved: dict[str, float] = {}
     held: dict[str, float] = {}
     in_saved = in_values = 0.0
@@ -52,7 +57,8 @@ def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOF
             held[target] = memory
         transient = 0.0 if values.saves(instruction) or values.makes(instruction) is not None else memory
         workspace = gib(instruction, "workspace") + transient
-        yield Usage(program.rank, index, state, in_saved, in_values, workspace, communicators)
+        in_use = in_values + prepared[index]
+        yield Usage(program.rank, index, state, in_saved, in_use, workspace, communicators)
         for source in values.saved_reads(instruction):
             if last.get(source) == index:
                 in_saved -= saved.pop(source, 0.0)
@@ -61,3 +67,15 @@ def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOF
             in_saved -= saved.pop(target, 0.0)
         if instruction.op == "free":
             in_values -= held.pop(target, 0.0)
+
+
+def _prepared(values: Values, program: Program) -> list[float]:
+    """For every instruction, GiB of the batch of the next forward behind it."""
+    sizes = []
+    size = 0.0
+    for instruction in reversed(program.instructions):
+        sizes.append(size)
+        if instruction.op == "forward":
+            cascade = values.cascades[instruction.target]
+            size = evaluated(values.module.stage(cascade.stage), "batch", cascade)
+    return sizes[::-1]

@@ -37,8 +37,10 @@ class Memory:
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
+            # what lies outside the blocks runs on whole sequences
+            total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
         total += divided(stage, "workspace", cascade, share)
-        return total + self.received(cascade)
+        return total + evaluated(stage, "batch", cascade) + self.received(cascade)
 
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
@@ -58,9 +60,15 @@ class Memory:
         return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages)
 
     @cached_property
+    def prepared(self) -> float:
+        """GiB of the batch of a rank's next cascade, which is made ahead: the largest there is."""
+        trained = (cascade for cascade in self.module.cascades if self.stages[cascade.stage].trained)
+        return max((evaluated(self.stages[cascade.stage], "batch", cascade) for cascade in trained), default=0.0)
+
+    @cached_property
     def state(self) -> float:
-        """GiB on every rank that no cascade may use: ``resident`` and a reserve."""
-        return self.resident + RESERVE * self.devices.cluster.memory
+        """GiB on every rank that no cascade may use: ``resident``, the next batch and a reserve."""
+        return self.resident + self.prepared + RESERVE * self.devices.cluster.memory
 
     @cached_property
     def room(self) -> float:
@@ -71,7 +79,7 @@ class Memory:
         """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
         if not self.devices.kinds:
             return self.room
-        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - self.resident
+        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - self.resident - self.prepared
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs

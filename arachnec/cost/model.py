@@ -152,6 +152,11 @@ class CostModel:
         return self._memory.resident
 
     @property
+    def prepared(self) -> float:
+        """GiB of the batch that is made ahead on every rank, at most."""
+        return self._memory.prepared
+
+    @property
     def room(self) -> float:
         """GiB that cascades may use on every rank."""
         return self._memory.room

@@ -22,6 +22,7 @@ import json
 import platform
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -33,7 +34,7 @@ import msgspec
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Graph, Level, Module
+from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
@@ -154,11 +155,10 @@ def write_executable(
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
-    iterations = {clip.attrs.get("iteration", 0) for clip in traced.clips}
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
-        iterations=max(1, len(iterations)),
+        iterations=max(1, len(batch_sizes(traced))),
         training=training,
         fingerprint={name: _digest(texts[name].encode()) for name in FINGERPRINTED},
         versions=versions(),
@@ -237,8 +237,24 @@ def read_executable(folder: Path) -> Executable:
 
 def iteration_of(model: Module, number: int) -> Module:
     """One global batch of a traced module, without its graphs."""
-    clips = tuple(clip for clip in model.clips if clip.attrs.get("iteration", 0) == number)
+    clips = tuple(clip for clip in model.clips if _iteration_of(clip) == number)
     return replace(model, name=f"iteration_{number}", clips=clips, graphs=())
+
+
+def batch_sizes(model: Module) -> list[int]:
+    """Clips of every global batch of a traced module."""
+    counts = Counter(_iteration_of(clip) for clip in model.clips)
+    return [counts[number] for number in sorted(counts)]
+
+
+def data_digest(model: Module, clips: Sequence[VideoClip]) -> str:
+    """SHA-256 of the clips, by their own ids, and of the global batches they are in."""
+    rows = [(clips[clip.id].id, *clips[clip.id].shape, _iteration_of(clip)) for clip in model.clips]
+    return _digest(json.dumps(sorted(rows, key=str)).encode())
+
+
+def _iteration_of(clip: Clip) -> int:
+    return integer(clip.attrs.get("iteration", 0))
 
 
 def versions() -> dict[str, str]:
