@@ -83,7 +83,7 @@ class Annealing:
         return Improvement((best,))
 
     def _tries(self, warmth: int) -> int:
-        return TRIES * len(self.problem.jobs) // 5 ** (2 - warmth)
+        return TRIES * len(self.problem.jobs) // (25, 5, 1)[warmth]
 
     def _run_ms(self, warmth: int) -> float:
         return self._tries(warmth) * decoding_ms(self.problem, 0.5)
