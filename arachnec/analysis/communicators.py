@@ -6,17 +6,17 @@ all-reduces have their own, because they run beside those. A device-to-device ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Instruction, Program, integer
+from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
-COLLECTIVE = ("encode", "forward", "denoise", "reduce")  # a backward uses its forward's
+COLLECTIVE = ("encode", "forward", "denoise")  # a backward uses its forward's
 COMMUNICATOR_MIB = 64  # of device memory each: tens to a hundred by NCCL's buffers, never measured here
 
 
@@ -24,8 +24,10 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
     """Every communicator that this rank is a member of."""
     names: set[Communicator] = set()
     for step in program.instructions:
-        if len(step.peers) > 1 and step.op in COLLECTIVE:
-            names.update(_of_group(step, program.rank))
+        if len(step.peers) > 1 and step.op == "reduce":
+            names.add(("all-reduce", frozenset(step.peers)))
+        elif len(step.peers) > 1 and step.op in COLLECTIVE:
+            names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
         elif model.handoffs == "device" and step.op in ("send", "receive"):
             names.add(handoff_channel(step, program.rank))
     return frozenset(names)
@@ -50,11 +52,13 @@ def communicator_gib(values: Values, program: Program, model: ExecutionModel) ->
     return (1 + len(names) + (bool(values.trained) and not synchronised)) * COMMUNICATOR_MIB / 1024
 
 
-def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> Iterator[tuple[int, ...]]:
-    """Every group that a cascade on ``ranks`` as a grid of ``ulysses`` x ``ring`` communicates in; with single ones."""
-    yield ranks
-    yield from (ranks[row * ulysses : (row + 1) * ulysses] for row in range(ring))
-    yield from (ranks[column::ulysses] for column in range(ulysses))
+def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
+    """Every group of several ranks in which the collectives of an encode, forward or denoise run; else none."""
+    if len(step.peers) < 2:
+        return ()
+    if step.op == "encode":
+        return (step.peers,)
+    return subgroups(step.peers, *grid(step)) if step.op in ("forward", "denoise") else ()
 
 
 def grid(step: Instruction) -> tuple[int, int]:
@@ -64,16 +68,7 @@ def grid(step: Instruction) -> tuple[int, int]:
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 
 
-def _of_group(step: Instruction, rank: int) -> Iterator[Communicator]:
-    if step.op == "reduce":
-        yield "all-reduce", frozenset(step.peers)
-    elif step.op == "encode":
-        yield "cascade", frozenset(step.peers)
-    else:
-        yield from (("cascade", group) for group in _groups(step.peers, *grid(step)) if rank in group)
-
-
-@lru_cache(maxsize=4096)
-def _groups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[frozenset[int], ...]:
-    """The groups of several ranks, each once: every rank of a cascade asks for the same."""
-    return tuple(dict.fromkeys(frozenset(group) for group in subgroups(ranks, ulysses, ring) if len(group) > 1))
+@lru_cache(maxsize=8192)
+def _sets(groups: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
+    """The same sets for every rank that asks."""
+    return tuple(dict.fromkeys(map(frozenset, groups)))

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
-from arachnec.analysis.communicators import subgroups
 from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.kernels.attention.subgroups import subgroups
 
 MOST_COMMUNICATORS = 16  # of a rank
 ALWAYS = 2  # of them: that of all ranks, and that of the gradient all-reduces
@@ -47,7 +47,6 @@ def family(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Ranks, ...]:
         for ulysses, ring in family_grids(cluster, heads)
         for ranks in aligned(cluster, ulysses * ring)
         for group in subgroups(ranks, ulysses, ring)
-        if len(group) > 1
     )
     return tuple(dict.fromkeys(groups))
 
@@ -117,6 +116,6 @@ def _members(cluster: Cluster, grid: Grid) -> dict[int, set[frozenset[int]]]:
     groups: dict[int, set[frozenset[int]]] = defaultdict(set)
     for ranks in aligned(cluster, grid[0] * grid[1]):
         for group in map(frozenset, subgroups(ranks, *grid)):
-            for rank in group if len(group) > 1 else ():
+            for rank in group:
                 groups[rank].add(group)
     return groups
