@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.group_family import ALWAYS, family, heads_of
 from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Instruction, Program, integer
+from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer
 from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
@@ -38,18 +39,45 @@ def handoff_channel(step: Instruction, rank: int) -> Communicator:
     return ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
 
 
-def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
-    """GiB of device memory that this rank's communicators take; 0 on CPUs.
+def resident(values: Values, program: Program, model: ExecutionModel) -> frozenset[Communicator]:
+    """Those of ``communicators`` and those that this rank has whatever its program: what is made at the start.
 
-    The group of all ranks counts as one, and where something is trained its all-reduces as another at least: a planner
-    asks before they are in the program.
+    These are the group of all ranks, the family of groups, and where something is trained a gradient all-reduce: a
+    planner asks before that is in the program. None on CPUs, whose groups take no device memory.
     """
-    cluster = values.module.cluster
-    if cluster is None or cluster.world == 1 or cluster.attrs.get("device") == "cpu":
+    module = values.module
+    if module.cluster is None or module.cluster.world == 1 or module.cluster.attrs.get("device") == "cpu":
+        return frozenset()
+    used = communicators(program, model)
+    everyone = frozenset(range(module.cluster.world))
+    kept: frozenset[Communicator] = family_of_ranks(module.cluster, heads_of(module.stages))[program.rank]
+    always: set[Communicator] = {("world", everyone)}
+    if values.trained and not any(name[0] == "all-reduce" for name in used):
+        always.add(("all-reduce", everyone))
+    return used | kept | always
+
+
+def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
+    """GiB of device memory that this rank's communicators take, those of the family included; 0 on CPUs."""
+    return len(resident(values, program, model)) * COMMUNICATOR_MIB / 1024
+
+
+def most_resident_gib(cluster: Cluster, stages: tuple[Stage, ...]) -> float:
+    """GiB that communicators made at the start take on the rank that has most; 0 on CPUs."""
+    if cluster.world == 1 or cluster.attrs.get("device") == "cpu":
         return 0.0
-    names = communicators(program, model)
-    synchronised = any(name[0] == "all-reduce" for name in names)
-    return (1 + len(names) + (bool(values.trained) and not synchronised)) * COMMUNICATOR_MIB / 1024
+    most = max(map(len, family_of_ranks(cluster, heads_of(stages))))
+    return (ALWAYS + most) * COMMUNICATOR_MIB / 1024
+
+
+@lru_cache(maxsize=64)
+def family_of_ranks(cluster: Cluster, heads: tuple[int, ...]) -> tuple[frozenset[Communicator], ...]:
+    """The communicators of every rank for the groups of the family."""
+    members: list[set[Communicator]] = [set() for _ in range(cluster.world)]
+    for group in map(frozenset, family(cluster, heads)):
+        for rank in group:
+            members[rank].add(("cascade", group))
+    return tuple(map(frozenset, members))
 
 
 def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:

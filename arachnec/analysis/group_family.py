@@ -8,7 +8,7 @@ attentions. Out: grids of Ulysses x ring, and the groups that cascades on them c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 
 from arachnec.ir.nodes import Cascade, Cluster, Stage
@@ -65,14 +65,14 @@ def heads_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     return tuple(sorted({count for count in heads if isinstance(count, int) and count > 1}))
 
 
-def in_family(cluster: Cluster, cascade: Cascade, heads: tuple[int, ...]) -> bool:
-    """Whether a placed cascade communicates in groups of the family alone."""
+def in_family(cascade: Cascade, grids: Collection[Grid]) -> bool:
+    """Whether a placed cascade communicates in groups of the family with these grids alone."""
     if cascade.degree == 1:
         return True
-    ranks, first = cascade.ranks, min(cascade.ranks)
-    if sorted(ranks) != list(range(first, first + len(ranks))) or first % len(ranks):
+    ranks = cascade.ranks
+    first = ranks[0]
+    if first % len(ranks) or ranks != tuple(range(first, first + len(ranks))):
         return False
-    grids = family_grids(cluster, heads)
     if "ulysses" not in cascade.attrs:
         return any(ulysses * ring == len(ranks) for ulysses, ring in grids)
     return (cascade.attrs["ulysses"], cascade.attrs.get("ring", 1)) in grids

@@ -50,17 +50,18 @@ def test_groups_of_less_than_a_node_lie_in_one() -> None:
 
 def test_a_cascade_is_in_the_family_by_its_ranks_and_its_grid() -> None:
     cluster = parse_cluster("2x8:h100-80g")
+    twelve, none = family_grids(cluster, (12,)), family_grids(cluster)
 
     def cascade(ranks: range | tuple[int, ...], **grid: int) -> Cascade:
         attrs = Attributes.of(degree=len(ranks), ranks=tuple(ranks), **grid)
         return Cascade("t", Phase.TRAIN, "dit", (0,), 1, 1000, 0, (), attrs)
 
-    assert in_family(cluster, cascade(range(4, 8), ulysses=4, ring=1), (12,))
-    assert not in_family(cluster, cascade(range(2, 6), ulysses=4, ring=1), (12,))
-    assert not in_family(cluster, cascade((4, 5, 6, 8), ulysses=4, ring=1), (12,))
-    assert not in_family(cluster, cascade(range(4, 8), ulysses=1, ring=4), (12,))
-    assert in_family(cluster, cascade((3,), ulysses=1, ring=1), (12,))
-    assert in_family(cluster, cascade(range(8)), ())
+    assert in_family(cascade(range(4, 8), ulysses=4, ring=1), twelve)
+    assert not in_family(cascade(range(2, 6), ulysses=4, ring=1), twelve)
+    assert not in_family(cascade((4, 5, 6, 8), ulysses=4, ring=1), twelve)
+    assert not in_family(cascade(range(4, 8), ulysses=1, ring=4), twelve)
+    assert in_family(cascade((3,), ulysses=1, ring=1), twelve)
+    assert in_family(cascade(range(8)), none)
 
 
 def test_heads_are_those_of_trained_stages() -> None:
