@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -27,7 +28,6 @@ from arachnec.analysis.group_family import family, family_grids, heads_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower
-from arachnec.passes.infra.base import Duration
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.family_placement import placed_on_few_groups
 from arachnec.planning.following import Following
@@ -69,16 +69,16 @@ class Count:
         return max(map(len, self.of_rank.values())) + EVERYONE
 
 
-def schedule(module: Module, cost: CostModel, budget: int, *, few_groups: bool) -> Module:
+def schedule(module: Module, cost: CostModel, budget: float, *, few_groups: bool) -> Module:
     """As ``schedule-z3`` does it, with groups outside the family for nothing or at their price."""
-    problem, clock = problem_of(module, cost), Clock(time.perf_counter(), Duration(float(budget)), None)
+    problem, clock = problem_of(module, cost), Clock(time.perf_counter(), math.inf, budget)
     answer = solve_placed(
         module, cost, problem, clock, seed=0, following=Following(), baselines=True, few_groups=few_groups
     )
     return scheduled(module, cost, problem, answer)
 
 
-def measured(model: str, clips: int, plans: int, cluster: str, budget: int) -> dict[str, object]:
+def measured(model: str, clips: int, plans: int, cluster: str, budget: float) -> dict[str, object]:
     shortest, grouped = Count(), Count()
     for seed in range(plans):
         module = Pipeline.parse(COSTED).run(module_of(model, video_mix(clips, seed), cluster))
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="8x8:h100-80g")
     parser.add_argument("--clips", type=int, default=128)
     parser.add_argument("--plans", type=int, default=20)
-    parser.add_argument("--budget", type=int, default=500, help="ms for each plan")
+    parser.add_argument("--budget", type=float, default=500, help="steps of work for each plan, about a ms each")
     parser.add_argument("--output", type=Path, help="write the rows here, as JSON")
     options = parser.parse_args()
     rows = []

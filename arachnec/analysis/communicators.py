@@ -26,7 +26,7 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
     names: set[Communicator] = set()
     for step in program.instructions:
         if len(step.peers) > 1 and step.op == "reduce":
-            names.add(("all-reduce", frozenset(step.peers)))
+            names.add(_all_reduce(step.peers))
         elif len(step.peers) > 1 and step.op in COLLECTIVE:
             names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
         elif model.handoffs == "device" and step.op in ("send", "receive"):
@@ -49,12 +49,10 @@ def resident(values: Values, program: Program, model: ExecutionModel) -> frozens
     if module.cluster is None or module.cluster.world == 1 or module.cluster.attrs.get("device") == "cpu":
         return frozenset()
     used = communicators(program, model)
-    everyone = frozenset(range(module.cluster.world))
-    kept: frozenset[Communicator] = family_of_ranks(module.cluster, heads_of(module.stages))[program.rank]
-    always: set[Communicator] = {("world", everyone)}
-    if values.trained and not any(name[0] == "all-reduce" for name in used):
-        always.add(("all-reduce", everyone))
-    return used | kept | always
+    kept = family_of_ranks(module.cluster, heads_of(module.stages))[program.rank]
+    synchronised = not values.trained or any(name[0] == "all-reduce" for name in used)
+    everyone = _all_reduce(tuple(range(module.cluster.world)))
+    return used | kept | {("world", everyone[1])} | (set() if synchronised else {everyone})
 
 
 def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
@@ -94,6 +92,11 @@ def grid(step: Instruction) -> tuple[int, int]:
     degree = len(step.peers)
     ulysses = integer(step.attrs.get("ulysses", 1 if "ring" in step.attrs else degree))
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
+
+
+@lru_cache(maxsize=256)
+def _all_reduce(ranks: tuple[int, ...]) -> tuple[str, frozenset[int]]:
+    return "all-reduce", frozenset(ranks)
 
 
 @lru_cache(maxsize=8192)
