@@ -27,7 +27,6 @@ COMMANDS = {
     "passes": "List the passes and the named pipelines.",
     "bisect": "Find the first pass of a pipeline that goes wrong.",
 }
-MOST = 20  # errors shown at once
 
 
 class LazyGroup(SuggestingGroup):
@@ -59,14 +58,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     So is a file or folder that the system refuses. A bug of the compiler is not caught.
     """
-    from arachnec.ir.diagnostic import UserError, refused, render
+    from arachnec.ir.diagnostic import UserError, refused, render, render_all
 
     try:
         result = group.main(args=arguments, prog_name="arachnec", standalone_mode=False)
     except UserError as error:
-        click.echo("\n".join(map(render, error.diagnostics[:MOST])), err=True)
-        if len(error.diagnostics) > MOST:
-            click.echo(f"... and {len(error.diagnostics) - MOST} more", err=True)
+        click.echo(render_all(error.diagnostics), err=True)
         return 2
     except click.ClickException as error:
         error.show()
