@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PRICE = 1e-3  # of the iteration, of each group outside the family
+PRICE = 5e-3  # of the iteration, of each group outside the family
 LONGER = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family
 PLACED = 8192  # cascades that are put on ranks at most, in all placements of a plan together; but for one placement
 WORTH = (1.0, LONGER)  # of the makespan, by which a cascade must end earlier to be outside the family
