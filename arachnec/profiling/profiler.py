@@ -35,8 +35,9 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Stage
 from arachnec.ir.stage_sizes import token_bytes
 from arachnec.ir.values import Formula
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.local import Measured

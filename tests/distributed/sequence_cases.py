@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from tests.distributed.harness import CAPTURED, PRELOAD, ROOT

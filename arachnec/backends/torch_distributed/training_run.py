@@ -21,7 +21,7 @@ from arachnec.backends.cascade_step import (
     gradients_of,
     trained_parameters,
 )
-from arachnec.backends.torch_distributed import events, report
+from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval

@@ -14,17 +14,6 @@ import torch.distributed as dist
 from arachnec.kernels.attention.sequence_shard import SequenceShard, ring_positions, ulysses_positions
 
 
-def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[tuple[int, ...], ...]:
-    """Every group that a cascade on ``ranks`` with this grid communicates in, the single ranks left out."""
-    degree = len(ranks)
-    wanted = [
-        ranks,
-        *(tuple(ranks[p] for p in ulysses_positions(i, ulysses)) for i in range(0, degree, ulysses)),
-        *(tuple(ranks[p] for p in ring_positions(i, ulysses, ring)) for i in range(ulysses)),
-    ]
-    return tuple(dict.fromkeys(group for group in wanted if len(group) > 1))
-
-
 class ProcessGroups:
     """The process groups of a run by their ranks.
 
