@@ -135,8 +135,8 @@ def run_iteration(
 ) -> Run:
     """Execute one rank's program.
 
-    ``before_step`` sees the whole gradients by name, before clipping, on every rank; ``ahead`` is what to do of the
-    next program while gradients are on their way.
+    ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
+    what to do of the next program while gradients are on their way.
     """
     drop_gradients(context.parameters)
     run = Run()
@@ -164,7 +164,10 @@ def _gradients(context: RankContext, module: Module) -> GradientSynchronisation 
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
-    return GradientSynchronisation(context.parameters, layers, context.gradient_groups, size, context.host_groups)
+    sharded = context.optimizer.sharded
+    return GradientSynchronisation(
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded
+    )
 
 
 @dataclass
@@ -277,10 +280,12 @@ class _Walk:
     def _step(self, instruction: Instruction) -> None:
         if self.before_step is not None:
             self.before_step(self.gradients.complete())
-        self.run.norm = self.context.optimizer.step()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
         self.gradients.drop()
 
     def _free(self, instruction: Instruction) -> None:
+        if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
+            self.handoffs.wait_until_sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 

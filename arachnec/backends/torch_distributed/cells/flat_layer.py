@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout
-from arachnec.backends.torch_distributed.gradient_pieces import gradient_dtype
+from arachnec.backends.torch_distributed.collectives import start_reduce_scatter_flat
 
 EXACT = 4  # bytes of an element, from which on a collective itself may sum
 
@@ -74,18 +75,15 @@ class FlatLayer:
         if not self.layout.trained:
             return None
         values = list(self.parameters.values())
-        self.used.update(name for name, value in self.parameters.items() if value.grad is not None)
+        self.used.update(name for name, value in self.parameters.items() if gradient_of(value) is not None)
         flat = torch.zeros(self.whole.numel(), dtype=self.gradient_dtype, device=self.shard.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
-            if value.grad is not None:
-                flat[slot.first : slot.first + slot.size].copy_(value.grad.reshape(-1))
-                value.grad = None
+            if (gradient := gradient_of(value)) is not None:
+                flat[slot.first : slot.first + slot.size].copy_(gradient.reshape(-1))
+                set_gradient(value, None)
         if flat.itemsize >= EXACT:
             sums = flat.new_empty(self.layout.shard_size)
-            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work = reduce(sums, flat, group=group, async_op=True)
-            assert work is not None
-            return Scattering(self, flat, sums, work)
+            return Scattering(self, flat, sums, start_reduce_scatter_flat(sums, flat, group))
         parts = torch.empty_like(flat)
         work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
         assert work is not None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arachnec.backends.kept_gradients import set_gradient
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.collectives import all_gather_flat
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
@@ -39,7 +40,12 @@ class ShardGradients:
             flat.gradient = None
             flat.used.clear()
             for piece in flat.pieces.values():
-                piece.grad = None
+                set_gradient(piece, None)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """None apart from the pieces' own."""
+        return {}
 
     @property
     def _trained(self) -> list[FlatLayer]:
@@ -87,7 +93,7 @@ class ShardGradients:
             for piece in flat.layout.pieces(dist.get_rank(self.cell)):
                 value = flat.pieces[piece.slot.name]
                 if piece.slot.name in used and flat.gradient is not None:
-                    value.grad = flat.gradient[piece.place : piece.place + piece.size]
+                    set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
 
     def complete(self) -> dict[str, Tensor]:
         """Every parameter's whole gradient, on the host; zeros where none was. Collective over the cell.
@@ -109,7 +115,7 @@ class ShardGradients:
         for flat in self._trained:
             flat.gradient = None
             for piece in flat.pieces.values():
-                piece.grad = None
+                set_gradient(piece, None)
 
 
 def _with_gradient(flat: FlatLayer) -> nn.Parameter:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.cells.checkpoint_parts import TensorPart
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, squared_norm_over
 from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
+from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
@@ -66,16 +65,23 @@ class CellParameters:
         """The norm of all shards, from that of this rank's. Collective over the cell."""
         return squared_norm_over(self.cell, self.pieces, own)
 
-    def parts(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's."""
-        pieces = {
-            piece.slot.name: piece for flat in self.flats for piece in flat.layout.pieces(dist.get_rank(self.cell))
-        }
-        parts: dict[str, Any] = {}
+    def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
+        """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
+
+        Of the cells, which hold the same, the first writes them.
+        """
+        member = dist.get_rank(self.cell)
+        first = dist.get_rank() == member  # of this rank, its cell is the first
+        pieces = {piece.slot.name: piece for flat in self.flats for piece in flat.layout.pieces(member)}
+        parts: dict[str, Tensor | Part] = {}
         for key, value in state.items():
-            piece = pieces.get(key.partition("/")[2])
-            is_part = piece is not None and value.ndim == 1
-            parts[key] = TensorPart(value, piece.slot.shape, piece.start) if piece and is_part else value
+            kind, _, name = key.partition("/")
+            assert isinstance(value, Tensor), "an optimizer of pieces holds them whole"
+            piece = pieces[name]
+            if kind == "step":
+                parts[key] = Part(value, 0, 1, writes=first and piece.start == 0)
+            else:
+                parts[key] = Part(value, piece.start, piece.slot.size, writes=first)
         return parts
 
 
