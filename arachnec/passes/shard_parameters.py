@@ -90,7 +90,7 @@ def _shortest(module: Module, cluster: Cluster) -> int:
 
 
 def _estimated(module: Module) -> float:
-    """ms of the first iteration, micro-batches and costs by the passes' defaults; infinite where a clip fits nowhere."""
+    """ms of the first iteration, by the defaults of what follows; infinite where a clip fits nowhere."""
     first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
     clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
     try:

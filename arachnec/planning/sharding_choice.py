@@ -2,8 +2,8 @@
 
 What tells them apart is known before anything is scheduled. Replicated, cascades may take any ranks, nothing is
 gathered, and the state leaves less room, so that more is recomputed and short clips are cut up. In cells it is the
-other way round. The bound on the makespan holds all of it: it knows which degrees fit, and what recomputing and gathering
-cost. With the end of the iteration beside it, alternatives are compared by a sum that takes milliseconds.
+other way round. The bound on the makespan holds all of it: it knows which degrees fit, and what recomputing and
+gathering cost. With the end of the iteration beside it, alternatives are compared by a sum that takes milliseconds.
 """
 
 from __future__ import annotations
