@@ -9,7 +9,8 @@ the end is the plan of least latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
@@ -39,22 +40,25 @@ class _Partial:
     reduces: tuple[tuple[int, float], ...]
 
 
-def dapple_plan(instance: Instance) -> HybridPlan:
+def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
     """The published dynamic program: of all cuts, replicas and placements by policy, the smallest block.
 
-    Its latency may be above the best. Between the numbers of pipelines the latency decides.
+    Its latency may be far above the best. Between the ``pipelines``, numbers of copies, the latency decides.
+    ValueError if none of them divides batch and cluster.
     """
     plans = [
         hybrid_plan(instance, _smallest_block(instance, copies), copies.pipelines, copies.apart)
-        for copies in _copies(instance)
+        for copies in _copies(instance, pipelines)
     ]
     return min(plans, key=lambda plan: plan.latency)
 
 
-def best_plan(instance: Instance) -> HybridPlan:
-    """The least latency over all cuts, replicas, placements by policy and numbers of pipelines."""
-    best = min(dapple_plan(instance), pipedream_plan(instance), key=lambda plan: plan.latency)
-    for copies in _copies(instance):
+def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
+    """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
+    best = dapple_plan(instance, pipelines)
+    if 1 in pipelines:
+        best = min(best, pipedream_plan(instance), key=lambda plan: plan.latency)
+    for copies in _copies(instance, pipelines):
         best = _least_latency(instance, copies, best)
     return best
 
@@ -71,7 +75,7 @@ def pipedream_plan(instance: Instance) -> HybridPlan:
     least: list[list[tuple[float, tuple[tuple[int, int], ...]]]] = [[(math.inf, ())] * (count + 1)]
     least[0][0] = (0.0, ())
     for last in range(1, layers + 1):
-        row = [(math.inf, ())] * (count + 1)
+        row: list[tuple[float, tuple[tuple[int, int], ...]]] = [(math.inf, ())] * (count + 1)
         for n in range(1, count + 1):
             for replicas in range(1, n + 1):
                 for first in range(last):
@@ -96,10 +100,10 @@ def pipedream_plan(instance: Instance) -> HybridPlan:
     return hybrid_plan(instance, tuple(stages))
 
 
-def _copies(instance: Instance) -> Iterator[_Copies]:
-    """Numbers of pipelines that divide batch and cluster: on machines of their own, or inside every machine."""
+def _copies(instance: Instance, wanted: Sequence[int]) -> Iterator[_Copies]:
+    """Those numbers of pipelines that divide batch and cluster: on machines of their own, or inside every machine."""
     machines, devices = instance.machines.count, instance.machines.devices
-    for pipelines in range(1, machines * devices + 1):
+    for pipelines in wanted:
         if instance.micro_batches(pipelines) is None:
             continue
         if machines % pipelines == 0:
@@ -113,8 +117,8 @@ def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
     none: Allocation = (0,) * copies.machines
     states: list[dict[tuple[Allocation, Allocation], _Partial]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = _Partial((), none, 0.0, 0.0, ())
-    bound = math.inf
-    chosen: tuple[Stage, ...] = ()
+    chosen: tuple[Stage, ...] = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
+    bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
     for placed, partials in enumerate(states):
         for partial in partials.values():
             for longer in _next(instance, copies, partial, placed, bound):
@@ -167,13 +171,12 @@ def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, m
             sent = instance.send(placed - 1, partial.stages[-1].devices, devices) if partial.stages else 0.0
             if 2 * sent > most:
                 continue
-            for last in range(placed + 1, instance.layers + 1):
+            left = (free - replicas) * copies.pipelines  # the rest must have room on what is left
+            first = bisect_left(instance.until, instance.total - most * left * (1 + SLACK)) if left else instance.layers
+            for last in range(max(placed + 1, first), instance.layers + 1):
                 length = instance.time(placed, last) / shared
                 if length > most:
                     break
-                left = (free - replicas) * copies.pipelines
-                if instance.time(last, instance.layers) > most * left * (1 + SLACK) or (last < instance.layers) > left:
-                    continue
                 stage = Stage(placed, last, devices)
                 reduce = (len(partial.stages), instance.all_reduce(stage, copies.pipelines, copies.apart))
                 yield _Partial(

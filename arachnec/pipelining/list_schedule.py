@@ -24,7 +24,7 @@ def list_schedule(problem: OrderProblem, entry: Sequence[int], split: bool) -> t
     ValueError if a micro-batch does not fit on a rank alone.
     """
     makespan, orders = _Run(problem, entry, split).run()
-    return makespan, PipelineSchedule(tuple(tuple(Action(*action) for action in order) for order in orders))
+    return makespan, PipelineSchedule(tuple(map(tuple, orders)))
 
 
 class _Run:
@@ -47,10 +47,10 @@ class _Run:
         self.gradients: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]  # position, stage, arrival
         self.weights: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]
         self.link_free: dict[tuple[int, int], float] = {}
-        self.orders: list[list[tuple[int, str, int]]] = [[] for _ in range(ranks)]
+        self.orders: list[list[Action]] = [[] for _ in range(ranks)]
         self.events = [(0.0, rank) for rank in range(ranks)]
 
-    def run(self) -> tuple[float, list[list[tuple[int, str, int]]]]:
+    def run(self) -> tuple[float, list[list[Action]]]:
         events, free = self.events, self.free
         while events:
             now, rank = heapq.heappop(events)
@@ -143,7 +143,7 @@ class _Run:
         self.link_free[link] = arrival
         return arrival
 
-    def record(self, rank: int, stage: int, kind: str, micro_batch: int, end: float) -> None:
-        self.orders[rank].append((stage, kind, micro_batch))
+    def record(self, rank: int, stage: int, kind: Kind, micro_batch: int, end: float) -> None:
+        self.orders[rank].append(Action(stage, kind, micro_batch))
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))

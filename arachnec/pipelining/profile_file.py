@@ -119,7 +119,7 @@ def _layer(name: str, fields: str, span: Span) -> Layer | Diagnostic:
 
 
 def _ordered(nodes: dict[str, Layer], edges: list[tuple[str, str, Span]]) -> LayerProfile:
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(nodes)
     graph.add_edges_from((a, b) for a, b, _ in edges)
     place = {name: k for k, name in enumerate(nodes)}
