@@ -12,7 +12,15 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from arachnec.pipelining.action import ACTIVATION_GRADIENT, BACKWARD, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
+from arachnec.pipelining.action import (
+    ACTIVATION_GRADIENT,
+    BACKWARD,
+    FORWARD,
+    WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    PipelineSchedule,
+)
 from arachnec.pipelining.problem import OrderProblem
 
 SLACK = 1 + 1e-12  # of a limit: sums of floats
