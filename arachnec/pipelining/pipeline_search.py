@@ -6,6 +6,7 @@ The search begins from several plans: one to three stages a rank, dealt out in t
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from arachnec.pipelining.problem import OrderProblem
 
 MOST_STAGES_A_RANK = 3
 SEEDS = 4  # plans that are repaired
+WARMTH = 0.001  # of the step: by how much a plan may be longer and still be kept in a third of all cases, at first
 SHARES = (1.0, 0.8, 0.65, 0.5)  # of its free memory that a rank may fill: less holds forwards back
 
 
@@ -97,18 +99,23 @@ def _decoded(instance: PipelineInstance, candidate: Candidate) -> tuple[Candidat
 
 
 def _repaired(instance: PipelineInstance, candidate: Candidate, found: FoundPlan, tries: int, seed: int) -> FoundPlan:
-    """Moves against the bottleneck; one that makes the step no longer is kept."""
+    """Moves against the bottleneck; one that makes the step longer is kept now and then, at first."""
     rng = random.Random(seed)
-    named: list[str] = [found.performance.bottleneck]
-    for _ in range(tries):
+    best, named = found, [str(found.performance.bottleneck)]
+    for step in range(tries):
         moved = _move(instance, candidate, found.performance, rng)
         decoded = _decoded(instance, moved) if moved != candidate else None
-        if decoded is None or decoded[1].performance.makespan > found.performance.makespan:
+        if decoded is None:
+            continue
+        worse = decoded[1].performance.makespan - found.performance.makespan
+        warmth = WARMTH * best.performance.makespan * (1 - step / tries)
+        if worse > 0 and rng.random() >= math.exp(-worse / warmth):
             continue
         candidate, found = decoded
         if found.performance.bottleneck != named[-1]:
             named.append(found.performance.bottleneck)
-    return FoundPlan(found.plan, found.performance, tuple(named))
+        best = min(best, found, key=lambda plan: plan.performance.makespan)
+    return FoundPlan(best.plan, best.performance, tuple(named))
 
 
 def _move(instance: PipelineInstance, candidate: Candidate, costs: Performance, rng: random.Random) -> Candidate:

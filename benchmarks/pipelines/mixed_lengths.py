@@ -29,7 +29,7 @@ from arachnec.solver.problem import Effort
 
 SIZES = ((4, 16), (4, 32), (8, 16), (8, 32))
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
-Z3_STEPS = 1_000_000  # a window
+Z3_STEPS = 5_000_000  # a window
 
 
 def tokens(rng: random.Random) -> int:
