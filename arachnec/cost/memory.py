@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 
 GIB = 2**30
-RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
+RESERVE = 0.06  # of a device's memory: communicators, fragmentation, what no formula knows
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class Memory:
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
+            # what lies outside the blocks runs on whole sequences
+            total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
         total += divided(stage, "workspace", cascade, share)
-        return total + self.received(cascade)
+        return total + evaluated(stage, "batch", cascade) + self.received(cascade)
 
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
@@ -58,9 +61,28 @@ class Memory:
         return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages)
 
     @cached_property
+    def prepared(self) -> float:
+        """GiB of the batch of a rank's next cascade, which is made ahead: the largest there is."""
+        trained = (cascade for cascade in self.module.cascades if self.stages[cascade.stage].trained)
+        return max((evaluated(self.stages[cascade.stage], "batch", cascade) for cascade in trained), default=0.0)
+
+    @cached_property
+    def communicators(self) -> float:
+        """GiB of the communicators that the run makes at its start, on the rank that has most."""
+        return most_resident_gib(self.devices.cluster, self.module.stages)
+
+    def reserve(self, memory: float) -> float:
+        """GiB that stay free of a device of so many: communicators, and what no formula knows."""
+        return max(RESERVE * memory, self.communicators)
+
+    def spare(self, memory: float) -> float:
+        """GiB of the reserve that may hold values while they wait."""
+        return self.reserve(memory) - self.communicators
+
+    @cached_property
     def state(self) -> float:
-        """GiB on every rank that no cascade may use: ``resident`` and a reserve."""
-        return self.resident + RESERVE * self.devices.cluster.memory
+        """GiB on every rank that no cascade may use: ``resident``, the next batch and a reserve."""
+        return self.resident + self.prepared + self.reserve(self.devices.cluster.memory)
 
     @cached_property
     def room(self) -> float:
@@ -71,7 +93,8 @@ class Memory:
         """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
         if not self.devices.kinds:
             return self.room
-        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - self.resident
+        memory = self.devices.memory_of(ranks, degree)
+        return memory - self.reserve(memory) - self.resident - self.prepared
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
