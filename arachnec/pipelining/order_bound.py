@@ -27,7 +27,7 @@ def lower_bound(problem: OrderProblem, split: bool) -> float:
     bound = max(chains.whole(m) for m in range(problem.micro_batches))
     for rank, hosted in enumerate(problem.hosted):
         if hosted:
-            bound = max(bound, _one_rank(chains.actions(hosted)), _memory(problem, chains, rank))
+            bound = max(bound, one_rank_bound(chains.actions(hosted)), _memory(problem, chains, rank))
     return bound
 
 
@@ -91,8 +91,8 @@ class _Chains:
         return actions
 
 
-def _one_rank(actions: list[tuple[float, float, float]]) -> float:
-    """Jackson's preemptive schedule: of what has arrived, always that with the longest tail."""
+def one_rank_bound(actions: list[tuple[float, float, float]]) -> float:
+    """No earlier can all end, of (head, length, tail): Jackson's preemptive schedule, the longest tail always first."""
     ordered = sorted(actions)
     now = bound = 0.0
     begun: list[tuple[float, float]] = []  # minus the tail, what is left

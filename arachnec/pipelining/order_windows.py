@@ -22,6 +22,7 @@ import z3
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, Kind, PipelineSchedule
 from arachnec.pipelining.evaluate import Evaluation, StageTimes, Table, evaluate
 from arachnec.pipelining.held import held
+from arachnec.pipelining.order_bound import one_rank_bound
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.solver.problem import Effort
 from arachnec.solver.z3_question import Answer, Question, true
@@ -66,7 +67,12 @@ def _whole(problem: OrderProblem, makespan: float) -> OrderProblem:
     tables: list[Table] = [times.forward, times.activation_gradient, times.weight_gradient, problem.backward]
     tables += [times.send_forward, times.send_backward]
     exact = all(isinstance(time, int) for table in tables for row in table for time in row)
-    ticks = [[[time if exact else round(time * TICKS / makespan) for time in row] for row in table] for table in tables]
+    exact = exact and all(time > 0 for table in tables[:4] for row in table for time in row)
+
+    def whole(time: float, least: int) -> float:
+        return time if exact else max(least, round(time * TICKS / makespan))
+
+    ticks = [[[whole(time, k < 4) for time in row] for row in table] for k, table in enumerate(tables)]
     saved = [[math.ceil(size) for size in row] for row in problem.saved]
     return OrderProblem(StageTimes(*ticks), saved, [math.floor(limit) for limit in problem.limits], problem.placement)
 
@@ -127,17 +133,18 @@ class _Model:
         flat = [action for own in self.inside for action in own]
         self.start = {action: z3.Int(f"s{action}", solver.ctx) for action in flat}
         self.before: dict[tuple[Action, Action], z3.BoolRef] = {}
-        self.heads, tails = self._surroundings(evaluation)
-        horizon = evaluation.makespan - 1
+        self.heads, self.tails = self._surroundings(evaluation)
+        self.horizon = evaluation.makespan - 1
         for action in flat:
-            length = self._length(action)
             solver.add(self.start[action] >= self.heads[action])
-            solver.add(self.start[action] + length + tails[action] <= horizon)
+            solver.add(self.start[action] + self._length(action) + self.tails[action] <= self.horizon)
             needed, delay = self._needed(action)
             if needed in self.start:
                 ready = self.start[needed] + self._length(needed) + delay
                 solver.add(self.start[action] >= ready)
         for rank, own in enumerate(self.inside):
+            if one_rank_bound([(self.heads[a], self._length(a), self.tails[a]) for a in own]) > self.horizon:
+                solver.add(z3.BoolVal(False, solver.ctx))
             self._order(own)
             self._memory(rank, own)
 
@@ -184,34 +191,45 @@ class _Model:
                 tail = behind[order[places.stop]] if places.stop < len(order) else 0
                 later = [delay + behind[n] for n, delay in needing.get(action, []) if n not in self.start]
                 tails[action] = max([tail, *later])
+        # along what is needed inside the window
+        for action in sorted(heads, key=end.__getitem__):
+            needed, delay = self._needed(action)
+            if needed in heads:
+                heads[action] = max(heads[action], heads[needed] + self._length(needed) + delay)
+        for action in sorted(tails, key=end.__getitem__, reverse=True):
+            needed, delay = self._needed(action)
+            if needed in tails:
+                tails[needed] = max(tails[needed], delay + self._length(action) + tails[action])
         return heads, tails
 
     def _behind(self, evaluation: Evaluation) -> dict[Action, float]:
         """From the start of each action to the end of the schedule, at least, orders kept."""
         after: dict[Action, list[tuple[Action, float]]] = {}
-        starts: list[tuple[float, float, Action]] = []
-        for order, times, ends in zip(self.given.orders, evaluation.start, evaluation.end, strict=True):
+        ends = []
+        for order, times in zip(self.given.orders, evaluation.end, strict=True):
             for position, action in enumerate(order):
-                starts.append((times[position], ends[position], action))
+                ends.append((times[position], action))
                 needed, delay = self._needed(action)
                 after.setdefault(needed, []).append((action, delay))
                 if position:
                     after.setdefault(order[position - 1], []).append((action, 0))
         behind: dict[Action, float] = {}
-        for *_, action in sorted(starts, reverse=True):
+        for _, action in sorted(ends, reverse=True):  # no length is 0, so what comes behind ends later
             later = max((delay + behind[n] for n, delay in after.get(action, [])), default=0)
             behind[action] = self._length(action) + later
         return behind
 
     def _order(self, own: Sequence[Action]) -> None:
-        """One action at a time; what is known of two actions of one stage and micro-batch is not asked."""
+        """One action at a time. Pairs whose order is known, or which could not end in time the other way, are fixed."""
         for a, b in combinations(own, 2):
             first = z3.Bool(f"{a}<{b}", self.solver.ctx)
             self.before[a, b], self.before[b, a] = first, z3.Not(first)
-            self.solver.add(z3.Implies(first, self.start[b] >= self.start[a] + self._length(a)))
-            self.solver.add(z3.Implies(z3.Not(first), self.start[a] >= self.start[b] + self._length(b)))
-            if (a.stage, a.micro_batch) == (b.stage, b.micro_batch):
-                self.solver.add(first)
+            same = (a.stage, a.micro_batch) == (b.stage, b.micro_batch)
+            for earlier, later, holds in ((a, b, first), (b, a, z3.Not(first))):
+                between = self._length(earlier) + self._length(later)
+                if self.heads[later] + between + self.tails[earlier] > self.horizon or (same and earlier == a):
+                    self.solver.add(holds)
+                self.solver.add(z3.Implies(holds, self.start[later] >= self.start[earlier] + self._length(earlier)))
 
     def _memory(self, rank: int, own: Sequence[Action]) -> None:
         """When a forward begins, it and what is held by others is within the limit."""
