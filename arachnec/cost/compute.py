@@ -52,12 +52,17 @@ class Compute:
 
     def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float) -> float:
         """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
+        return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown))
+
+    def halves(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float
+    ) -> tuple[float, float]:
+        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
         forward, backward = passes_of(cascade, recompute)
-        total = 0.0
-        for count, name in ((forward, "forward"), (backward, "backward")):
-            if count:
-                total += count * self._one_pass(cascade, name, degree, attention, slowdown)
-        return total
+        once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
+        back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backward else 0.0
+        first = min(1.0, forward)
+        return first * once, (forward - first) * once + backward * back
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:

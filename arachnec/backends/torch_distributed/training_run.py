@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
+    build_model,
     drop_gradients,
-    gradients_of,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
+from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -40,7 +42,7 @@ from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
@@ -135,15 +137,21 @@ class Trainer:
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
-        model = shared_model(model_file, training, device)
-        encoders = shared_encoders(model_file, training, device)
-        parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
+        stage = dealt_out_stage(first)
+        cells: CellParameters | None = None
+        if stage is None:
+            model = shared_model(model_file, training, device)
+        else:
+            model, cells = CellParameters.of(model_file, training, device, stage)
+        encoders = shared_encoders(model_file, training, device)
+        parameters = trained_parameters(model)
+        keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
@@ -155,7 +163,11 @@ class Trainer:
             encoders=encoders,
             sequence=None,
             optimizer=Optimizer(
-                parameters, training, sharded=sharded, piece_bytes=piece_size(first.cluster, tuple(range(world)))
+                parameters if cells is None else cells.pieces,
+                training,
+                sharded=sharded,
+                piece_bytes=piece_size(first.cluster, tuple(range(world))),
+                norm_of_all=None if cells is None else cells.norm,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -164,12 +176,20 @@ class Trainer:
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
+            cells=cells,
         )
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-        self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
+        self._sequences = Sequences(
+            model_file,
+            model,
+            executable.clips,
+            dtype,
+            executable.fused_graphs(),
+            shapes=None if cells is None else partial(build_model, model_file, training, META),
+        )
         folder, keep = options.checkpoint, options.keep
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
         self.done = self._resume(options)
@@ -323,9 +343,10 @@ class Trainer:
         )
 
     def _state(self) -> State:
-        """Everything that the next step depends on, as tensors."""
+        """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        return {**self._context.optimizer.tensors(), **buffers}
+        state, cells = self._context.optimizer.tensors(), self._context.cells
+        return {**(state if cells is None else cells.parts(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
@@ -346,13 +367,13 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     if path is None:
         return None
 
-    def save(parameters: Mapping[str, Tensor]) -> None:
+    def save(gradients: Mapping[str, Tensor]) -> None:
         if dist.get_rank() != 0:
             return
         from safetensors.torch import save_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in gradients_of(parameters).items()}, path)
+        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
 
     return save
 

@@ -33,6 +33,10 @@ PIPELINES = {
     "flexsp": f"{_STATE},partition,annotate,schedule-flexsp,{_END}",
     # KnapFormer: bags of fixed sizes, filled greedily to equal load
     "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
+    # FSDP: parameters, gradients and optimizer dealt out over all ranks, one layer whole at a time
+    "fsdp": f"shard-parameters{{cell=world}},partition,annotate,schedule-static,{_END}",
+    # FSDP's hybrid sharding: dealt out within a machine, replicated between machines
+    "fsdp-hybrid": f"shard-parameters{{cell=node}},partition,annotate,schedule-static,{_END}",
     # Arachne: a genetic search over degrees and priorities, decoded by list scheduling
     "arachne-ga": f"{_STATE},partition,annotate,schedule-genetic,{_END}",
 }
