@@ -43,7 +43,7 @@ class Sizes:
     pairwise: float  # pairs of tokens divide it
 
     def part(self, products: float, pairwise: float) -> Sizes:
-        """So much of what is linear in the sizes (products with parameters), and so much of what pairs of tokens take."""
+        """So much of the products with parameters, and so much of what pairs of tokens take."""
         return Sizes(self.fixed * products, self.caption * products, self.linear * products, self.pairwise * pairwise)
 
 
