@@ -1,4 +1,4 @@
-"""``schedule-pipeline``: the stages of a pipeline on ranks, and every rank's order (``arachnec.planning.pipeline_plan``)."""
+"""``schedule-pipeline``: stages on ranks, and every rank's order (``arachnec.planning.pipeline_plan``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from arachnec.planning.pipeline_plan import Options, pipelined
 class SchedulePipeline(Pass):
     """Runs the stages that ``stages`` made by a fixed ``schedule``, as often side by side as there are ranks for.
 
-    ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel degree
-    of every stage; by default the least at which the micro-batches fit, recomputing blocks where that is faster.
+    ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel
+    degree of every stage; by default the least at which the micro-batches fit, recomputing blocks where that is faster.
     """
 
     needs: ClassVar[Level] = Level.COSTED

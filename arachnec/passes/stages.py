@@ -9,6 +9,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.stage_count import fitting_stages
 from arachnec.planning.stage_cuts import (
     CutsForOtherStages,
     balanced_cuts,
@@ -16,7 +17,6 @@ from arachnec.planning.stage_cuts import (
     demand_cuttable,
     parts_of,
 )
-from arachnec.planning.stage_count import fitting_stages
 
 
 @dataclass(frozen=True)

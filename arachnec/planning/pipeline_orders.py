@@ -1,4 +1,4 @@
-"""A pipeline schedule for any number of micro-batches, by name. In: its name, ranks and micro-batches. Out: the orders."""
+"""Pipeline schedules for any number of micro-batches. In: a name, ranks and micro-batches. Out: the orders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
 
 
 def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, k: int, v: int) -> PipelineSchedule:
-    """The orders. Where a schedule wants whole rounds, the micro-batches that are not there are left out of the last."""
+    """The orders. Where a schedule wants whole rounds, the last one lacks the micro-batches that are not there."""
     if name == "interleaved-1f1b":
         whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
         return _without(interleaved_1f1b(ranks, whole, v), micro_batches)
