@@ -8,7 +8,7 @@ the backward"). Nothing here makes the host wait for its device: who had a gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,7 @@ class GradientSynchronisation:
     groups: ProcessGroups
     piece_bytes: int = SMALLEST_PIECE
     host_groups: ProcessGroups | None = None
+    of_stages: Mapping[str, Collection[str]] | None = None  # the parameters of each stage; None: all are one stage's
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
 
@@ -116,10 +117,11 @@ class GradientSynchronisation:
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
+        own = self.parameters if self.of_stages is None else self.of_stages[reduce.target]
         if bucket is None:
-            return dict(self.parameters)
+            return {name: value for name, value in self.parameters.items() if name in own}
         layers, rest = set(bucket[0]), bucket[1]
-        places = ((name, self.layers.get(name)) for name in self.parameters)
+        places = ((name, self.layers.get(name)) for name in self.parameters if name in own)
         return {n: self.parameters[n] for n, layer in places if (rest if layer is None else layer in layers)}
 
 

@@ -7,7 +7,7 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,20 @@ class Optimizer:
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
     same; with it, each parameter's state lies on one rank of the default process group, which updates the parameter and
     sends it to the others (ZeRO, arXiv 1910.02054, section 5.1), and every method is called by all ranks together.
+    ``norm`` is asked for the gradients' norm where other ranks have other parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], training: Training, *, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        training: Training,
+        *,
+        sharded: bool = False,
+        norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    ) -> None:
         self._parameters = dict(parameters)
         self._training = training
+        self._norm = norm or global_norm
         self._owners = owners(self._parameters, dist.get_world_size()) if sharded else {}
         mine = [name for name in self._parameters if self._owners.get(name) in (None, _rank(sharded))]
         self._masters = {name: _master(self._parameters[name]) for name in mine}
@@ -45,7 +54,7 @@ class Optimizer:
 
         A parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
         """
-        norm = global_norm(self._parameters)
+        norm = self._norm(self._parameters)
         limit = self._training.clip_norm
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad

@@ -29,18 +29,20 @@ from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
+from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
@@ -99,7 +101,7 @@ def train(
         end = trainer.done + count
         for step in range(trainer.done, end):
             last = step == end - 1
-            saving = options.save_gradients if last and dist.get_rank() == 0 else None
+            saving = options.save_gradients if last else None
             steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
             if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
@@ -125,15 +127,16 @@ class Trainer:
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr(training))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
-        model = shared_model(model_file, training, device)
-        encoders = shared_encoders(model_file, training, device)
-        parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
+        pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
+        model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+        encoders = shared_encoders(model_file, training, device)
+        parameters = trained_parameters(model)
         sharded = any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
@@ -144,7 +147,7 @@ class Trainer:
             parameters=parameters,
             encoders=encoders,
             sequence=None,
-            optimizer=Optimizer(parameters, training, sharded=sharded),
+            optimizer=Optimizer(parameters, training, sharded=sharded, norm=pipeline.norm if pipeline else None),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
             host_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -152,6 +155,7 @@ class Trainer:
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
+            pipeline=pipeline,
         )
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
@@ -182,7 +186,7 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
+        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
         own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
         self._load(number, own.program, self.module)
@@ -193,13 +197,23 @@ class Trainer:
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
         started = time.perf_counter()
-        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, _saver(save_gradients, context.pipeline), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         if iteration in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _received(self, program: Program) -> dict[str, TensorSpec]:
+        """The spec of every value this rank receives, by cascade."""
+        specs = self._specs.received(self.module, program, self._clips)
+        pipeline = self._context.pipeline
+        if pipeline is not None:
+            staged = StageCascades(pipeline, self.module, self._clips)
+            names = {step.target for step in program.instructions if step.op == "receive"}
+            specs |= {name: staged.spec(name) for name in names - set(specs)}
+        return specs
 
     def _enter_step(self, number: int) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
@@ -258,6 +272,8 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
+        if context.pipeline is not None:
+            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
@@ -306,15 +322,20 @@ class Trainer:
         return position.steps
 
 
-def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
+def _saver(path: Path | None, pipeline: PipelineRank | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     if path is None:
         return None
 
     def save(parameters: Mapping[str, Tensor]) -> None:
+        gradients = pipeline.whole_gradients(parameters, gradients_of) if pipeline is not None else None
+        if dist.get_rank() != 0:
+            return
         from safetensors.torch import save_file
 
+        if gradients is None:
+            gradients = {name: value.cpu().contiguous() for name, value in gradients_of(parameters).items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in gradients_of(parameters).items()}, path)
+        save_file(gradients, path)
 
     return save
 
