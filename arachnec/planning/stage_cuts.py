@@ -97,6 +97,7 @@ def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int
     for amount in work:
         before.append(before[-1] + amount)
     # best[i]: largest stage, sum of squares, and cuts, of the first i layers in so many stages
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
     best = {i: (before[i], before[i] ** 2, ()) for i in range(1, layers + 1)}
     for count in range(2, stages + 1):
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -193,10 +194,11 @@ def _handed_on(stage: Stage, layer: int) -> Formula:
     """GiB that go on behind a layer."""
     runs = stage.attrs["cuts"]
     assert isinstance(runs, tuple)
-    for count, size in runs:  # type: ignore[misc]
-        layer -= integer(count)
+    for run in runs:
+        assert isinstance(run, tuple)
+        layer -= integer(run[0])
         if layer < 0:
-            return formula(size)
+            return formula(run[1])
     raise ValueError(f"@{stage.name} says of no such layer what goes on behind it")
 
 

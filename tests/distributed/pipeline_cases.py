@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arachnec.data.clip import VideoClip
@@ -14,8 +14,6 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import cluster, tokens
-
-LAYERS = 4
 
 # Four blocks in two classes, a stream beside the tokens, a skip connection over two blocks, a weight that embedding
 # and head share, a table that no module owns, a parameter that nothing uses.
@@ -86,21 +84,32 @@ def tokens(clip):
 """
 
 
+TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")
+GIB = Formula((Term(1e-6, (("B", 1), ("S", 1))),), "GiB")
+
+
+def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attributes:
+    """What ``trace`` says of the parts of a stage, made up: the paths of each block class, in order."""
+    paths = [path for members in classes.values() for path in members]
+    numbers = tuple(number for number, members in enumerate(classes.values()) for _ in members)
+    each = (gib,) * len(classes)
+    return Attributes.of(
+        layers=tuple((path, 1000) for path in paths), layer_params=(1000,) * len(paths), classes=numbers,
+        blocks=tuple((Symbol(name), len(members)) for name, members in classes.items()),
+        block_flops=(TFLOP,) * len(classes), block_saved=each, block_inputs=each, block_shared=each,
+        block_workspace=each, block_traffic=each, block_attentions=(1,) * len(classes),
+        block_heads=(3,) * len(classes), end_params=((84, 84), (24, 24)), end_flops=(TFLOP, TFLOP),
+        end_saved=(gib, gib), cuts=((len(paths) - 1, gib),),
+    )  # fmt: skip
+
+
 def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
     """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``."""
     small = Quantity(1e-3, "GiB")
-    tflop = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")
-    gib = Formula((Term(1e-6, (("B", 1), ("S", 1))),), "GiB")
-    two = (gib, gib)
-    stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=tflop, output=small))] if encoder else []
-    layers = tuple((path, 1000) for path in ("first.0", "first.1", "second.0", "second.1"))
-    attrs = Attributes.of(
-        params=4200, dtype="f64", layers=layers, blocks=((Symbol("Block"), 2), (Symbol("Block_2"), 2)),
-        hidden=12, heads=3, attentions=4, joint=False, flops=tflop, saved=gib, saved_recompute=gib, workspace=gib,
-        traffic=gib, state=small, optimizer=Quantity(5e-4, "GiB"), classes=(0, 0, 1, 1), layer_params=(1000,) * 4,
-        block_flops=(tflop, tflop), block_saved=two, block_inputs=two, block_shared=two, block_workspace=two,
-        block_traffic=two, block_attentions=(1, 1), block_heads=(3, 3), end_params=((84, 84), (24, 24)),
-        end_flops=(tflop, tflop), end_saved=two, cuts=((3, gib),),
+    stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
+    attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
+        params=4200, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
+        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
     )  # fmt: skip
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))

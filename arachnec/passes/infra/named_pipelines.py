@@ -33,6 +33,8 @@ PIPELINES = {
     "flexsp": f"{_STATE},partition,annotate,schedule-flexsp,{_END}",
     # KnapFormer: bags of fixed sizes, filled greedily to equal load
     "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
+    # PipeDream's 1F1B: the fewest stages that hold the longest clip; a stage's gradients end with its last backward
+    "pipeline-1f1b": "stages,partition{policy=dual},annotate,schedule-pipeline,lower,check",
     # Arachne: a genetic search over degrees and priorities, decoded by list scheduling
     "arachne-ga": f"{_STATE},partition,annotate,schedule-genetic,{_END}",
 }
