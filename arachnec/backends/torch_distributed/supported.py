@@ -56,16 +56,13 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
         problems.append(SeveralTrainedStages(trained[1].span, names))
     parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
-    phases = {
-        cascade.name: cascade.phase
-        for cascade in module.cascades
-        if cascade.stage in parts or cascade.phase not in STAGED
-    }
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}
     refused: dict[tuple[str, Phase | None], NotExecutable] = {}
     for program in programs:
         for instruction in program.instructions:
             phase = phases.get(instruction.target)
-            if not _known(instruction.op, phase):
+            if not _known(instruction.op, phase) or instruction.target in apart:
                 refused.setdefault((instruction.op, phase), _refusal(instruction, phase, program.rank))
     if problems or refused:
         raise UserError(*problems, *refused.values())
@@ -80,10 +77,10 @@ def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExe
     known = ", ".join(f"`{name}` of {' or '.join(p.value for p in phases)}" for name, phases in PHASES.items())
     if op not in PHASES:
         reason = "it does not know the operation"
-    elif phase is None:
-        reason = "its stage was not made by `stages`"
+    elif phase in STAGED:
+        reason = f"its cascade is of phase `{phase.value}`, and its stage was not made by `stages`"
     else:
-        reason = f"its cascade is of phase `{phase.value}`"
+        reason = f"its cascade is of phase `{phase and phase.value}`"
     return NotExecutable(
         instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and `reduce`, `step`"
     )
