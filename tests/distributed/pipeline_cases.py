@@ -108,7 +108,7 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
     small = Quantity(1e-3, "GiB")
     stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
     attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
-        params=4200, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
+        params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
         saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
     )  # fmt: skip
     clips = [
