@@ -70,8 +70,7 @@ class StagesInTurn:
         if cascade.phase is Phase.BACKWARD:
             run, objective = self._runs[source]
             received = next((self._gradients[name] for name in cascade.inputs if name in self._gradients), {})
-            with self._deferring(source):
-                self._gradients[cascade.name] = backward_of(run, objective, received)
+            self._gradients[cascade.name] = backward_of(run, objective, received)
             return 0.0
         number = self._stages[cascade.stage]
         cut = self._cuts.at(clips[0], len(clips))

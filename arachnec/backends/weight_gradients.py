@@ -31,7 +31,7 @@ class _Product:
 
 @dataclass
 class Deferred(TorchFunctionMode):
-    """The weight gradients of one micro-batch on one stage. Entered for its forward and its backward."""
+    """The weight gradients of one micro-batch on one stage. Entered for its forward, and where blocks are run again."""
 
     products: list[_Product] = field(default_factory=list)
 

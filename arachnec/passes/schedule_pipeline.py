@@ -16,7 +16,8 @@ class SchedulePipeline(Pass):
     """Runs the stages that ``stages`` made by a fixed ``schedule``, as often side by side as there are ranks for.
 
     ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel
-    degree of every stage; by default the least at which the micro-batches fit, recomputing blocks where that is faster.
+    degree of every stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at
+    which the micro-batches fit, recomputing where that is faster.
     """
 
     needs: ClassVar[Level] = Level.COSTED
@@ -26,6 +27,7 @@ class SchedulePipeline(Pass):
     k: int = 1
     v: int = 2
     degree: int | None = None
+    recompute: bool | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -33,4 +35,4 @@ class SchedulePipeline(Pass):
         return self.schedule in SPLITTING
 
     def run(self, module: Module) -> Module:
-        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree))
+        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute))

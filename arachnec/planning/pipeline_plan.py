@@ -66,12 +66,13 @@ class PipelineDoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class Options:
-    """What a pipeline is asked for. ``degree`` None: the least that fits."""
+    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
 
     schedule: ScheduleName
     k: int = 1
     v: int = 2
     degree: int | None = None
+    recompute: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
     batches = micro_batches(module, parts)
     degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
-    plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in (False, True)]
+    ways = (False, True) if options.recompute is None else (options.recompute,)
+    plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute is r and plan.fits), None) for r in (False, True)}
     offered = [plan for plan in fitting.values() if plan is not None]
     if not offered:

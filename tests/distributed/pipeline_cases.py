@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from arachnec.data.clip import VideoClip
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.models.file import load_model_file
@@ -118,6 +120,14 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
     return Module("manifest", Level.TRACED, cluster(world), tuple(clips), (*stages, Stage("dit", True, attrs)))
 
 
+def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
+    """The stage where only layers train whose path begins so."""
+    layers = [(path, count if path.startswith(tuple(paths)) else 0) for path, count in layers_of(stage)]
+    trained = sum(count for _, count in layers)
+    ends = ((84, 0), (24, 0))
+    return replace(stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained))
+
+
 def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
     """The passes that train in ``stages`` by a ``schedule``."""
     return f"stages{{{stages}}},partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},lower,check"
@@ -138,15 +148,21 @@ def executable(
     *,
     encoder: bool = False,
     more: str = "",
+    trained: Sequence[str] | None = None,
     training: Training | None = None,
 ) -> Path:
-    """An executable folder of the hard model by these passes. ``more`` is code at the end of the model file."""
+    """An executable folder of the hard model by these passes.
+
+    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train.
+    """
     from tests.distributed.executor_cases import ENCODER
 
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.py"
     source.write_text(MODEL + (ENCODER if encoder else "") + more)
     module = traced(world, iterations, encoder=encoder)
+    if trained is not None:
+        module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
     pipeline = Pipeline.parse(passes)
     model, _ = plan_model(module, pipeline)
     return write_executable(

@@ -51,7 +51,12 @@ POLL_S = 2e-4
 class SequenceParallel(Protocol):
     """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
 
-    def use(self, shard: SequenceShard | None, recompute: bool) -> AbstractContextManager[object]: ...
+    def use(
+        self,
+        shard: SequenceShard | None,
+        recompute: bool,
+        recomputing: AbstractContextManager[object] | None = None,
+    ) -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
@@ -357,7 +362,9 @@ class _Walk:
                 alone = len(instruction.peers) < 2
                 shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
                 shard = shard and replace(shard, attention=family)
-                stack.enter_context(context.sequence.use(shard, forward.attrs.get("recompute") is True))
+                recompute = forward.attrs.get("recompute") is True
+                again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
+                stack.enter_context(context.sequence.use(shard, recompute, again))
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:

@@ -44,7 +44,12 @@ class Optimizer:
         mine = [name for name in self._parameters if self._owners.get(name) in (None, _rank(sharded))]
         self._masters = {name: _master(self._parameters[name]) for name in mine}
         self._adam = torch.optim.AdamW(
-            list(self._masters.values()), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, eps=1e-8
+            # a rank of a frozen stage has none
+            list(self._masters.values()) or [torch.nn.Parameter(torch.empty(0))],
+            lr=training.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            eps=1e-8,
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 

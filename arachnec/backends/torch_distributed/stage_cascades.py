@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ class StageCascades:
             forms = forms_between(cut, number - 1)
             given = as_inputs(unpack(message, forms), forms)
         objective = None
-        with self._deferring(cascade.name):
+        with self.deferring(cascade.name) or nullcontext():
             run = run_stage(model, cut, number, arguments, given)
             if run.prediction is not None:
                 objective = loss_of(model_file, run.prediction, target) * share
@@ -114,8 +114,7 @@ class StageCascades:
         name = self.forward_of(cascade)
         saved = self._saved.pop(name)
         received = {} if message is None else unpack(message, gradient_forms(saved.cut, saved.number))
-        with self._deferring(name):
-            gradients = backward_of(saved.run, saved.objective, received)
+        gradients = backward_of(saved.run, saved.objective, received)
         if not saved.number:
             return None
         return pack(gradients, gradient_forms(saved.cut, saved.number - 1))
@@ -124,8 +123,9 @@ class StageCascades:
         """The weight gradients that a split backward left."""
         self._deferred.pop(self.forward_of(cascade)).run()
 
-    def _deferring(self, forward: str) -> AbstractContextManager[object]:
-        return self._deferred.setdefault(forward, Deferred()) if forward in self._split else nullcontext()
+    def deferring(self, forward: str) -> Deferred | None:
+        """What keeps the weight gradients of a forward's blocks for later; None where the backward has them."""
+        return self._deferred.setdefault(forward, Deferred()) if forward in self._split else None
 
 
 def encoders_of(cascade: Cascade, cascades: Mapping[str, Cascade]) -> Sequence[str]:
