@@ -25,9 +25,9 @@ COMMANDS = {
     "explain": "Say why a plan is as it is, and what would make it faster.",
     "check": "Prove a program free of deadlock, lost clips and lack of memory.",
     "passes": "List the passes and the named pipelines.",
+    "convert-checkpoint": "Rewrite a checkpoint that an earlier version wrote.",
     "bisect": "Find the first pass of a pipeline that goes wrong.",
 }
-MOST = 20  # errors shown at once
 
 
 class LazyGroup(SuggestingGroup):
@@ -39,7 +39,7 @@ class LazyGroup(SuggestingGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"arachnec.commands.{cmd_name}")
+        module = importlib.import_module(f"arachnec.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 
@@ -59,14 +59,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     So is a file or folder that the system refuses. A bug of the compiler is not caught.
     """
-    from arachnec.ir.diagnostic import UserError, refused, render
+    from arachnec.ir.diagnostic import UserError, refused, render, render_all
 
     try:
         result = group.main(args=arguments, prog_name="arachnec", standalone_mode=False)
     except UserError as error:
-        click.echo("\n".join(map(render, error.diagnostics[:MOST])), err=True)
-        if len(error.diagnostics) > MOST:
-            click.echo(f"... and {len(error.diagnostics) - MOST} more", err=True)
+        click.echo(render_all(error.diagnostics), err=True)
         return 2
     except click.ClickException as error:
         error.show()

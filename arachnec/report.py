@@ -118,9 +118,10 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
 
 
 def peak_memory(module: Module, cost: CostModel) -> float:
-    """GiB of the fullest rank: what it always holds, and the most that one cascade adds."""
+    """GiB of the fullest rank: what it always holds, communicators included, and the most that one cascade adds."""
     memories = (cascade.attrs.get("memory") for cascade in module.cascades)
-    return cost.resident + max((quantity(value) for value in memories if value is not None), default=0.0)
+    always = cost.resident + cost.prepared + cost.communicators
+    return always + max((quantity(value) for value in memories if value is not None), default=0.0)
 
 
 def clips_trained(module: Module) -> Counter[int]:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.subgroups import subgroups
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """Communicators that a rank needs over many plans, and what placing cascades on few groups costs.
 
-Plans of the bucketed video mix (`plan_video_mix.py`), scheduled once each and placed twice: as the shortest placement,
-and with a preference for the family of aligned groups. A rank's communicators are counted over all plans together,
+Plans of the bucketed video mix (`plan_video_mix.py`), scheduled and placed twice each: with any groups, and with a
+price on groups outside the family of aligned ones. A rank's communicators are counted over all plans together,
 that of all ranks and that of the gradient all-reduces included, as if none was ever given up::
 
     python benchmarks/process_groups.py                        # 20 plans of 128 clips on 8x8 H100
-    python benchmarks/process_groups.py --clips 48 --plans 5
+    python benchmarks/process_groups.py --clips 48 --plans 5 --cluster mixed.toml
 
 "lost" is the makespan with the family over that without, less 1: of all plans together, and of the worst.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +29,16 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.family_placement import on_few_groups, outside
+from arachnec.planning.family_placement import placed_on_few_groups
+from arachnec.planning.following import Following
+from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.planning.placed_search import solve_placed
 from arachnec.planning.placement import best_placements, end_of
+from arachnec.planning.rank_trades import outside
+from arachnec.solver.budget import Clock
 
 MODELS = ("wan2_1_14b", "wan2_1_1_3b_vae", "hunyuanvideo")
-SCHEDULE = "shard-optimizer,partition{{policy=dual}},annotate,schedule-z3{{budget={budget}ms}}"
+COSTED = "shard-optimizer,partition{policy=dual},annotate"
 EVERYONE = 1  # the group of all ranks
 
 
@@ -62,17 +69,24 @@ class Count:
         return max(map(len, self.of_rank.values())) + EVERYONE
 
 
-def measured(model: str, clips: int, plans: int, cluster: str, budget: int) -> dict[str, object]:
+def schedule(module: Module, cost: CostModel, budget: float, *, few_groups: bool) -> Module:
+    """As ``schedule-z3`` does it, with groups outside the family for nothing or at their price."""
+    problem, clock = problem_of(module, cost), Clock(time.perf_counter(), math.inf, budget)
+    answer = solve_placed(
+        module, cost, problem, clock, seed=0, following=Following(), baselines=True, few_groups=few_groups
+    )
+    return scheduled(module, cost, problem, answer)
+
+
+def measured(model: str, clips: int, plans: int, cluster: str, budget: float) -> dict[str, object]:
     shortest, grouped = Count(), Count()
     for seed in range(plans):
-        scheduled = Pipeline.parse(SCHEDULE.format(budget=budget)).run(
-            module_of(model, video_mix(clips, seed), cluster)
-        )
-        cost = CostModel(scheduled)
-        without = best_placements(scheduled.cascades, cost)
-        shortest.add(scheduled, without, cost)
-        grouped.add(scheduled, on_few_groups(scheduled.cascades, without, cost), cost)
-    heads = heads_of(scheduled.stages)
+        module = Pipeline.parse(COSTED).run(module_of(model, video_mix(clips, seed), cluster))
+        cost = CostModel(module)
+        free, kept = (schedule(module, cost, budget, few_groups=few) for few in (False, True))
+        shortest.add(free, best_placements(free.cascades, cost), cost)
+        grouped.add(kept, placed_on_few_groups(kept.cascades, cost), cost)
+    heads = heads_of(module.stages)
     return {
         "model": model,
         "cluster": cluster,
@@ -119,7 +133,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="8x8:h100-80g")
     parser.add_argument("--clips", type=int, default=128)
     parser.add_argument("--plans", type=int, default=20)
-    parser.add_argument("--budget", type=int, default=500, help="ms for each plan")
+    parser.add_argument("--budget", type=float, default=500, help="steps of work for each plan, about a ms each")
     parser.add_argument("--output", type=Path, help="write the rows here, as JSON")
     options = parser.parse_args()
     rows = []

@@ -6,17 +6,18 @@ all-reduces have their own, because they run beside those. A device-to-device ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.group_family import ALWAYS, family, heads_of
 from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Instruction, Program, integer
+from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer
+from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
-COLLECTIVE = ("encode", "forward", "denoise", "reduce")  # a backward uses its forward's
+COLLECTIVE = ("encode", "forward", "denoise")  # a backward uses its forward's
 COMMUNICATOR_MIB = 64  # of device memory each: tens to a hundred by NCCL's buffers, never measured here
 
 
@@ -24,8 +25,10 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
     """Every communicator that this rank is a member of."""
     names: set[Communicator] = set()
     for step in program.instructions:
-        if len(step.peers) > 1 and step.op in COLLECTIVE:
-            names.update(_of_group(step, program.rank))
+        if len(step.peers) > 1 and step.op == "reduce":
+            names.add(_all_reduce(step.peers))
+        elif len(step.peers) > 1 and step.op in COLLECTIVE:
+            names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
         elif model.handoffs == "device" and step.op in ("send", "receive"):
             names.add(handoff_channel(step, program.rank))
     return frozenset(names)
@@ -36,25 +39,52 @@ def handoff_channel(step: Instruction, rank: int) -> Communicator:
     return ("handoff", rank, step.peers[0]) if step.op == "send" else ("handoff", step.peers[0], rank)
 
 
-def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
-    """GiB of device memory that this rank's communicators take; 0 on CPUs.
+def resident(values: Values, program: Program, model: ExecutionModel) -> frozenset[Communicator]:
+    """Those of ``communicators`` and those that this rank has whatever its program: what is made at the start.
 
-    The group of all ranks counts as one, and where something is trained its all-reduces as another at least: a planner
-    asks before they are in the program.
+    These are the group of all ranks, the family of groups, and where something is trained a gradient all-reduce: a
+    planner asks before that is in the program. None on CPUs, whose groups take no device memory.
     """
-    cluster = values.module.cluster
-    if cluster is None or cluster.world == 1 or cluster.attrs.get("device") == "cpu":
+    module = values.module
+    if module.cluster is None or module.cluster.world == 1 or module.cluster.attrs.get("device") == "cpu":
+        return frozenset()
+    used = communicators(program, model)
+    kept = family_of_ranks(module.cluster, heads_of(module.stages))[program.rank]
+    synchronised = not values.trained or any(name[0] == "all-reduce" for name in used)
+    everyone = _all_reduce(tuple(range(module.cluster.world)))
+    return used | kept | {("world", everyone[1])} | (set() if synchronised else {everyone})
+
+
+def communicator_gib(values: Values, program: Program, model: ExecutionModel) -> float:
+    """GiB of device memory that this rank's communicators take, those of the family included; 0 on CPUs."""
+    return len(resident(values, program, model)) * COMMUNICATOR_MIB / 1024
+
+
+def most_resident_gib(cluster: Cluster, stages: tuple[Stage, ...]) -> float:
+    """GiB that communicators made at the start take on the rank that has most; 0 on CPUs."""
+    if cluster.world == 1 or cluster.attrs.get("device") == "cpu":
         return 0.0
-    names = communicators(program, model)
-    synchronised = any(name[0] == "all-reduce" for name in names)
-    return (1 + len(names) + (bool(values.trained) and not synchronised)) * COMMUNICATOR_MIB / 1024
+    most = max(map(len, family_of_ranks(cluster, heads_of(stages))))
+    return (ALWAYS + most) * COMMUNICATOR_MIB / 1024
 
 
-def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> Iterator[tuple[int, ...]]:
-    """Every group that a cascade on ``ranks`` as a grid of ``ulysses`` x ``ring`` communicates in; with single ones."""
-    yield ranks
-    yield from (ranks[row * ulysses : (row + 1) * ulysses] for row in range(ring))
-    yield from (ranks[column::ulysses] for column in range(ulysses))
+@lru_cache(maxsize=64)
+def family_of_ranks(cluster: Cluster, heads: tuple[int, ...]) -> tuple[frozenset[Communicator], ...]:
+    """The communicators of every rank for the groups of the family."""
+    members: list[set[Communicator]] = [set() for _ in range(cluster.world)]
+    for group in map(frozenset, family(cluster, heads)):
+        for rank in group:
+            members[rank].add(("cascade", group))
+    return tuple(map(frozenset, members))
+
+
+def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
+    """Every group of several ranks in which the collectives of an encode, forward or denoise run; else none."""
+    if len(step.peers) < 2:
+        return ()
+    if step.op == "encode":
+        return (step.peers,)
+    return subgroups(step.peers, *grid(step)) if step.op in ("forward", "denoise") else ()
 
 
 def grid(step: Instruction) -> tuple[int, int]:
@@ -64,16 +94,12 @@ def grid(step: Instruction) -> tuple[int, int]:
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 
 
-def _of_group(step: Instruction, rank: int) -> Iterator[Communicator]:
-    if step.op == "reduce":
-        yield "all-reduce", frozenset(step.peers)
-    elif step.op == "encode":
-        yield "cascade", frozenset(step.peers)
-    else:
-        yield from (("cascade", group) for group in _groups(step.peers, *grid(step)) if rank in group)
+@lru_cache(maxsize=256)
+def _all_reduce(ranks: tuple[int, ...]) -> tuple[str, frozenset[int]]:
+    return "all-reduce", frozenset(ranks)
 
 
-@lru_cache(maxsize=4096)
-def _groups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[frozenset[int], ...]:
-    """The groups of several ranks, each once: every rank of a cascade asks for the same."""
-    return tuple(dict.fromkeys(frozenset(group) for group in subgroups(ranks, ulysses, ring) if len(group) > 1))
+@lru_cache(maxsize=8192)
+def _sets(groups: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
+    """The same sets for every rank that asks."""
+    return tuple(dict.fromkeys(map(frozenset, groups)))

@@ -8,11 +8,11 @@ attentions. Out: grids of Ulysses x ring, and the groups that cascades on them c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from arachnec.analysis.communicators import subgroups
 from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.kernels.attention.subgroups import subgroups
 
 MOST_COMMUNICATORS = 16  # of a rank
 ALWAYS = 2  # of them: that of all ranks, and that of the gradient all-reduces
@@ -47,7 +47,6 @@ def family(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Ranks, ...]:
         for ulysses, ring in family_grids(cluster, heads)
         for ranks in aligned(cluster, ulysses * ring)
         for group in subgroups(ranks, ulysses, ring)
-        if len(group) > 1
     )
     return tuple(dict.fromkeys(groups))
 
@@ -66,14 +65,14 @@ def heads_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     return tuple(sorted({count for count in heads if isinstance(count, int) and count > 1}))
 
 
-def in_family(cluster: Cluster, cascade: Cascade, heads: tuple[int, ...]) -> bool:
-    """Whether a placed cascade communicates in groups of the family alone."""
+def in_family(cascade: Cascade, grids: Collection[Grid]) -> bool:
+    """Whether a placed cascade communicates in groups of the family with these grids alone."""
     if cascade.degree == 1:
         return True
-    ranks, first = cascade.ranks, min(cascade.ranks)
-    if sorted(ranks) != list(range(first, first + len(ranks))) or first % len(ranks):
+    ranks = cascade.ranks
+    first = ranks[0]
+    if first % len(ranks) or ranks != tuple(range(first, first + len(ranks))):
         return False
-    grids = family_grids(cluster, heads)
     if "ulysses" not in cascade.attrs:
         return any(ulysses * ring == len(ranks) for ulysses, ring in grids)
     return (cascade.attrs["ulysses"], cascade.attrs.get("ring", 1)) in grids
@@ -117,6 +116,6 @@ def _members(cluster: Cluster, grid: Grid) -> dict[int, set[frozenset[int]]]:
     groups: dict[int, set[frozenset[int]]] = defaultdict(set)
     for ranks in aligned(cluster, grid[0] * grid[1]):
         for group in map(frozenset, subgroups(ranks, *grid)):
-            for rank in group if len(group) > 1 else ():
+            for rank in group:
                 groups[rank].add(group)
     return groups

@@ -26,7 +26,7 @@ class _Rank:
     steps: Sequence[Instruction]
     held: list[float]  # GiB during each instruction, the receives posted early included
     receives: list[int]  # places of those not yet posted, the next one last
-    posted: list[list[Instruction]]
+    posted: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     at: int = 0
     clock: float = 0.0  # ms
     pending: int = 0  # receives posted ahead of their places
@@ -69,11 +69,14 @@ class HandoffOrder:
         for rank in self._ranks.values():  # what can never run stays where it stands
             for place in rank.receives:
                 rank.posted[place].append(rank.steps[place])
-        return {rank.number: tuple(map(tuple, rank.posted)) for rank in self._ranks.values()}
+        return {
+            rank.number: tuple(tuple(rank.posted.get(index, ())) for index in range(len(rank.steps)))
+            for rank in self._ranks.values()
+        }
 
     def _rank(self, number: int, steps: Sequence[Instruction]) -> _Rank:
         receives = [place for place, step in enumerate(steps) if step.op == "receive"]
-        return _Rank(number, steps, list(self.held[number]), receives[::-1], [[] for _ in steps])
+        return _Rank(number, steps, list(self.held[number]), receives[::-1])
 
     def _advance(self, rank: _Rank) -> None:
         rank.at += 1

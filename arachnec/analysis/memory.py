@@ -9,6 +9,7 @@ from arachnec.analysis.communicators import communicator_gib
 from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity
+from arachnec.ir.stage_sizes import evaluated
 
 
 @dataclass(frozen=True)
@@ -30,29 +31,48 @@ class Usage:
 
 def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Usage:
     """The instruction at which a rank holds most, and how much."""
-    return max(usages(values, program, model), key=lambda usage: usage.total)
+    peak, most, parts = -1, 0.0, (0.0, 0.0, 0.0)
+    for index, during in enumerate(held(values, program)):
+        total = during[0] + during[1] + during[2]
+        if total > most:
+            peak, most, parts = index, total, during
+    return Usage(program.rank, peak, state_of(program), *parts, communicator_gib(values, program, model))
 
 
 def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Iterator[Usage]:
-    """What a rank holds during every instruction of its list, in order."""
-    state = quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
-    communicators = communicator_gib(values, program, model)
+    """What a rank holds during every instruction of its list, in order.
+
+    The batch of the next forward is made while the one before runs: among the values.
+    """
+    state, communicators = state_of(program), communicator_gib(values, program, model)
     yield Usage(program.rank, -1, state, communicators=communicators)
+    for index, parts in enumerate(held(values, program)):
+        yield Usage(program.rank, index, state, *parts, communicators)
+
+
+def state_of(program: Program) -> float:
+    """GiB of the parameters, gradients and optimizer that lie on a rank throughout."""
+    return quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
+
+
+def held(values: Values, program: Program) -> Iterator[tuple[float, float, float]]:
+    """GiB saved, of values and of workspace during every instruction, in order: what comes and goes."""
     last = values.last_saved_reads(program)
+    prepared = _prepared(values, program)
     saved: dict[str, float] = {}
-    held: dict[str, float] = {}
+    present: dict[str, float] = {}
     in_saved = in_values = 0.0
     for index, instruction in enumerate(program.instructions):
-        target, memory = instruction.target, gib(instruction, "memory")
+        target, memory, workspace = instruction.target, gib(instruction, "memory"), gib(instruction, "workspace")
         if values.saves(instruction):
             in_saved += memory - saved.get(target, 0.0)
             saved[target] = memory
         elif values.makes(instruction) is not None:
-            in_values += memory - held.get(target, 0.0)
-            held[target] = memory
-        transient = 0.0 if values.saves(instruction) or values.makes(instruction) is not None else memory
-        workspace = gib(instruction, "workspace") + transient
-        yield Usage(program.rank, index, state, in_saved, in_values, workspace, communicators)
+            in_values += memory - present.get(target, 0.0)
+            present[target] = memory
+        else:
+            workspace += memory
+        yield in_saved, in_values + prepared[index], workspace
         for source in values.saved_reads(instruction):
             if last.get(source) == index:
                 in_saved -= saved.pop(source, 0.0)
@@ -60,4 +80,16 @@ def usages(values: Values, program: Program, model: ExecutionModel = HOST_HANDOF
         if instruction.op == "backward" and last.get(target, -1) <= index:
             in_saved -= saved.pop(target, 0.0)
         if instruction.op == "free":
-            in_values -= held.pop(target, 0.0)
+            in_values -= present.pop(target, 0.0)
+
+
+def _prepared(values: Values, program: Program) -> list[float]:
+    """For every instruction, GiB of the batch of the next forward behind it."""
+    sizes = []
+    size = 0.0
+    for instruction in reversed(program.instructions):
+        sizes.append(size)
+        if instruction.op == "forward":
+            cascade = values.cascades[instruction.target]
+            size = evaluated(values.module.stage(cascade.stage), "batch", cascade)
+    return sizes[::-1]

@@ -11,9 +11,10 @@ import math
 from collections.abc import Collection
 from typing import TypeAlias
 
-from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.communicators import communicator_gib
+from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
 from arachnec.analysis.handoff_order import HandoffOrder
-from arachnec.analysis.memory import usages
+from arachnec.analysis.memory import held, state_of
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Instruction, Program
 
@@ -48,10 +49,10 @@ def prefetch_receives(values: Values, program: Program, limit: float, encoded: C
     order stays. ``encoded`` are the cascades that were encoded before the program starts.
     """
     steps = program.instructions
-    held = list(planned_memory(values, program, encoded))
+    planned = list(planned_memory(values, program, encoded))
     prefetched: list[list[Instruction]] = [[] for _ in steps]
     receives = [step for step in steps if step.op == "receive"]
-    if receives and max(held) + math.fsum(gib(step, "memory") for step in receives) <= limit:
+    if receives and max(planned) + math.fsum(gib(step, "memory") for step in receives) <= limit:
         return (tuple(receives), *((),) * (len(steps) - 1))  # room for all of them at once
     earliest = 0
     for index, step in enumerate(steps):
@@ -59,9 +60,9 @@ def prefetch_receives(values: Values, program: Program, limit: float, encoded: C
             continue
         size = gib(step, "memory")
         place = index
-        while place > earliest and held[place - 1] + size <= limit:
+        while place > earliest and planned[place - 1] + size <= limit:
             place -= 1
-            held[place] += size
+            planned[place] += size
         prefetched[place].append(step)
         earliest = place
     return tuple(tuple(receives) for receives in prefetched)
@@ -72,15 +73,15 @@ def planned_memory(values: Values, program: Program, encoded: Collection[str] = 
 
     ``encoded`` are the cascades that were encoded before the program starts.
     """
+    always = state_of(program) + communicator_gib(values, program, HOST_HANDOFFS)
+    if not encoded:
+        return tuple(always + sum(parts) for parts in held(values, program))
     early = {step.target: gib(step, "memory") for step in program.instructions if _is_encoded(step, encoded)}
     totals = []
-    for usage in usages(values, program):
-        if usage.index < 0:
-            continue
-        step = program.instructions[usage.index]
+    for step, parts in zip(program.instructions, held(values, program), strict=True):
         if _is_encoded(step, encoded):
             del early[step.target]
-        totals.append(usage.total + math.fsum(early.values()))
+        totals.append(always + sum(parts) + math.fsum(early.values()))
     return tuple(totals)
 
 

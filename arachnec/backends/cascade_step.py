@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -113,11 +114,11 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of every parameter's gradient; zeros where nothing used the parameter."""
     return {
-        name: (torch.zeros_like(value) if value.grad is None else value.grad).detach().clone()
+        name: (torch.zeros_like(value) if (gradient := gradient_of(value)) is None else gradient).detach().clone()
         for name, value in parameters.items()
     }
 
 
 def drop_gradients(parameters: Mapping[str, Tensor]) -> None:
     for value in parameters.values():
-        value.grad = None
+        set_gradient(value, None)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
+
 LINEAR = (functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
 
 
@@ -77,8 +79,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
-    kept = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    if parameter.grad is None:
-        parameter.grad = gradient.to(kept)
-    else:
-        parameter.grad += gradient
+    kept, dtype = gradient_of(parameter), gradient_dtype(parameter)
+    set_gradient(parameter, gradient.to(dtype) if kept is None else kept.add_(gradient))

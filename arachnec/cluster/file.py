@@ -26,10 +26,10 @@ from typing import ClassVar
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, DeviceSpecs, find_device_specs
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cluster, Span
+from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 
-MOST_GPUS = 2**17  # a slip of the hand must not fill the memory with ranks
+LARGEST_FILE = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,19 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     path = Path(text_or_path)
     if not path.is_file():
         raise UserError(ClusterNotFound(None, str(text_or_path)))
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         values = dict(tomllib.loads(text))
+    except RecursionError:
+        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it is nested too deeply")) from None
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line, column = (int(position[1]), int(position[2])) if position else (1, 1)
         raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
+    except ValueError:
+        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it has a number of thousands of digits")) from None
     return _cluster(values, name, Lines(str(path), text))
 
 
@@ -273,6 +279,8 @@ def _build(
     if rack < 1:
         raise UserError(_bad("rack", rack, "at least one node", lines))
     cores = _count(values, "cores", 0, lines)
+    if cores < 0:
+        raise UserError(_bad("cores", cores, "a whole number from 0", lines))
     attrs: dict[str, Value | None] = {
         "nodes": nodes,
         "gpus": gpus,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from arachnec.commands.pass_options import load_option
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Module
@@ -19,12 +22,13 @@ WITHOUT_FOLDER = "schedule-z3,place,bucket,lower,check"  # where no folder says 
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--budget", default="500ms", show_default=True, help="For each plan that answers what would change it.")
 @click.option("--what-if/--no-what-if", default=True, help="Whether to plan what would change it.")
-def command(program: Path, budget: str, what_if: bool) -> None:
+@load_option
+def command(program: Path, budget: str, what_if: bool, load: tuple[Path, ...]) -> None:
     """Say in sentences why the plan of PROGRAM, an executable folder or a lowered .cascade file, is as it is.
 
     What bounds it, the critical path by name, why long cascades have their degrees, what recomputes, where ranks
     idle; and what one more node, other degrees, more memory or encoders out of the way would make of it, each planned
-    anew.
+    anew. Where the plan was made by passes of a Python file, --load that file to have these answers.
     """
     from arachnec.commands.program_file import read_program
     from arachnec.commands.tables import bold, terminal
@@ -40,7 +44,9 @@ def command(program: Path, budget: str, what_if: bool) -> None:
     module = read_program(program)
     sections = explain(module)
     if what_if:
-        sections += (Section("What would change it", tuple(sentences(answers(program, module, milliseconds)))),)
+        unloaded = left_out(program, load)
+        told = unloaded or sentences(answers(program, module, milliseconds, load))
+        sections += (Section("What would change it", tuple(told)),)
     console = terminal()
     for section in sections:
         console.print("\n", bold(section.title), sep="")
@@ -48,7 +54,17 @@ def command(program: Path, budget: str, what_if: bool) -> None:
             console.print(f"  {sentence}", highlight=False, soft_wrap=True)
 
 
-def answers(program: Path, module: Module, budget_ms: float) -> tuple[Answer, ...]:
+def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
+    """Why nothing is planned anew: passes of the executable's own are code, and looking at a plan runs none."""
+    from arachnec.executable.folder import HEADER, read_header
+
+    own = read_header(program).load if (program / HEADER).is_file() else ()
+    missing = [name for name in own if name not in {path.name for path in load}]
+    options = " ".join(f"--load {program / name}" for name in missing)
+    return [f"The plan was made by passes in {', '.join(missing)}: give {options} to run them."] if missing else []
+
+
+def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, ...] = ()) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
     from arachnec.executable.folder import HEADER, iteration_of, read_executable
     from arachnec.passes.infra.pipeline import Pipeline
@@ -58,9 +74,7 @@ def answers(program: Path, module: Module, budget_ms: float) -> tuple[Answer, ..
     if not (program / HEADER).is_file():
         return what_if(begin_of(module), Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)
     executable = read_executable(program)
-    registry = installed()
-    for name in executable.header.load:
-        registry = load_file(program / name, registry)
+    registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
     with contextlib.chdir(program):  # where the pipeline finds its profile
         pipeline = Pipeline.parse(executable.header.pipeline, registry)
         return what_if(iteration_of(executable.traced, 0), pipeline, module, budget_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,8 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.passes.infra.instruments import pipeline_of
+
+LARGEST_TEXT = 256 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,14 @@ class UnreadableFile(Diagnostic):
 
 def read_text(path: Path) -> str:
     """The text of a file, or of standard input where that is ``-``. Raises UserError."""
+    if str(path) != "-" and path.exists() and not path.is_file():
+        raise UserError(UnreadableFile(None, str(path), "it is no file"))
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+            data = file.read(LARGEST_TEXT + 1)
+        if len(data) > LARGEST_TEXT:
+            raise UserError(UnreadableFile(None, str(path), f"it is larger than {LARGEST_TEXT >> 20} MiB"))
+        return data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(UnreadableFile(None, str(path), str(reason))) from None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
@@ -14,7 +15,7 @@ from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, unev
 
 GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
-RESERVE = 0.06  # of a device's memory: fragmentation, communication buffers, what no formula knows
+RESERVE = 0.06  # of a device's memory: communicators, fragmentation, what no formula knows
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Memory:
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
+            # what lies outside the blocks runs on whole sequences
+            total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
+            total += evaluated(stage, "batch", cascade)
         if cascade.phase is Phase.FORWARD:
             total += self.output(cascade)
         return total + divided(stage, "workspace", cascade, share)
@@ -91,9 +95,28 @@ class Memory:
         return max((self.resident_with(stage.name) for stage in self.module.stages), default=0.0)
 
     @cached_property
+    def prepared(self) -> float:
+        """GiB of the batch of a rank's next cascade, which is made ahead: the largest there is."""
+        trained = (cascade for cascade in self.module.cascades if self.stages[cascade.stage].trained)
+        return max((evaluated(self.stages[cascade.stage], "batch", cascade) for cascade in trained), default=0.0)
+
+    @cached_property
+    def communicators(self) -> float:
+        """GiB of the communicators that the run makes at its start, on the rank that has most."""
+        return most_resident_gib(self.devices.cluster, self.module.stages)
+
+    def reserve(self, memory: float) -> float:
+        """GiB that stay free of a device of so many: communicators, and what no formula knows."""
+        return max(RESERVE * memory, self.communicators)
+
+    def spare(self, memory: float) -> float:
+        """GiB of the reserve that may hold values while they wait."""
+        return self.reserve(memory) - self.communicators
+
+    @cached_property
     def state(self) -> float:
-        """GiB that no cascade may use on the ranks that hold most: ``resident`` and a reserve."""
-        return self.resident + RESERVE * self.devices.cluster.memory
+        """GiB that no cascade may use on the ranks that hold most: ``resident``, the next batch and a reserve."""
+        return self.resident + self.prepared + self.reserve(self.devices.cluster.memory)
 
     @cached_property
     def room(self) -> float:
@@ -105,8 +128,10 @@ class Memory:
         ``stage``; without it, where they hold most."""
         resident = self.resident if stage is None else self.resident_with(stage)
         if not self.devices.kinds:
-            return self.devices.cluster.memory - (resident + RESERVE * self.devices.cluster.memory)
-        return (1 - RESERVE) * self.devices.memory_of(ranks, degree) - resident
+            memory = self.devices.cluster.memory
+            return memory - (resident + self.prepared + self.reserve(memory))
+        memory = self.devices.memory_of(ranks, degree)
+        return memory - self.reserve(memory) - resident - self.prepared
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from arachnec.analysis.group_family import Grid, family_grids, heads_of
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
 from arachnec.cost import synchronisation
@@ -53,6 +54,16 @@ class CostModel:
     @cached_property
     def table(self) -> CostTable:
         return CostTable(self.stages, self.devices, self._memory, split_backwards(self.module))
+
+    @cached_property
+    def family_grids(self) -> tuple[Grid, ...]:
+        """The grids of Ulysses x ring of the family of process groups (``arachnec.analysis.group_family``)."""
+        return family_grids(self.cluster, heads_of(self.module.stages))
+
+    @cached_property
+    def family_degrees(self) -> frozenset[int]:
+        """The degrees of cascades in the family: one rank, and those of its grids."""
+        return frozenset({1, *(ulysses * ring for ulysses, ring in self.family_grids)})
 
     @cached_property
     def _memory(self) -> Memory:
@@ -160,9 +171,23 @@ class CostModel:
         return self._memory.resident_with(stage)
 
     @property
+    def prepared(self) -> float:
+        """GiB of the batch that is made ahead on every rank, at most."""
+        return self._memory.prepared
+
+    @property
     def room(self) -> float:
         """GiB that cascades may use on every rank."""
         return self._memory.room
+
+    @property
+    def communicators(self) -> float:
+        """GiB of the communicators that the run makes at its start, on the rank that has most."""
+        return self._memory.communicators
+
+    def spare(self, memory: float) -> float:
+        """GiB that cascades leave free of a device of so many, where values may wait."""
+        return self._memory.spare(memory)
 
     def room_on(self, ranks: Sequence[int] | None, degree: int, stage: str | None = None) -> float:
         """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory, where they hold a

@@ -12,7 +12,7 @@ measured (``find_clip_time``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -136,9 +136,40 @@ def read_profile(path: str | Path) -> Profile:
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Profile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        profile = msgspec.json.decode(file.read_bytes(), type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(BadProfile(span, str(path), str(error))) from error
+    if problem := next(_problems(profile), None):
+        raise UserError(BadProfile(span, str(path), problem))
+    return profile
+
+
+def _problems(profile: Profile) -> Iterator[str]:
+    """What no measurement can have come to."""
+    for entry in profile.stages:
+        where = f"stage `{entry.stage}`, {entry.phase}"
+        for name, value in entry.fit.coefficients.items():
+            if name not in _POWERS:
+                yield f"{where}: there is no coefficient `{name}`, only {', '.join(_POWERS)}"
+            if not 0 <= value < math.inf:
+                yield f"{where}: the coefficient of {name} is {value}, less than nothing or without end"
+        for run in entry.measurements:
+            if min(run.batch, run.degree) < 1 or min(run.tokens, run.text, run.messages, run.moved) < 0:
+                yield f"{where}: a measurement has sizes below nothing"
+            if not 0 < run.ms < math.inf:
+                yield f"{where}: a measurement took {run.ms} ms"
+    links = profile.links
+    for name in ("intra", "inter", "all_reduce", "host", "host_link") if links is not None else ():
+        speed = getattr(links, name, None)
+        if speed is not None and not 0 < speed < math.inf:
+            yield f"`{name}` of its links is {speed} GB/s"
+    for name in ("latency", "inter_latency") if links is not None else ():
+        wait = getattr(links, name)
+        if wait is not None and not 0 <= wait < math.inf:
+            yield f"`{name}` of its links is {wait} us"
+    for end in profile.synchronisation:
+        if end.ranks < 1 or end.bytes < 0 or not (0 <= end.reduce_ms < math.inf and 0 <= end.step_ms < math.inf):
+            yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:

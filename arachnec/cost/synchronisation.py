@@ -17,7 +17,8 @@ ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are
 def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
     """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes).
 
-    ``size`` is the bytes of a bucket of them; without it they go all at once.
+    Where the optimizer is dealt out it is a reduce-scatter, half of that. ``size`` is the bytes of a bucket of them;
+    without it they go all at once.
     """
     size = gradient_bytes(stage) if size is None else size
     if len(ranks) < 2 or not size:
@@ -25,7 +26,12 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
     link, measured = group_link(cluster, ranks), cluster.attrs.get("all_reduce")
     if measured is not None:
         link = replace(link, intra=quantity(measured))
-    return 2 * collective_time(link, size, len(ranks), 1, penalty(cluster, ranks))
+    return ring_passes(stage) * collective_time(link, size, len(ranks), 1, penalty(cluster, ranks))
+
+
+def ring_passes(stage: Stage) -> int:
+    """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all ranks step."""
+    return 1 if "sharded" in stage.attrs else 2
 
 
 def step_time(cluster: Cluster, stage: Stage) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ from arachnec.data.rows import ALIASES, Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0}
+MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST = {key: 2**31 if key == "start" else 2**20 for key in LEAST}  # larger numbers are typing mistakes
 
 
@@ -77,6 +78,7 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     groups: dict[object, list[VideoClip]] = {}
     seen: dict[str, int] = {}
     grouped = "iteration" in rows[0].values
+    _refuse_many(rows)
     for row in rows:
         group = _iteration(row, grouped)
         for clip in _clips(row):
@@ -89,6 +91,14 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     (clips,) = groups.values()
     size = batch or len(clips)
     return Manifest(tuple(tuple(clips[i : i + size]) for i in range(0, len(clips), size)), path)
+
+
+def _refuse_many(rows: Sequence[Row]) -> None:
+    copies = 0
+    for row in rows:
+        copies += _integer(row, "clips") or 0
+        if copies > MOST_COPIES:
+            raise UserError(_bad(row, "clips", f"at most {MOST_COPIES} in all rows together", "list fewer clips"))
 
 
 def _iteration(row: Row, grouped: bool) -> object:
@@ -125,6 +135,8 @@ def _clips(row: Row) -> Iterator[VideoClip]:
     row_id = row.values.get("id", row.number)
     if not isinstance(row_id, int | str) or isinstance(row_id, bool) or row_id == "":
         raise UserError(_bad(row, "id", "a string or a number", "leave `id` out to use the row's number"))
+    if isinstance(row_id, str) and not _is_text(row_id):
+        raise UserError(_bad(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
     count = _integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):

@@ -245,5 +245,6 @@ def _canonical(key: str, span: Span) -> str:
 
 def _named_span(path: Path, header: str, name: str, before: int = 0) -> Span:
     """The name in a CSV file's first line, behind so many fields of the same name."""
-    column = [match.start() for match in re.finditer(rf"\b{re.escape(name)}\b", header)][before] + 1
+    columns = [match.start() + 1 for match in re.finditer(rf"(?<!\w){re.escape(name)}(?!\w)", header)]
+    column = columns[before] if before < len(columns) else 1  # a quoted name may be written otherwise
     return Span(str(path), 1, column, 1, column + len(name))

@@ -22,6 +22,7 @@ import json
 import platform
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -32,8 +33,8 @@ import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Graph, Level, Module
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
@@ -41,9 +42,11 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.version import __version__
 
 FORMAT = 1
+MOST_LOADED = 32  # files that add passes
 LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
+FINGERPRINTED = (MODEL, CLIPS, TRACED)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
 PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
@@ -152,13 +155,12 @@ def write_executable(
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
-    iterations = {clip.attrs.get("iteration", 0) for clip in traced.clips}
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
-        iterations=max(1, len(iterations)),
+        iterations=max(1, len(batch_sizes(traced))),
         training=training,
-        fingerprint={name: _digest(texts[name].encode()) for name in (MODEL, CLIPS, TRACED)},
+        fingerprint={name: _digest(texts[name].encode()) for name in FINGERPRINTED},
         versions=versions(),
         load=tuple(path.name for path in load),
     )
@@ -216,23 +218,43 @@ def read_executable(folder: Path) -> Executable:
     header = read_header(folder)
     raw = {name: _read(folder, name) for name in (PROGRAM, TRACED, MODEL, CLIPS, *header.load)}
     digests = {name: _digest(data) for name, data in raw.items()}
+    for name in FINGERPRINTED:
+        if name not in header.fingerprint:
+            raise UserError(NotExecutable(None, str(folder), f"its fingerprint leaves out {name}"))
     for name, digest in header.fingerprint.items():
         if digests.get(name) != digest:
             raise UserError(Changed(None, str(folder), name))
+    traced = parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED))
     return Executable(
         folder=folder,
         header=header,
         program=parse_module(_text(folder, PROGRAM, raw[PROGRAM]), str(folder / PROGRAM)),
-        traced=parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED)),
-        clips=_clips(folder, raw[CLIPS]),
+        traced=traced,
+        clips=_matching(folder, _clips(folder, raw[CLIPS]), traced),
         digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
     )
 
 
 def iteration_of(model: Module, number: int) -> Module:
     """One global batch of a traced module, without its graphs."""
-    clips = tuple(clip for clip in model.clips if clip.attrs.get("iteration", 0) == number)
+    clips = tuple(clip for clip in model.clips if _iteration_of(clip) == number)
     return replace(model, name=f"iteration_{number}", clips=clips, graphs=())
+
+
+def batch_sizes(model: Module) -> list[int]:
+    """Clips of every global batch of a traced module."""
+    counts = Counter(_iteration_of(clip) for clip in model.clips)
+    return [counts[number] for number in sorted(counts)]
+
+
+def data_digest(model: Module, clips: Sequence[VideoClip]) -> str:
+    """SHA-256 of the clips, by their own ids, and of the global batches they are in."""
+    rows = [(clips[clip.id].id, *clips[clip.id].shape, _iteration_of(clip)) for clip in model.clips]
+    return _digest(json.dumps(sorted(rows, key=str)).encode())
+
+
+def _iteration_of(clip: Clip) -> int:
+    return integer(clip.attrs.get("iteration", 0))
 
 
 def versions() -> dict[str, str]:
@@ -261,6 +283,12 @@ def read_header(folder: Path) -> Header:
         raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
     if any(Path(name).name != name for name in header.load):
         raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+    if len(header.load) > MOST_LOADED:
+        raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
+    for option in PROFILE_OPTION.finditer(header.pipeline):
+        profile = json.loads(option[1]) if option[1].startswith('"') else option[1]
+        if Path(profile).name != profile:
+            raise UserError(NotExecutable(None, str(folder), "it reads a profile from outside of its folder"))
     verified(header.training)
     return header
 
@@ -298,6 +326,19 @@ def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
             VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
         )
     return tuple(clips)
+
+
+def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
+    """The clips themselves, where they are those that the traced module lists. Raises ``UserError``."""
+    if len(clips) != len(traced.clips):
+        reason = f"{CLIPS} lists {counted(len(clips), 'clip')}, {TRACED} {len(traced.clips)}"
+        raise UserError(NotExecutable(None, str(folder), reason))
+    for planned in traced.clips:
+        clip = clips[planned.id] if 0 <= planned.id < len(clips) else None
+        if clip is None or clip.shape != (planned.frames, planned.height, planned.width, planned.text):
+            reason = f"clip {planned.id} of {CLIPS} is not the one of {TRACED}"
+            raise UserError(NotExecutable(None, str(folder), reason))
+    return clips
 
 
 def _row(clip: VideoClip) -> ClipRow:

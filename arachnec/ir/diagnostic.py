@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,6 +25,9 @@ from typing import ClassVar
 from arachnec.ir.span import Span
 
 WIDEST = 240  # characters of a row that are shown
+LONGEST_FIELD = 600  # characters of a field that are shown: more is no name that anybody gave
+LARGEST_SHOWN = 10**30
+MOST_SHOWN, LONGEST_SHOWN = 20, 10_000  # errors, and characters of them, that are shown at once
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,14 @@ class Diagnostic:
 
     def text(self, template: str) -> str:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return template.format(**fields)
+        return template.format(**{name: shown(value) for name, value in fields.items()})
 
 
 class UserError(Exception):
     """What a command raises for bad input: it is printed, the exit code is 2, and there is no traceback."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("\n".join(d.text(d.title) for d in diagnostics))
+        super().__init__("\n".join(d.text(d.title) for d in diagnostics[:MOST_SHOWN]))
         self.diagnostics = diagnostics
 
 
@@ -56,6 +60,16 @@ class SystemRefuses(Diagnostic):
     help: ClassVar[str] = "give another path, or make this one readable and writable, on a disk with space"
     path: str
     reason: str
+
+
+def shown(value: object) -> object:
+    """A field as a terminal may have it: no control character but a line's end, and never the whole of a long text."""
+    if isinstance(value, int) and abs(value) >= LARGEST_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    if not isinstance(value, str):
+        return value
+    short = value if len(value) <= LONGEST_FIELD else f"{value[: LONGEST_FIELD - 3]}..."
+    return short if short.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in short)
 
 
 def counted(number: int, noun: str) -> str:
@@ -81,6 +95,20 @@ def render(diagnostic: Diagnostic, source: str | None = None) -> str:
     if diagnostic.help:
         lines.append(f"  help: {diagnostic.text(diagnostic.help)}")
     return "\n".join(lines)
+
+
+def render_all(diagnostics: Sequence[Diagnostic]) -> str:
+    """The messages of a command: at most ``MOST_SHOWN`` of them and ``LONGEST_SHOWN`` characters."""
+    texts: list[str] = []
+    length = 0
+    for diagnostic in diagnostics[:MOST_SHOWN]:
+        text = render(diagnostic)
+        length += len(text)
+        if texts and length > LONGEST_SHOWN:
+            break
+        texts.append(text)
+    left = len(diagnostics) - len(texts)
+    return "\n".join([*texts, f"... and {left} more"] if left else texts)
 
 
 def _excerpt(span: Span, source: str | None, label: str) -> list[str]:

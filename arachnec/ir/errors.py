@@ -195,6 +195,15 @@ class NoCost(Diagnostic):
 
 
 @dataclass(frozen=True)
+class TooManyRanks(Diagnostic):
+    title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
+    label: ClassVar[str] = "larger than any cluster there is"
+    nodes: int
+    gpus: int
+    most: int
+
+
+@dataclass(frozen=True)
 class IllegalDegree(Diagnostic):
     title: ClassVar[str] = "{node} has degree {degree}"
     label: ClassVar[str] = "{reason}"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import Cascade, Clip, Cluster, Graph, Level, Program, Reduce, Stage, Step, integer
+from arachnec.ir.nodes import MOST_GPUS, Cascade, Clip, Cluster, Graph, Level, Program, Reduce, Stage, Step, integer
 from arachnec.ir.printer import percent, symbol
 from arachnec.ir.span import Span
 from arachnec.ir.values import Symbol
@@ -41,6 +41,9 @@ def sizes_are_positive(index: ModuleIndex) -> Problems:
         cluster = index.module.cluster
         rack = integer(cluster.attrs.get("rack", 1))
         yield from _at_least(cluster, 1, nodes=cluster.nodes, gpus=cluster.gpus, rack=rack)
+        if cluster.nodes * cluster.gpus > MOST_GPUS:
+            place = cluster.attrs.span("nodes" if cluster.nodes > cluster.gpus else "gpus") or cluster.span
+            yield errors.TooManyRanks(place, cluster.nodes, cluster.gpus, MOST_GPUS)
         mixed = cluster.attrs.get("mixed")
         if isinstance(mixed, tuple):
             listed = sum(integer(row[0]) for row in mixed if isinstance(row, tuple))

@@ -11,6 +11,8 @@ from enum import IntEnum, StrEnum
 from arachnec.ir.span import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
+MOST_GPUS = 2**17  # of a cluster: a slip of the hand must not fill the memory with ranks
+
 
 class Level(IntEnum):
     """How far a module has been lowered. Each level keeps what the earlier ones hold."""

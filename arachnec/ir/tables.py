@@ -73,7 +73,9 @@ STAGE = table("""
     flops           | TFLOP formula  | traced | optional | one forward
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
+    shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
+    batch           | GiB formula    | traced | optional | what a forward is given on its device: arguments and target
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone

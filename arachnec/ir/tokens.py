@@ -58,6 +58,8 @@ def integer_of(token: Token) -> int:
 
 def range_of(token: Token, text: str) -> range:
     first, _, last = text.partition("..")
+    if max(len(first), len(last)) > LONGEST_INTEGER:
+        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
         raise UserError(syntax_errors.BadRange(span_of(token), written=text, most=LONGEST_RANGE))
@@ -70,8 +72,12 @@ def integers_of(values: Sequence[object], node: Span) -> tuple[int, ...]:
     return tuple(cast("Sequence[int]", values))
 
 
-def _dimension(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+def _dimension(token: Token, text: str) -> int | str:
+    if not re.fullmatch(r"-?[0-9]+", text):
+        return text
+    if len(text) > LONGEST_INTEGER:
+        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
+    return int(text)
 
 
 def tensor_type_of(token: Token) -> TensorType:
@@ -85,4 +91,4 @@ def tensor_type_of(token: Token) -> TensorType:
     last = rest[start:]
     if last.strip():
         dims.append(last)
-    return TensorType(str(dtype), tuple(_dimension(dim.strip()) for dim in dims))
+    return TensorType(str(dtype), tuple(_dimension(token, dim.strip()) for dim in dims))

@@ -65,7 +65,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     """Set what is not set yet. It counts before torch is imported."""
     for setting in SETTINGS:
         if not setting.given(environment):
-            environment[setting.name] = setting.value.format(local=_local_cache())
+            environment[setting.name] = setting.value.format(local=local_cache())
 
 
 def table() -> str:
@@ -74,5 +74,6 @@ def table() -> str:
     return "\n".join(("| variable | value | why |", "|---|---|---|", *rows))
 
 
-def _local_cache() -> Path:
+def local_cache() -> Path:
+    """Where this user's processes of this host keep what they can make again."""
     return Path(tempfile.gettempdir()) / f"arachnec-{getpass.getuser()}"

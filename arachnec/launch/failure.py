@@ -7,13 +7,13 @@ import re
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import msgspec
 
 from arachnec.ir.diagnostic import UserError, refused, render
 
-ERROR_FILE = "ARACHNEC_ERROR_FILE"
+ERROR_FD = "ARACHNEC_ERROR_FD"  # an open file of the launcher, which has no name: nothing is left of it
+LARGEST_RECORD = 2**24  # bytes
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed? ?out", re.IGNORECASE
 )
@@ -45,17 +45,16 @@ def follows_from_another(error: BaseException) -> bool:
 
 def record_failure(failure: Failure) -> None:
     """Write it where the launcher looks, or to stderr without a launcher."""
-    place = os.environ.get(ERROR_FILE)
-    if place:
-        draft = Path(f"{place}.draft")
-        draft.write_bytes(msgspec.json.encode(failure))
-        draft.rename(place)
+    descriptor = os.environ.get(ERROR_FD)
+    if descriptor:
+        os.pwrite(int(descriptor), msgspec.json.encode(failure), 0)
     else:
         print(failure.text, file=sys.stderr, flush=True)
 
 
-def read_failure(file: Path) -> Failure | None:
+def read_failure(descriptor: int) -> Failure | None:
+    """What a rank recorded in the file that the launcher gave it."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Failure)
+        return msgspec.json.decode(os.pread(descriptor, LARGEST_RECORD, 0), type=Failure)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -10,20 +10,21 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment
-from arachnec.launch.failure import ERROR_FILE, Failure, read_failure
+from arachnec.launch.failure import ERROR_FD, Failure, read_failure
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 WORKER = "arachnec.backends.torch_distributed.worker"
@@ -57,7 +58,7 @@ class RankCrashed(Exception):
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    error_file: Path
+    error_file: IO[bytes]  # without a name, so that nothing is left where the launcher is killed
 
 
 def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None], *, worker: str = WORKER) -> None:
@@ -68,16 +69,25 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+    with ExitStack() as open_files:
+        listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            world_size=None,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         reading, writing = os.pipe()
         ranks: list[_Rank] = []
         restore = _forward_signals(ranks)
         try:
             for number in range(world):
-                error_file = Path(scratch) / f"rank-{number}.json"
-                environment = _environment(number, world, store.port, error_file)
-                passed = (writing,) if number == 0 else ()
+                error_file = open_files.enter_context(tempfile.TemporaryFile())
+                environment = _environment(number, world, store.port, error_file.fileno())
+                passed = (error_file.fileno(), *((writing,) if number == 0 else ()))
                 if number == 0:
                     environment[EVENTS_FD] = str(writing)
                 process = subprocess.Popen(
@@ -98,7 +108,7 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
             restore()
 
 
-def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str, str]:
+def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, str]:
     environment = dict(os.environ)
     prepare_environment(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
@@ -112,7 +122,7 @@ def _environment(rank: int, world: int, port: int, error_file: Path) -> dict[str
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        ERROR_FILE: str(error_file),
+        ERROR_FD: str(error_fd),
     }
 
 
@@ -148,7 +158,7 @@ def _cause(bad: Sequence[_Rank]) -> _Rank:
     """Of ranks seen to have ended badly together: one that was killed, then a user's mistake, then the earliest."""
 
     def order(rank: _Rank) -> tuple[int, float]:
-        failure = read_failure(rank.error_file)
+        failure = read_failure(rank.error_file.fileno())
         if failure is None:
             return (0, 0.0)
         return (1 if failure.user else 2, failure.time)
@@ -157,7 +167,7 @@ def _cause(bad: Sequence[_Rank]) -> _Rank:
 
 
 def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
-    failure: Failure | None = read_failure(rank.error_file)
+    failure: Failure | None = read_failure(rank.error_file.fileno())
     if failure is not None and failure.user:
         return UserError(RankTold(None, failure.text.removeprefix("error: ")))
     if failure is not None:
@@ -182,7 +192,7 @@ def _stop(ranks: Sequence[_Rank]) -> None:
 
 
 def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:
-    """A SIGTERM to the launcher stops its ranks; returns what puts the old handler back."""
+    """A SIGTERM or SIGHUP to the launcher stops its ranks; returns what puts the old handlers back."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
@@ -190,9 +200,10 @@ def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:
         _stop(ranks)
         sys.exit(128 + signum)
 
-    old = signal.signal(signal.SIGTERM, stop)
+    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     def restore() -> None:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
     return restore

@@ -23,8 +23,9 @@ from arachnec.cluster.device_selection import (
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
-from arachnec.launch.environment import prepare_environment
+from arachnec.launch.environment import local_cache, prepare_environment
 from arachnec.launch.failure import Failure, failure_of, record_failure
+from arachnec.launch.kernel_cache import compile_once
 from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 
@@ -94,6 +95,8 @@ class JoinedRank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         gpu = device.type != "cpu"
+        if gpu:
+            compile_once(local_cache() / "locks")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=PrefixStore("default", self.store),

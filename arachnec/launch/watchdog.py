@@ -8,19 +8,25 @@ the process from beside the main thread, which may be waiting for a collective t
   is gone.
 - ``at/r``: a counter and where rank r stands, written every few seconds. Rank r watches that of rank r + 1, so the
   messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
-- ``done/r``: rank r has ended well. ``told/a``: a rank of agent a has told the failure.
+- ``done/r``: rank r has ended well.
+- ``run``: a name that no other run has.
+
+That a rank of an agent has told the failure is a file of the host: the store may have ended by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,7 +38,7 @@ import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.failure import (
-    ERROR_FILE,
+    ERROR_FD,
     Failure,
     failure_of,
     follows_from_another,
@@ -172,6 +178,7 @@ class Watchdog:
         os.set_blocking(self._wake_write, False)
         self._restore = self._catch_sigterm()
         self._watched = threading.main_thread().ident
+        self._run = store.compare_set("run", "", uuid.uuid4().hex).decode()
         store.set(f"member/{rank}", msgspec.json.encode(self._me).decode())
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -191,8 +198,7 @@ class Watchdog:
         self._ending.acquire()  # for good: either the thread ends the process, or this rank does
         failure = self._publish(failure_of(error))
         tells = self._tells()
-        if len({member.agent for member in self._members.values()}) != 1:
-            time.sleep(self._limits.hold)  # others read the reason from a store that may end with this rank
+        self._hold()
         return failure, tells
 
     def close(self) -> None:
@@ -327,16 +333,29 @@ class Watchdog:
 
     def _tells(self) -> bool:
         """Whether this rank tells the failure: one of each agent's does, and with a launcher, which chooses, all."""
-        try:
-            return ERROR_FILE in os.environ or self._store.add(f"told/{self._me.agent}", 1) == 1
-        except RuntimeError:
+        if ERROR_FD in os.environ:
             return True
+        name = hashlib.sha256(f"{self._run} {self._me.agent}".encode()).hexdigest()
+        try:
+            Path(tempfile.gettempdir(), f"arachnec-told-{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # better twice than not at all
+        return True
+
+    def _hold(self) -> None:
+        """Stay a moment where the store may end with this rank, for the other agents to read the reason."""
+        if len({member.agent for member in self._members.values()}) != 1:
+            time.sleep(self._limits.hold)
 
     def _stop(self, failure: Failure) -> None:
         if not self._ending.acquire(blocking=False):
             return  # the main thread is ending the process itself
         if self._tells():
             record_failure(failure)
+        if 0 in self._members and self._members[0].agent == self._me.agent:
+            self._hold()
         sys.stdout.flush()
         self._end(failure.exit_code)
 

@@ -1,162 +1,180 @@
-"""Cascades on few process groups. In: a placement. Out: one about as long with fewer cascades outside the family.
+"""Cascades on few process groups. In: a schedule. Out: a placement whose groups are mostly those of the family.
 
-A device has room for few communicators (``analysis.group_family``). A placement takes any ranks that are free, which
-over many plans are other ranks every time. So where ranks are outside the family, others are tried: every cascade waits
-for an aligned group; or one is moved to an aligned group; or its ranks trade places with those of such a group, in all
-cascades or in those before or after it. What costs more than it is worth stays as it was.
+A device has room for few communicators (``analysis.group_family``). The scheduler takes degrees of the family, and
+ranks that are free together are mostly aligned. Where some are not, every cascade waits for an aligned group in its
+turn. Each group outside the family has a price: a placement with more of them is taken only where it is so much
+shorter. In the end cascades that are still outside are moved (``planning.rank_trades``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from arachnec.analysis.group_family import Ranks, aligned, family_grids, heads_of, in_family
+from arachnec.analysis.group_family import Ranks, aligned
 from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade
+from arachnec.ir.nodes import Cascade, Cluster
 from arachnec.planning.placed_cascade import on
-from arachnec.planning.placement import WAIT, end_of, in_order, on_ranks, place_among, within_memory
+from arachnec.planning.placement import (
+    LATE,
+    WAIT,
+    end_of,
+    in_order,
+    place_among,
+    pools,
+    quick_placements,
+    within_memory,
+)
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
+from arachnec.planning.rank_trades import moved, outside
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PRICE = 5e-3  # of the iteration, of each group outside the family
 LONGER = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family
-WORTH = (1.0, 4e-3, 1e-3)  # of the makespan, by which a cascade must end earlier to be outside it
-TRIES = 64  # placements that are timed for one cascade
-# What is spent on a plan, however large it is: looks at a cascade on a group, some 2 us each, and cascades that are
-# timed, some 50 us each.
-LOOKS = 400_000
-TIMED = 40_000
-
-RanksOf = Mapping[str, Ranks]
+PLACED = 8192  # cascades that are put on ranks at most, in all placements of a plan together; but for one placement
+WORTH = (1.0, LONGER)  # of the makespan, by which a cascade must end earlier to be outside the family
 
 
-def on_few_groups(
-    cascades: Sequence[Cascade], best: list[Cascade], cost: CostModel, length: Callable[[list[Cascade]], float] = end_of
-) -> list[Cascade]:
-    """The placement ``best`` of scheduled ``cascades``, or one with fewer of them outside the family of groups.
+def placed_on_few_groups(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """What ``place`` makes of a schedule: ``priced_placement`` with the cascades outside the family moved into it.
 
-    Its last cascade ends at most ``LONGER`` later, and its ``length``, in ms as well, is at most so much more.
+    The last cascade ends at most ``LONGER`` later for that. Raises UserError where the memory does not hold the values
+    that encoders hand off.
     """
-    if not outside(best, cost) or cost.devices.kinds:
-        return best
+    best = priced_placement(cascades, cost)
     latest = end_of(best) * (1 + LONGER) + TOLERANCE
-    affordable = WORTH[: LOOKS // (len(cascades) * cost.cluster.world)]
-    waiting = (family_placements(cascades, cost, worth * end_of(best)) for worth in affordable)
-    fewest = min(
-        (best, *(placed for placed in waiting if end_of(placed) <= latest)), key=lambda p: len(outside(p, cost))
-    )
-    fewest = _moved(cascades, fewest, cost, latest)
-    if fewest is best:
+    fewer = moved(cascades, best, cost, latest)
+    if fewer is best:
         return best
     try:
-        fewest = within_memory(cascades, fewest, cost)
+        fewer = within_memory(cascades, fewer, cost)
     except UserError:
         return best
-    return fewest if length(fewest) <= length(best) * (1 + LONGER) + TOLERANCE else best
+    return fewer if end_of(fewer) <= latest else best
 
 
-def outside(placed: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """The cascades that communicate in other groups than the family's."""
-    heads = heads_of(cost.module.stages)
-    return [cascade for cascade in placed if not in_family(cost.cluster, cascade, heads)]
+def priced_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """The placement of scheduled ``cascades`` that is shortest, with the price of its groups outside the family.
 
-
-def _moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, latest: float) -> list[Cascade]:
-    """With cascades outside the family moved to aligned groups one by one, where that ends by ``latest``."""
-    kept: set[str] = set()
-    looks, timings = iter(range(LOOKS // len(placed))), iter(range(TIMED // len(placed)))
-    while stray := next((one for one in in_order(outside(placed, cost)) if one.name not in kept), None):
-        if next(looks, None) is None:
-            break
-        number = len(outside(placed, cost))
-        moves = islice(_moves(placed, stray, cost, looks), TRIES)
-        tried = (on_ranks(cascades, cost, ranks) for ranks, _ in zip(moves, timings, strict=False))
-        better = [one for one in tried if end_of(one) <= latest and len(outside(one, cost)) < number]
-        if better:
-            placed = min(better, key=lambda one: (len(outside(one, cost)), end_of(one)))
-        else:
-            kept.add(stray.name)
-    return placed
-
-
-def _moves(placed: Sequence[Cascade], stray: Cascade, cost: CostModel, looks: Iterator[int]) -> Iterator[RanksOf]:
-    """Ranks of all cascades under which this one is on an aligned group and more of them are than before.
-
-    As many are looked at as ``looks`` has left.
+    Others are tried until one is as long as scheduled. Raises UserError where the memory does not hold the values that
+    encoders hand off.
     """
-    before = {cascade.name: cascade.ranks for cascade in placed}
-    turns = in_order(placed)
-    place = next(index for index, cascade in enumerate(turns) if cascade.name == stray.name)
-    number = _unaligned(before)
-    groups = sorted(aligned(cost.cluster, stray.degree), key=lambda group: -len(set(group).intersection(stray.ranks)))
-    for group in groups:
-        swap = _exchange(stray.ranks, group)
-        for moving in ([stray], turns, turns[place:], turns[: place + 1]):
-            if next(looks, None) is None:
-                return
-            changed = {one.name: tuple(sorted(swap.get(rank, rank) for rank in one.ranks)) for one in moving}
-            after = before | changed
-            if _unaligned(after) < number:
-                yield after
+    enough = end_of(cascades) * (1 + LATE) + TOLERANCE
+    best: tuple[float, list[Cascade]] | None = None
+    count = max(1, PLACED // max(1, len(cascades)))
+    for placed in islice(_candidates(cascades, cost, few=count < 5), count):
+        priced = end_of(placed) * markup(placed, cost)
+        if best is None or priced < best[0]:
+            best = priced, placed
+        if best[0] <= enough:
+            break
+    assert best is not None, "there is always one"
+    return within_memory(cascades, best[1], cost)
 
 
-def _exchange(ranks: Ranks, group: Ranks) -> dict[int, int]:
-    """Ranks that trade places so that ``ranks`` become ``group``."""
-    out, into = sorted(set(ranks) - set(group)), sorted(set(group) - set(ranks))
-    return dict(zip(out + into, into + out, strict=True))
+def _candidates(cascades: Sequence[Cascade], cost: CostModel, *, few: bool) -> Iterator[list[Cascade]]:
+    """First ranks that are free, then aligned groups, then what idles least; of few the aligned groups first."""
+    quick = quick_placements(cascades, cost)
+    waiting = (family_placements(cascades, cost, worth * end_of(cascades)) for worth in WORTH)
+    if few:
+        yield next(waiting)
+    first = next(quick)
+    yield first
+    if outside(first, cost):
+        yield from waiting
+    yield from quick
 
 
-def _unaligned(ranks: RanksOf) -> int:
-    return sum(group[0] % len(group) != 0 or group[-1] - group[0] >= len(group) for group in ranks.values())
+def markup(placed: Sequence[Cascade], cost: CostModel) -> float:
+    """What the length of a placement is multiplied by for its groups outside the family."""
+    groups = {(cascade.ranks, cascade.attrs.get("ulysses")) for cascade in outside(placed, cost)}
+    return 1 + PRICE * len(groups)
 
 
 def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float) -> list[Cascade]:
     """Every cascade on the aligned group that is free first, or on any ranks where it ends ``worth`` ms earlier.
 
-    A degree that is no size of the family has any ranks.
+    Where devices differ, on the kind of device on which it ends first. A degree that is none of the family has any
+    ranks.
     """
-    cluster = cost.cluster
-    sizes = {1, *(ulysses * ring for ulysses, ring in family_grids(cluster, heads_of(cost.module.stages)))}
-    free = [0.0] * cluster.world
+    import numpy as np
+
+    free = np.zeros(cost.cluster.world)  # ms from which on each rank is
+    times: list[float] = free.tolist()  # the same, to be read one by one
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        groups = aligned(cluster, cascade.degree) if cascade.degree in sizes else ()
-        anywhere = partial(place_among, cascade, range(cluster.world), inputs, free, cost, pick_ranks)
+        groups = [choice.first_free(cascade, inputs, free) for choice in _pools_of_groups(cascade, cost)]
         if groups:
-            placed = on(cascade, _first_free(groups, inputs, free, cascade, cost), inputs, free, cost)
-            waits = max(free[rank] for rank in placed.ranks) - sorted(free)[cascade.degree - 1]
-            if waits >= worth and (other := anywhere()).end + worth <= placed.end:
+            placed = min((on(cascade, ranks, inputs, times, cost) for ranks in groups), key=_end)
+            waits = placed.start - float(np.partition(free, cascade.degree - 1)[cascade.degree - 1])
+            if waits >= worth and (other := _anywhere(cascade, inputs, times, cost)).end + worth <= placed.end:
                 placed = other
         else:
-            placed = anywhere()
+            placed = _anywhere(cascade, inputs, times, cost)
         done[cascade.name] = placed
+        free[list(placed.ranks)] = placed.end
         for rank in placed.ranks:
-            free[rank] = placed.end
+            times[rank] = placed.end
     return list(done.values())
 
 
-def _first_free(
-    groups: Sequence[tuple[int, ...]],
-    inputs: Sequence[Cascade],
-    free: Sequence[float],
-    cascade: Cascade,
-    cost: CostModel,
-) -> tuple[int, ...]:
-    """The group that can start first; of those in one rack, nearest to the inputs, then the one that idles least."""
-    ready = max((producer.end for producer in inputs), default=0.0)
-    near = {rank for producer in inputs for rank in producer.ranks}
-    slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+def _end(cascade: Cascade) -> float:
+    return cascade.end
 
-    def starts(group: tuple[int, ...]) -> float:
-        return max(ready, *(free[rank] for rank in group))
 
-    first = min(map(starts, groups)) + slack
+def _anywhere(cascade: Cascade, inputs: Sequence[Cascade], times: Sequence[float], cost: CostModel) -> Cascade:
+    """On any ranks, of each pool of devices where they differ."""
+    every = pools(cascade, cost) if cost.devices.kinds else [range(cost.cluster.world)]
+    return min((place_among(cascade, pool, inputs, times, cost, pick_ranks) for pool in every), key=_end)
 
-    def order(group: tuple[int, ...]) -> tuple[bool, int, float, int]:
-        racks = {rack_of(cost.cluster, group[0]), rack_of(cost.cluster, group[-1])}
-        return len(racks) > 1, -len(near.intersection(group)), -sum(free[rank] for rank in group), group[0]
 
-    return min((group for group in groups if starts(group) <= first), key=order)
+def _pools_of_groups(cascade: Cascade, cost: CostModel) -> list[_Groups]:
+    """The aligned groups that a cascade may take, of every pool of devices that has some."""
+    if cascade.degree not in cost.family_degrees:
+        return []
+    every = map(tuple, pools(cascade, cost)) if cost.devices.kinds else (None,)
+    groups = (_groups(cost.cluster, cascade.degree, pool) for pool in every)
+    return [group for group in groups if len(group.ranks)]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The aligned groups of one size, as rows, and whether each crosses racks."""
+
+    ranks: NDArray[np.int64]
+    crossing: NDArray[np.bool_]
+
+    def first_free(self, cascade: Cascade, inputs: Sequence[Cascade], free: NDArray[np.float64]) -> Ranks:
+        """The one that can start first; of those in one rack, nearest to the inputs, then the one that idles least."""
+        import numpy as np
+
+        ready = max((producer.end for producer in inputs), default=0.0)
+        idle = free[self.ranks]
+        starts = np.maximum(idle.max(axis=1), ready)
+        slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+        near = np.zeros(len(free), dtype=bool)
+        near[[rank for producer in inputs for rank in producer.ranks]] = True
+        early = np.flatnonzero(starts <= starts.min() + slack)
+        rows = self.ranks[early]
+        order = np.lexsort((-idle[early].sum(axis=1), -near[rows].sum(axis=1), self.crossing[early]))
+        return tuple(rows[order[0]].tolist())
+
+
+@lru_cache(maxsize=256)
+def _groups(cluster: Cluster, degree: int, pool: Ranks | None) -> _Groups:
+    """Those among the ranks of the pool; of all ranks without one."""
+    import numpy as np
+
+    members = None if pool is None else frozenset(pool)
+    groups = [group for group in aligned(cluster, degree) if members is None or members.issuperset(group)]
+    crossing = [rack_of(cluster, group[0]) != rack_of(cluster, group[-1]) for group in groups]
+    return _Groups(np.array(groups, dtype=np.int64).reshape(-1, degree), np.array(crossing, dtype=bool))

@@ -122,7 +122,7 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         listed = ", ".join(str(degree) for degree in degrees)
         gpus = counted(cost.cluster.world, "GPU")
         raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
-    spare = RESERVE * cost.cluster.memory - held
+    spare = cost.spare(cost.cluster.memory) - held
     options = cost.table.options(cascade) if spare >= 0 else _options_next_to(cascade, cost, legal, spare)
     choices: list[Choice] = []
     for degree, entry in options.items():
@@ -131,7 +131,7 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
             choices.append(Choice(degree, ticks, entry.recompute))
     if not choices and cost.table.options(cascade):
         smallest = min(cost.memory(cascade, degree) for degree in legal)
-        room = cost.largest_memory - cost.resident
+        room = cost.largest_memory - cost.resident - cost.communicators
         raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))

@@ -40,18 +40,26 @@ def least_degrees(module: Module) -> tuple[int | None, ...]:
 
 
 def _least_degree(module: Module, clip: Clip, room: float) -> int | None:
-    needed = max((_bytes_needed(stage, clip) for stage in module.stages if stage.trained), default=0.0)
     assert module.cluster is not None
-    if room <= 0 or needed > room * module.cluster.world:
+    needed = [_gib_needed(stage, clip) for stage in module.stages if stage.trained]
+    degrees = [max(1, -int(-shared // (room - whole))) if room > whole else None for shared, whole in needed]
+    least = [degree for degree in degrees if degree is not None]
+    if len(least) < len(degrees) or room <= 0:
         return None
-    return max(1, -int(-needed // room))
+    degree = max(least, default=1)
+    return degree if degree <= module.cluster.world else None
 
 
-def _bytes_needed(stage: Stage, clip: Clip) -> float:
-    """GiB of a clip's forward and backward on one rank."""
-    kept = stage.attrs.get("saved_recompute", stage.attrs.get("saved"))
-    parts = (value for value in (kept, stage.attrs.get("workspace")) if isinstance(value, Formula))
-    return sum(value(B=1, S=clip.tokens, T=clip.text) for value in parts)
+def _gib_needed(stage: Stage, clip: Clip) -> tuple[float, float]:
+    """GiB of a clip's forward and backward that its ranks share, and that each of them holds."""
+
+    def size(name: str) -> float:
+        value = stage.attrs.get(name)
+        return value(B=1, S=clip.tokens, T=clip.text) if isinstance(value, Formula) else 0.0
+
+    kept = size("saved_recompute" if "saved_recompute" in stage.attrs else "saved")
+    batches = 2 * size("batch")  # in use, and the next one
+    return kept + size("workspace") - size("shell"), size("shell") + batches
 
 
 def _kept(stage: Stage, precision: str) -> Stage:

@@ -15,7 +15,6 @@ from typing import ClassVar
 from arachnec.analysis.memory import Usage, usages
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
-from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Phase, Program, quantity
@@ -62,7 +61,7 @@ def is_roomy(placed: Sequence[Cascade], cost: CostModel) -> bool:
         for rank in ranks if size else ():
             waiting[rank] = waiting.get(rank, 0.0) + size
     nodes = machines(cost.cluster)
-    return all(size <= RESERVE * nodes[node_of(cost.cluster, rank)].memory for rank, size in waiting.items())
+    return all(size <= cost.spare(nodes[node_of(cost.cluster, rank)].memory) for rank, size in waiting.items())
 
 
 def find_overflow(placed: Sequence[Cascade], cost: CostModel) -> Overflow | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
@@ -106,9 +105,7 @@ def pipelined(module: Module, options: Options) -> Module:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(ranks), key=lambda rank: least.needed[rank])
         stage = parts[least.stages_on[worst][0]].name
-        raise UserError(
-            PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, (1 - RESERVE) * cost.cluster.memory)
-        )
+        raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
     return _at_level_placed(module, cost, placed, offered[0].places)
 
@@ -213,7 +210,7 @@ class _Plan:
 
     @property
     def fits(self) -> bool:
-        return max(self.needed) <= (1 - RESERVE) * self.cost.cluster.memory
+        return max(self.needed) <= limit_of(self.cost)
 
     def placed(self) -> list[Cascade]:
         """Every cascade on its ranks, as early as its inputs, their handoffs and its rank's order allow."""
@@ -276,6 +273,11 @@ class _Plan:
             cascade = batch.cascades.get((action.stage, phase))
             if cascade is not None:
                 yield cascade
+
+
+def limit_of(cost: CostModel) -> float:
+    """GiB for stages and cascades on a rank."""
+    return cost.room + cost.resident
 
 
 def _at_level_placed(

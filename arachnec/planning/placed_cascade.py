@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arachnec.analysis.group_family import family_grids, heads_of
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
@@ -52,7 +51,7 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
 
 def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, cost: CostModel) -> Entry:
     """The cheapest grid, or the cheapest of the family's that takes at most ``SLOWER_GRID`` longer."""
-    grids = family_grids(cost.cluster, heads_of(cost.module.stages))
+    grids = cost.family_grids
     split, recompute = cheapest.strategy.attention, cheapest.recompute
     if len(ranks) == 1 or (split is not None and (split.ulysses, split.ring) in grids):
         return cheapest

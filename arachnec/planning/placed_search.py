@@ -5,9 +5,9 @@ starts later. So what counts here is when the gradients of the *placed* schedule
 (``planning.exposed_sync``), and in the end its *simulated* iteration (``planning.simulated_objective``), in which
 groups that share links slow each other down. ``solver.portfolio`` screens by the cheaper ones.
 
-The problem is seen in up to three ways, which are transformations with a way back: as it is; with degrees whose blocks
-nest, which can be placed as they are (``solver.widths``); and where nodes differ, on fewer GPUs
-(``planning.mixed_nodes``).
+The problem is seen in up to four ways, which are transformations with a way back: as it is; with degrees of the family
+of process groups (``planning.family_degrees``); of these, with those whose blocks nest, which can be placed as they are
+(``solver.widths``); and where nodes differ, on fewer GPUs (``planning.mixed_nodes``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.planning.candidates import baseline_layouts, group_layouts, searched_layouts
 from arachnec.planning.exposed_sync import ExposedSync
+from arachnec.planning.family_degrees import inside, with_family_degrees
+from arachnec.planning.family_placement import LONGER, markup, priced_placement
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.mixed_bound import mixed_bound
@@ -57,23 +59,24 @@ def solve_placed(
     following: Following,
     baselines: bool,
     without: Collection[str] = (),
+    few_groups: bool = True,
 ) -> Solution:
     """The schedule whose iteration is shortest within the budget, by all improvers but those named in ``without``.
 
-    Without ``baselines`` the layouts that others train with are not among what is tried.
+    Without ``baselines`` the layouts that others train with are not among what is tried. Without ``few_groups`` no
+    process group has a price.
     """
     bound = lower_bound(problem)
-    measure = Measure(module, cost, problem, following)
-    views = _nested(problem, cost, bound, clock)
-    if views:
-        best = views[-1]
-        whole = First.listed(problem, best.back(best.first.schedule), bound, best.first.ms)
-    else:
-        whole = First.of(problem, bound, clock)
+    measure = Measure(module, cost, problem, following, few_groups=few_groups)
+    family, views = _views(with_family_degrees(problem, cost) if few_groups else Nested.all_of(problem), cost, clock)
+    whole = First.listed(problem, family.back(family.first.schedule), bound, family.first.ms)
     # of devices that differ the problem, and so its bound, counts all as the fastest
     real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
     objectives = measure.objectives(clock.left())
-    starts = [whole.schedule, *(view.back(view.first.schedule) for view in views)]
+    starts = [family.back(family.first.schedule), *(view.back(view.first.schedule) for view in views)]
+    challenged = whole.schedule.makespan(problem) * (1 + LONGER) < starts[0].makespan(problem)
+    if challenged:
+        starts.insert(0, whole.schedule)
     # of what is not placed, that which placing does not stretch
     blocks = bool(views) and not objectives and sum(objective.ms for objective in measure.objectives()) > GRACE
     incumbent = Incumbent(problem, starts[-1] if blocks else starts[0], real, objectives, measure.sync.least)
@@ -83,8 +86,11 @@ def solve_placed(
         incumbent.offer(schedule, clock)
     improvers = [
         improver
-        for improver in _improvers(whole, views, module, cost, measure, clock, seed, baselines)
-        if improver.name not in without and (isinstance(improver, Transformed) or not blocks)
+        for improver in chain(
+            () if blocks else _of_problem(whole, family, challenged, module, cost, measure, clock, seed, baselines),
+            _of_views(family, views, cost, clock, blocks=blocks),
+        )
+        if improver.name not in without
     ]
     run(improvers, incumbent, clock, random.Random(seed))
     answer = solution(incumbent, bound, whole.ms)
@@ -93,27 +99,47 @@ def solve_placed(
 
 @dataclass(frozen=True)
 class _View:
-    """Another problem, with what is first known of it, and the way back."""
+    """The problem with fewer choices, perhaps of one that has fewer itself, and what is first known of it."""
 
     nested: Nested
     first: First
+    of: _View | None = None
 
     def back(self, schedule: Schedule) -> Schedule:
-        return self.nested.whole(schedule)
+        """A schedule of the view as one of the whole problem."""
+        schedule = self.nested.whole(schedule)
+        return schedule if self.of is None else self.of.back(schedule)
+
+    def incumbent(self) -> Incumbent:
+        return Incumbent(self.nested.problem, self.first.schedule, lower_bound(self.nested.problem))
 
 
-def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list[_View]:
+def _views(family: Nested, cost: CostModel, clock: Clock) -> tuple[_View, list[_View]]:
+    """The problem with degrees of the family of process groups, and those with blocks that nest, the shortest last."""
+    bound = lower_bound(family.problem)
+    nests = _nested(family.problem, cost, bound, clock)
+    if nests:
+        best, first = nests[-1]
+        first = First.listed(family.problem, best.whole(first.schedule), bound, first.ms)
+    else:
+        first = First.of(family.problem, bound, clock)
+    view = _View(family, first)
+    return view, [_View(nest, first, view) for nest, first in nests]
+
+
+def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list[tuple[Nested, First]]:
     """Degrees whose blocks nest, the shortest last; none within one node, any GPUs of which are equally near."""
-    views: list[_View] = []
+    ways: list[tuple[Nested, First]] = []
     for way in nested(problem, cost.cluster.gpus, bound) if cost.cluster.nodes > 1 else ():
-        if not views or clock.any_left():
-            views.append(_View(way, First.of(way.problem, bound, clock)))
-    return sorted(views, key=lambda view: -view.first.schedule.makespan(view.nested.problem))
+        if not ways or clock.any_left():
+            ways.append((way, First.of(way.problem, bound, clock)))
+    return sorted(ways, key=lambda way: -way[1].schedule.makespan(way[0].problem))
 
 
-def _improvers(
+def _of_problem(
     whole: First,
-    views: list[_View],
+    family: _View,
+    challenged: bool,
     module: Module,
     cost: CostModel,
     measure: Measure,
@@ -121,21 +147,17 @@ def _improvers(
     seed: int,
     baselines: bool,
 ) -> Iterator[Improver]:
+    """What searches all degrees: the baselines, the prover, and the rest where that promises to pay for its groups."""
     problem = whole.problem
     ms = decoding_ms(problem, 2)
-    packed = ("exact packing", "large neighbourhoods")
-    yield PlacedSearch(measure)
+    yield PlacedSearch(measure, family.nested)
     yield Candidates("groups", group_layouts(problem), ms)
     if baselines and clock.steps is None:
         seconds = clock.left() / 1e3 / 20
         yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
-    # blocks that nest are packed in their own view
-    yield from (improver for improver in whole.improvers(clock) if not (views and improver.name in packed))
-    for view in views:
-        incumbent = Incumbent(view.nested.problem, view.first.schedule, lower_bound(view.nested.problem))
-        for improver in view.first.improvers(clock):
-            if improver.name in packed:
-                yield Transformed(improver, incumbent, view.back)
+    for improver in whole.improvers(clock):
+        if improver.proves or challenged:
+            yield improver
     for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
         least = lower_bound(fewer)
         first = First.of(fewer, least, clock)
@@ -146,11 +168,30 @@ def _improvers(
                 yield Transformed(improver, incumbent, lambda schedule: schedule)
 
 
+def _of_views(family: _View, views: list[_View], cost: CostModel, clock: Clock, *, blocks: bool) -> Iterator[Improver]:
+    """What searches degrees of the family, and packs those whose blocks nest; with ``blocks`` the latter alone."""
+    packed = ("exact packing", "large neighbourhoods")
+    incumbent = family.incumbent()
+    for improver in family.first.improvers(clock) if not blocks else ():
+        # blocks that nest are packed in their own view
+        if not improver.proves and not (views and improver.name in packed):
+            yield Transformed(improver, incumbent, family.back)
+    for view in views:
+        incumbent = view.incumbent()
+        for improver in view.first.improvers(clock):
+            if improver.name in packed:
+                yield Transformed(improver, incumbent, view.back)
+
+
 @dataclass
 class PlacedSearch:
-    """A local search over degrees and order with the dearest objective as its measure."""
+    """A local search over degrees and order with the dearest objective as its measure.
+
+    From a schedule of the family's degrees it takes degrees of the family.
+    """
 
     measure: Measure
+    family: Nested
     name: str = "placed search"
     hope: float = HOPE
     proves: bool = False
@@ -162,12 +203,15 @@ class PlacedSearch:
         return incumbent.confirming if incumbent.objectives else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        problem = incumbent.problem
         if incumbent.schedule is not self.last:
             self.last, self.order = incumbent.schedule, tuple(start_order(incumbent.schedule))
         while clock.any_left() and not incumbent.closed:
-            picks, wished = neighbour(problem, self.last.picks, list(self.order), rng)
+            within = inside(self.family, self.last)
+            problem = incumbent.problem if within is None else self.family.problem
+            picks, wished = neighbour(problem, (within or self.last).picks, list(self.order), rng)
             tried = list_schedule(problem, picks, wished)
+            if within is not None:
+                tried = self.family.whole(tried)
             clock.count(2 * len(problem.jobs))
             if incumbent.offer(tried, clock):
                 self.last, self.order = tried, tuple(wished)
@@ -175,7 +219,10 @@ class PlacedSearch:
 
 
 class Measure:
-    """Of placed schedules: ms until gradients are synchronised; infinite where memory does not hold one."""
+    """Of placed schedules: ms until gradients are synchronised; infinite where memory does not hold one.
+
+    Groups outside the family have a price (``planning.family_placement``).
+    """
 
     def __init__(
         self,
@@ -183,8 +230,11 @@ class Measure:
         cost: CostModel,
         problem: Problem,
         following: Following = Following(),  # noqa: B008
+        *,
+        few_groups: bool = True,
     ) -> None:
         self.module, self.cost, self.problem, self.following = module, cost, problem, following
+        self.few_groups = few_groups
         self.sync = ExposedSync(module, cost, following)
         self.chosen: dict[tuple[int, int], Cascade] = {}
         self.latest: tuple[Schedule, list[Cascade] | None] | None = None
@@ -201,14 +251,17 @@ class Measure:
 
     def of(self, schedule: Schedule) -> float:
         placed = self._placed(schedule)
-        return math.inf if placed is None else self.sync.of(placed)
+        return math.inf if placed is None else self.sync.of(placed) * self._markup(placed)
 
     def simulated(self, schedule: Schedule) -> float:
         """What cascades share is counted, too."""
         placed = self._placed(schedule)
         if placed is None:
             return math.inf
-        return simulated_ms(self.module, self.cost.cluster, placed, self.following)
+        return simulated_ms(self.module, self.cost.cluster, placed, self.following) * self._markup(placed)
+
+    def _markup(self, placed: list[Cascade]) -> float:
+        return markup(placed, self.cost) if self.few_groups else 1.0
 
     def _placed(self, schedule: Schedule) -> list[Cascade] | None:
         if self.latest is None or self.latest[0] is not schedule:
@@ -221,7 +274,7 @@ class Measure:
     def _on_ranks(self, cascades: list[Cascade]) -> list[Cascade]:
         """As ``place`` does it."""
         if self.following.topology:
-            return best_placements(cascades, self.cost)
+            return (priced_placement if self.few_groups else best_placements)(cascades, self.cost)
         return within_memory(cascades, placements(cascades, self.cost, topology=False), self.cost)
 
     def _cascades(self, schedule: Schedule) -> list[Cascade]:

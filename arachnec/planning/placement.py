@@ -11,7 +11,7 @@ scheduled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from arachnec.cluster.topology import rack_of
@@ -36,20 +36,28 @@ WAIT = 0.01  # of its own duration that a cascade may start later for better ran
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """The shortest of placements: ranks near inputs and each other, and, where that is late, ranks that idle least.
-
-    What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards,
-    what runs wide before narrow if each takes those that were just left.
+    """The shortest of ``quick_placements``, or the first that is as long as scheduled.
 
     Raises UserError where the memory does not hold the values that encoders hand off.
     """
-    planned = end_of(cascades)
-    best = placements(cascades, cost)
-    for ranks_of in (ranks_from_the_end, ranks_from_the_start):
-        if cost.devices.kinds or end_of(best) <= planned * (1 + LATE) + TOLERANCE:
+    enough = end_of(cascades) * (1 + LATE) + TOLERANCE
+    tried: list[list[Cascade]] = []
+    for placed in quick_placements(cascades, cost):
+        tried.append(placed)
+        if end_of(placed) <= enough:
             break
-        best = min(best, on_ranks(cascades, cost, ranks_of(cascades, cost.cluster)), key=end_of)
-    return within_memory(cascades, best, cost)
+    return within_memory(cascades, min(tried, key=end_of), cost)
+
+
+def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[list[Cascade]]:
+    """On ranks near inputs and each other, then, where devices are alike, on ranks that idle least.
+
+    What runs narrow before wide finds the GPUs of a node free together only if those are chosen from the end backwards,
+    what runs wide before narrow if each takes those that were just left.
+    """
+    yield placements(cascades, cost)
+    for ranks_of in (ranks_from_the_end, ranks_from_the_start) if not cost.devices.kinds else ():
+        yield on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
 
 
 def end_of(cascades: Sequence[Cascade]) -> float:

@@ -21,17 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import (
-    build_encoders,
-    build_model,
-    cascade_loss,
-    drop_gradients,
-    encode,
-    trained_parameters,
-)
+from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode, trained_parameters
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import volumes
 from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
 from arachnec.data.clip import VideoClip
@@ -41,8 +35,9 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Stage
 from arachnec.ir.stage_sizes import token_bytes
 from arachnec.ir.values import Formula
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.local import Measured
@@ -54,7 +49,7 @@ TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
 SHARED_SHAPES = 4  # clip shapes measured on several ranks
 ROUNDS = (5, 15)
 BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
-MESSAGES = (4 << 10, 4 << 20)  # bytes
+MESSAGES = (4 << 10, 32 << 20)  # bytes; the large one as pieces of gradients are, the links at their full rate
 
 
 @dataclass(frozen=True)
@@ -96,9 +91,9 @@ class Profiler:
     def __post_init__(self) -> None:
         tokens = self._trace()
         points = choose_points(self.clips, tokens)
-        self.encoders = build_encoders(self.model_file, TRAINING, self.device)
+        self.encoders = shared_encoders(self.model_file, TRAINING, self.device)
         self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
-        self.model = build_model(self.model_file, TRAINING, self.device)
+        self.model = shared_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)
         self.sequence = self._sequence() if self.at_once > 1 else None
         self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]

@@ -21,6 +21,7 @@ Load = tuple[tuple[float, tuple[LinkName, ...]], ...]  # ms for which each of so
 LEAST_CHANGE = 1e-3  # in the users of a link, below which the others on it keep their pace
 LEAST_CHANGE_PER_USER = 2e-3  # the same, on a link of many users
 SWEEPS = 8  # pace and use of activities depend on each other; the fixed point is near
+BRAKING = 32  # sweeps more, in which activities only slow down, where paces go round in a circle
 ROUNDING = 1e-9  # users of a link that count as none; relative change of a time that counts as none
 BOTTLENECK = 0.999  # share of an activity's time above which a link is its bottleneck
 
@@ -84,7 +85,7 @@ class Network:
     _throttled: dict[LinkName, Throttled] = field(default_factory=dict)  # those of ``_used`` with other bottlenecks
     _settled: dict[LinkName, tuple[float, Throttled]] = field(default_factory=dict)  # both, when its users were paced
     _changed: dict[LinkName, float] = field(default_factory=lambda: defaultdict(float))  # sum of absolute changes
-    _started: list[Activity] = field(default_factory=list)
+    _started: dict[Activity, None] = field(default_factory=dict)
     _ended: bool = False  # whether an activity has ended since the last ``settle``
 
     def start(self, activity: Activity) -> None:
@@ -94,10 +95,11 @@ class Network:
         for link in self._links(work):
             self._on[link][activity] = None
         self._use(activity, [max(ms for ms, _ in load) for load in work.loads], work.compute)
-        self._started.append(activity)
+        self._started[activity] = None
 
     def finish(self, activity: Activity) -> None:
         self._ended = True
+        self._started.pop(activity, None)
         self._use(activity, [0.0] * len(activity.uses), 0.0)
         self._throttle(activity, {})
         for link in self._links(activity.work):
@@ -107,17 +109,17 @@ class Network:
         """Give every activity the pace that its links and cores allow; returns those that started or changed."""
         if not (self._started or self._ended):
             return []  # what has not converged in SWEEPS may never do
-        unpaced: dict[Activity, None] = dict.fromkeys(self._started)
+        unpaced: dict[Activity, None] = dict(self._started)
         moved: dict[Activity, None] = dict(unpaced)
         self._started.clear()
         self._ended = False
-        for sweep in range(SWEEPS):
+        for sweep in range(SWEEPS + BRAKING):
             for link in self._unsettled(within=sweep > 0):
                 unpaced.update(self._on[link])
             if not unpaced:
                 return list(moved)
             for activity in unpaced:
-                if self._pace(activity, now):
+                if self._pace(activity, now, braking=sweep >= SWEEPS):
                     moved[activity] = None
             unpaced = {}
         for link in self._changed:  # not converged: paced anew by the next ``settle`` that touches them
@@ -153,8 +155,11 @@ class Network:
             for node, _ in work.computing:
                 yield "cores", node
 
-    def _pace(self, activity: Activity, now: float) -> bool:
-        """Set how long the activity takes at the present load; returns whether that has changed."""
+    def _pace(self, activity: Activity, now: float, *, braking: bool) -> bool:
+        """Set how long the activity takes at the present load; returns whether that has changed.
+
+        While ``braking`` one that could be faster stays as it is.
+        """
         work = activity.work
         computing = work.compute * self._core_slowdown(activity)
         sending = [
@@ -162,6 +167,8 @@ class Network:
             for load, use in zip(work.loads, activity.uses, strict=True)
         ]
         takes = work.fixed + computing + sum(sending)
+        if braking and takes < activity.takes:
+            return False
         changed = abs(takes - activity.takes) > ROUNDING * takes
         if changed:
             if activity.takes > 0:  # its progress so far was at the old pace

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
+from arachnec.cost.synchronisation import ring_passes
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
@@ -162,7 +163,7 @@ class Works:
         return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
 
     def _reduce(self, instruction: Instruction, planned: float) -> Work:
-        """A ring all-reduce through the ranks in order: its bytes on the links of each hop.
+        """A ring all-reduce or reduce-scatter through the ranks in order: its bytes on the links of each hop.
 
         Between nodes the planned time is kept, because libraries choose among many algorithms; the ring only says which
         links are busy.
@@ -174,7 +175,8 @@ class Works:
             return Work(fixed=planned)
         inside: Needed = {}
         outside: Needed = {}
-        per_hop = 2 * (len(group) - 1) / len(group) * size
+        passes = ring_passes(self.module.stage(instruction.target))
+        per_hop = passes * (len(group) - 1) / len(group) * size
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
             self._add(inside, outside, source, target, per_hop)
         needed = inside | outside

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
@@ -59,13 +60,21 @@ def trained_stage(
             flops=polynomial(flops.subs(numbers), "TFLOP", TERA),
             saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
+            shell=polynomial(outside["saved"].subs(numbers), "GiB", GIB),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
+            batch=polynomial(fit_polynomial([_batch_bytes(call) for call in calls], points), "GiB", GIB),
             traffic=_traffic(every, numbers),
             state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
             optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
             **figures,
         ),
     )
+
+
+def _batch_bytes(call: ExampleCall) -> int:
+    """Of the arguments as ``sample`` gives them, and of a target that is taken to be as large as the largest."""
+    sizes = [value.numel() * value.element_size() for value in tree_leaves(call.arguments) if isinstance(value, Tensor)]
+    return sum(sizes) + max(sizes, default=0)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
@@ -56,5 +58,16 @@ def terminal() -> Console:
 
     Text is printed as it is: what stands in brackets, in a path or a name, is no markup.
     """
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(width=120, markup=False, emoji=False)
+    console = PlainConsole(markup=False, emoji=False)
+    return console if console.is_terminal else PlainConsole(width=120, markup=False, emoji=False)
+
+
+class PlainConsole(Console):
+    """Names in a file must not steer the terminal: of their control characters none is printed."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

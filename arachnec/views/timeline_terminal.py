@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from arachnec.ir.nodes import Module
+from arachnec.views.format import printable
 from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance
 from arachnec.views.timeline_svg import stage_colours, time_text
 
@@ -43,7 +44,7 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     fills = _fills(timeline, stage_of)
     busy = {rank: timeline.busy_ms(rank) for rank in ranks}
     text = Text(no_wrap=True)
-    text.append(timeline.title, style="bold")
+    text.append(printable(timeline.title), style="bold")
     text.append(f"  {time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy.values()):.1%}\n")
     text.append(f"{'rank'.rjust(margin - 1)} {_axis(scale_end, cells)} busy\n", style="dim")
     for name, group in zip(names, groups, strict=True):
@@ -57,7 +58,7 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     text.append(" " * margin)
     for stage, colour in colours.items():
         legend = "  ".join(f"{fill} {op}" for (op, target), fill in fills.items() if target == stage)
-        text.append(f"{stage}: ", style=colour)
+        text.append(f"{printable(stage)}: ", style=colour)
         text.append(f"{legend}    ", style=colour)
     shared = dict.fromkeys(f"{fill} {op}" for (op, target), fill in fills.items() if target is None)
     text.append("  ".join(shared), style="dim")

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.acceptance.warm import EVERYTHING
+from tests.warm_python import warm_python
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_acceptance.py"
 HEAD = {"schema", "dry", "device", "gpus", "torch", "cuda", "triton", "started", "seconds", "right", "sections"}
@@ -42,7 +45,7 @@ def head(dry: bool = True) -> dict[str, Any]:
 def test_a_dry_call_goes_through_every_section_and_says_that_it_is_dry(tmp_path: Path) -> None:
     output = tmp_path / "dry.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), "--dry", "-o", str(output)]
+    command = [warm_python(EVERYTHING), str(SCRIPT), "--dry", "-o", str(output)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads(output.read_text())

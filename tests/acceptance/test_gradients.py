@@ -17,6 +17,8 @@ from arachnec.data.manifest import read_manifest
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
 from arachnec.passes.trace import trace_model
+from tests.acceptance.warm import EVERYTHING
+from tests.warm_python import warm_python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -33,7 +35,10 @@ def load_benchmark():
 parity = load_benchmark()
 
 
-def test_gradients_saved_by_the_command_line_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_gradients_saved_by_the_command_line_equal_those_of_a_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python(EVERYTHING))
     file, build, gradients = HERE / "models" / "joint_streams.py", tmp_path / "build", tmp_path / "found.safetensors"
     loss, expected = in_a_process_of_its_own(LOOP, file, tmp_path)
     passes = ["--passes", parity.PLANS["mixed"], "--load", str(HERE / "passes.py")]
@@ -87,7 +92,7 @@ def in_a_process_of_its_own(code: str, file: Path, folder: Path, *plans: str) ->
     """A loss, and the file of its gradients; ``LOOP`` imports the model file and PyTorch."""
     path = os.pathsep.join(map(str, [ROOT, ROOT / "benchmarks", HERE / "models"]))
     done = subprocess.run(
-        [sys.executable, "-c", START + code, str(file), str(CLIPS), str(folder), *plans],
+        [warm_python(EVERYTHING), "-c", START + code, str(file), str(CLIPS), str(folder), *plans],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
 from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.attention.subgroups import subgroups
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

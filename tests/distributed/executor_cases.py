@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import subprocess
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,10 @@ from arachnec.models.file import load_model_file
 from arachnec.tracing import blocks
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import PRELOAD, run_ranks
+from tests.warm_python import warm_python
+
+RUNS = (*PRELOAD, "arachnec.backends.torch_distributed.local_run", "arachnec.passes", "scipy.optimize", "z3")
 
 MODEL = """
 import torch
@@ -241,8 +244,8 @@ def executable(
 
 
 def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-    """``arachnec run`` in a process of its own."""
-    command = [sys.executable, "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
+    """``arachnec run`` in a process of its own, and so are its ranks."""
+    command = [warm_python(RUNS), "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -251,17 +254,19 @@ _CAPTURED: dict[Hashable, CapturedModel] = {}
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """A rank keeps what it captures for later tests with the same model file, precision and examples.
+    """A rank keeps what it captures for later tests with the same classes, weights and examples.
 
-    Ranks that ``arachnec run`` starts capture for themselves.
+    ``tests.distributed.preloaded`` has captured the model above before the ranks are forked. Ranks that
+    ``arachnec run`` starts capture for themselves.
     """
     capture = blocks.capture_blocks
 
     def kept(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
-        digest = type(model).__module__.rpartition("_")[2]  # of the model file
+        written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+        sources = frozenset(map(inspect.getsource, written))
         weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters())
-        calls = tuple((call.clip, call.batch, call.text) for call in examples)
-        key = (digest, weights, calls, verify)
+        calls = tuple((call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in examples)
+        key = (sources, weights, calls, verify)
         if key not in _CAPTURED:
             _CAPTURED[key] = capture(model, examples, verify=verify)
         return _CAPTURED[key]
@@ -269,6 +274,11 @@ def captured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "capture_blocks", kept)
         yield
+
+
+def _form(argument: tuple[str, Any]) -> Hashable:
+    name, value = argument
+    return (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, repr(value))
 
 
 def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:

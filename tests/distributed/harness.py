@@ -26,9 +26,11 @@ PRELOAD = [
     "pytest",
     "hypothesis",
     "arachnec.backends.torch_distributed.training_run",
+    "arachnec.backends.torch_distributed.checkpoint",
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",
 ]
+CAPTURED = "tests.distributed.preloaded"  # where the tests can be imported by name
 
 
 class RankError(AssertionError):
@@ -40,10 +42,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``ranks`` processes in one gloo world, one thread each."""
+    """``ranks`` processes in one gloo world, one thread each; ``anew``: nothing has run in them before."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, anew: bool = False) -> None:
         self.ranks = ranks
+        self._start_method = "spawn" if anew else "forkserver"
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -73,8 +76,8 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = multiprocessing.get_context(self._start_method)
+        context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         store = str(Path(self._folder.name) / "store")
         known = list(sys.path)
@@ -126,6 +129,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.distributed.executor_cases import captured_once
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
@@ -137,7 +142,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             break
         try:
             function, args = pickle.loads(message)
-            answer = (False, function(*args))
+            with captured_once():
+                answer = (False, function(*args))
             encoded = pickle.dumps(answer)
         except BaseException:
             encoded = pickle.dumps((True, traceback.format_exc()))

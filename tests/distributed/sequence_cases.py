@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
-from tests.distributed.harness import PRELOAD, ROOT
+from tests.distributed.harness import CAPTURED, PRELOAD, ROOT
 from tests.spmd.sequence_models import MODELS, Size
 
 
@@ -64,7 +65,7 @@ class _Server:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._pipe, theirs = context.Pipe()
         with _root_on_path():
             self._process = context.Process(target=_serve, args=(theirs,))
@@ -177,19 +178,27 @@ def _rank(
     try:
         groups = ProcessGroups()
         groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
-        pipe.send([_compare(name, *models, groups, step) for step in steps if rank in step.ranks])
+        mine = [step for step in steps if rank in step.ranks]
+        truths = {size: _step(models[1], MODELS[name].arguments(size), 1.0) for size in {step.size for step in mine}}
+        pipe.send([_compare(name, models[0], truths[step.size], groups, step) for step in mine])
     except BaseException:
         pipe.send(f"rank {rank}: {traceback.format_exc()}")
     finally:
         os._exit(0)
 
 
-def _compare(name: str, sequence: SequenceModel, whole: nn.Module, groups: ProcessGroups, step: Step) -> Difference:
+def _compare(
+    name: str,
+    sequence: SequenceModel,
+    whole: tuple[float, dict[str, Tensor]],
+    groups: ProcessGroups,
+    step: Step,
+) -> Difference:
     case, degree = MODELS[name], len(step.ranks)
     tokens = step.tokens or uneven(case.tokens(step.size), degree)
     arguments = case.arguments(step.size)
     shard = groups.shard(step.ranks, tokens, step.ulysses, step.ring)
-    true_loss, truth = _step(whole, arguments, 1.0)
+    true_loss, truth = whole
     with sequence.use(shard, recompute=step.recompute):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
     assert partial.keys() == truth.keys()

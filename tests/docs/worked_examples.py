@@ -15,12 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.warm_python import warm_python
+
 ROOT = Path(__file__).parents[2]
 COPIED = ("arachnec", "docs", "examples", "tests", "pyproject.toml", "ir", "passes", "kernels", "backends")
 BLOCK = re.compile(
     r"(?:^(?P<where>In|New file) `(?P<path>[^`]+)`:\n\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-COMMANDS = 'pytest() { python -m pytest "$@"; }\narachnec() { python -m arachnec "$@"; }\nset -euo pipefail\n'
+COMMANDS = (
+    'python() { "$WARM_PYTHON" "$@"; }\narachnec() { python -m arachnec "$@"; }\n'
+    'pytest() { python -m pytest -W "ignore:Module already imported so cannot be rewritten" "$@"; }\n'
+    "set -euo pipefail\n"
+)
+LIBRARIES = (  # nothing of ours: the copy has its own
+    "pytest", "click", "rich.console", "rich.table", "lark", "msgspec", "networkx", "numpy",
+    "scipy.optimize", "z3", "torch", "torch.distributed.checkpoint", "torch.export", "torch._dynamo",
+    "safetensors.torch", "diffusers.models.transformers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ def scratch_copy(folder: Path) -> Path:
         if source.is_symlink():
             target.symlink_to(source.readlink())
         elif source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target)  # compiled files too: they fit as long as their source is unchanged
         else:
             shutil.copy(source, target)
     return folder
@@ -81,6 +92,7 @@ def follow(page: Path, folder: Path) -> None:
 def run(commands: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment["WARM_PYTHON"] = warm_python(LIBRARIES, inside=False)
     done = subprocess.run(
         ["bash", "-c", COMMANDS + commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )

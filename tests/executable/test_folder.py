@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from arachnec.executable.folder import own_profiles, read_executable
+from arachnec.executable.folder import FINGERPRINTED, HEADER, own_profiles, read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable
@@ -95,3 +98,36 @@ def test_a_profile_travels_with_the_executable_under_a_name_of_its_own(tmp_path:
 
 def test_the_name_of_a_device_stays_in_the_pipeline() -> None:
     assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})
+
+
+def rewritten(folder: Path, **changes: object) -> None:
+    """``executable.json`` with other values, its fingerprint made to fit the files as they are."""
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FINGERPRINTED}
+    header = json.loads((folder / HEADER).read_text())
+    (folder / HEADER).write_text(json.dumps(header | {"fingerprint": digests} | changes))
+
+
+def test_a_fingerprint_that_leaves_a_part_out_is_refused(folder: Path) -> None:
+    rewritten(folder, fingerprint={})
+    with pytest.raises(UserError, match=r"leaves out model\.py"):
+        read_executable(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda text: text.splitlines(keepends=True)[0], "lists 1 clip"),
+        (lambda text: text.replace('"frames":3', '"frames":-3'), "is not the one of"),
+        (lambda text: "".join(reversed(text.splitlines(keepends=True))), "is not the one of"),
+    ],
+)
+def test_clips_that_are_not_those_of_the_traced_module_are_refused(
+    folder: Path, edit: Callable[[str], str], reason: str
+) -> None:
+    clips = folder / "clips.jsonl"
+    changed = edit(clips.read_text())
+    assert changed != clips.read_text()
+    clips.write_text(changed)
+    rewritten(folder)
+    with pytest.raises(UserError, match=reason):
+        read_executable(folder)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "arachnec"
 # From the ground up. A room imports rooms of lower floors only; docs/architecture.md says what each holds.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir", "solver", "kernels", "version"),
-    ("data", "cluster", "analysis", "fusion", "pipelining"),
+    ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining"),
     ("models", "cost", "verification"),
     ("tracing", "lowering", "simulation", "executable", "launch"),
     ("spmd", "planning"),

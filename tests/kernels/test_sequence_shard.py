@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
+from arachnec.kernels.attention.subgroups import subgroups
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))

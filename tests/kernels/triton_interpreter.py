@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.distributed.harness import RankPool
 
-_POOL = RankPool(1)
+_POOL = RankPool(1, anew=True)  # Triton reads the variable when it is imported
 atexit.register(_POOL.close)
 
 

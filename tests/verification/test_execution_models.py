@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.analysis.communicators import COMMUNICATOR_MIB, communicator_gib, communicators
+from arachnec.analysis.communicators import (
+    COMMUNICATOR_MIB,
+    communicator_gib,
+    communicators,
+    most_resident_gib,
+)
 from arachnec.analysis.execution_model import (
     DEVICE_HANDOFFS,
     HARDWARE_QUEUES,
@@ -16,6 +21,7 @@ from arachnec.analysis.execution_model import (
     STREAMS,
     ExecutionModel,
 )
+from arachnec.analysis.group_family import family
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.receive_prefetch import in_place, posted_receives, prefetch_receives
 from arachnec.analysis.uses import Values
@@ -139,8 +145,12 @@ def test_communicators_are_the_groups_of_cascades_and_of_all_reduces_and_one_per
         values = Values(Module("m", Level.LOWERED, pod, stages=(DIT,)))
         return communicator_gib(values, program, HOST_HANDOFFS) * 1024 / COMMUNICATOR_MIB
 
-    assert count(devices, program) == 5  # with that of all ranks
-    assert count(devices, Program(0, steps[:-1])) == 5  # the all-reduce will come
+    made = {("cascade", frozenset(group)) for group in family(devices, ()) if 0 in group}
+    assert made - groups  # made at the start, and not used
+    assert count(devices, program) == 2 + len(groups | made)  # with that of all ranks, and the all-reduce's
+    assert count(devices, Program(0, steps[:-1])) == 2 + len(groups | made)  # the all-reduce will come
+    assert most_resident_gib(devices, (DIT,)) * 1024 / COMMUNICATOR_MIB == 2 + len(made)
+    assert most_resident_gib(cpus, (DIT,)) == 0
     assert count(cpus, program) == 0
     assert count(cluster(1, 1), Program(0, ())) == 0
 
@@ -151,7 +161,8 @@ def test_communicators_are_charged_to_the_memory_of_a_rank() -> None:
     over_host, over_device = (
         high_water(values, module.programs[0], model) for model in (HOST_HANDOFFS, DEVICE_HANDOFFS)
     )
-    assert over_host.communicators == 2 * COMMUNICATOR_MIB / 1024  # all ranks, and their all-reduces
+    # all ranks, their all-reduces, and the one group of the family
+    assert over_host.communicators == 3 * COMMUNICATOR_MIB / 1024
     assert over_device.total - over_host.total == 2 * COMMUNICATOR_MIB / 1024
 
 

@@ -7,6 +7,7 @@ or with the mistake that kept it from one. It ends when rank 0 does.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -179,13 +180,17 @@ def answer(plan: Callable[[int], Module], iteration: int) -> Answer:
 def main(folder: str, world: str) -> None:
     # What passes print must not get between the answers.
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; this process ends with its rank
     os.nice(NICENESS)
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
     for line in sys.stdin:
         reply = answer(planner.plan, int(line))
-        answers.write(msgspec.json.encode(reply) + b"\n")
-        answers.flush()
+        try:
+            answers.write(msgspec.json.encode(reply) + b"\n")
+            answers.flush()
+        except BrokenPipeError:  # the rank has ended
+            os._exit(0)
 
 
 if __name__ == "__main__":

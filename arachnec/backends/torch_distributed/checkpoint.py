@@ -1,129 +1,206 @@
-"""Checkpoints by ``torch.distributed.checkpoint`` that a dying rank cannot spoil.
+"""Checkpoints of a run on several ranks, written while training goes on.
 
-Every step gets a directory of its own; ``commit.json``, with the hash of every file, is renamed into place last. A
-directory without it, or whose files differ from it, does not exist for ``load``. The two newest are kept. Nothing in a
-checkpoint depends on the number of ranks: every rank reads all of it.
-
-``torch.distributed.checkpoint`` keeps its metadata as a pickle: read checkpoints only from where you would run code.
+Every rank copies what it writes, and a thread puts that on the disk; ``poll`` at the end of a step asks whether all
+have done so, and rank 0 then makes the checkpoint whole. It fits any number of ranks: see ``arachnec.checkpoint``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.backends.torch_distributed.agreement import gather_text
+from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, write_file
+from arachnec.checkpoint.folder import (
+    Position,
+    committed,
+    earlier_format,
+    file_of,
+    is_intact,
+    prune,
+    read_commit,
+    step_folder,
+    write_commit,
+)
+from arachnec.checkpoint.parts import Part, State, part_of, written_by
+from arachnec.ir.diagnostic import Diagnostic, UserError, refused
 
 KEPT = 2
-COMMIT = "commit.json"
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a run stands: optimizer steps done (the next step's data follow from it), and the seed it draws with."""
-
+@dataclass(frozen=True)
+class CheckpointsThere(Diagnostic):
+    title: ClassVar[str] = "{folder} holds checkpoints, the newest of step {steps}"
+    help: ClassVar[str] = "add --resume to go on from it, or give another --checkpoint folder"
+    folder: str
     steps: int
-    seed: int
-    model: str  # digest of the model file: a checkpoint fits the model it was made with
 
 
-class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class NotWritten(Diagnostic):
+    title: ClassVar[str] = "rank {rank} could not write the checkpoint: {reason}"
+    help: ClassVar[str] = (
+        "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
+    )
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EarlierFormat(Diagnostic):
+    title: ClassVar[str] = "{folder} holds checkpoints of an earlier version"
+    help: ClassVar[str] = "convert them once: arachnec convert-checkpoint BUILD {folder}"
+    folder: str
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """A rank's answer: its file, or why there is none."""
+
+    file: FileRecord | None = None
+    error: str | None = None
+
+
+@dataclass
+class _Pending:
+    path: Path
     position: Position
-    sha256: dict[str, str]
+    own: Future[_Written]
 
 
-@dataclass(frozen=True)
-class NoCheckpoint(Diagnostic):
-    title: ClassVar[str] = "no complete checkpoint in {folder}"
-    help: ClassVar[str] = "leave --resume away to start from the beginning"
-    folder: str
+class Checkpoints:
+    """The checkpoints of a run in one folder, of which the newest ``keep`` stay. Every method is collective."""
+
+    def __init__(self, folder: Path, device: torch.device, keep: int = KEPT) -> None:
+        self._folder = folder
+        self._device = device
+        self._keep = keep
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: _Pending | None = None
+
+    def save(self, state: State, position: Position) -> None:
+        """Begin a checkpoint of the state as it is now; the one before is finished first."""
+        self.finish()
+        path = step_folder(self._folder, position.steps)
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+        dist.barrier()
+        own = written_by(state, dist.get_rank(), dist.get_world_size())
+        copies = {name: replace(part, values=part.values.detach().to("cpu", copy=True)) for name, part in own.items()}
+        self._pending = _Pending(path, position, self._thread.submit(_write, path, copies))
+
+    def poll(self) -> None:
+        """Make the checkpoint whole where every rank has written its file; else leave it for later."""
+        if self._pending is not None:
+            own = self._pending.own
+            self._conclude(self._pending, own.result() if own.done() else None)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is whole."""
+        if self._pending is not None:
+            self._conclude(self._pending, self._pending.own.result())
+
+    def close(self) -> None:
+        """End the thread. Not collective; what is not whole by now will not be."""
+        self._thread.shutdown(wait=True)
+
+    def _conclude(self, pending: _Pending, own: _Written | None) -> None:
+        """Raises ``UserError``, on every rank, where one could not write."""
+        rows = gather_text(msgspec.json.encode(own).decode(), self._device)
+        answers = [msgspec.json.decode(row, type=_Written | None) for row in rows]
+        if any(answer is None for answer in answers):
+            return
+        self._pending = None
+        problem = next(((r, a.error) for r, a in enumerate(answers) if a is not None and a.error is not None), None)
+        if problem is None and dist.get_rank() == 0:
+            try:
+                files = [answer.file for answer in answers if answer is not None and answer.file is not None]
+                write_commit(pending.path, pending.position, files)
+                prune(self._folder, self._keep)
+            except OSError as error:
+                problem = (0, _reason(error))
+        first = gather_text(msgspec.json.encode(problem).decode(), self._device)[0]
+        if (told := msgspec.json.decode(first, type=tuple[int, str] | None)) is not None:
+            raise UserError(NotWritten(None, *told))
 
 
-@dataclass(frozen=True)
-class ForeignCheckpoint(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} does not fit this run: {difference}"
-    help: ClassVar[str] = "give another --checkpoint folder, or leave --resume away"
-    folder: str
-    difference: str
+def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
+    """Write one checkpoint; returns when it is whole. Collective."""
+    checkpoints = Checkpoints(folder, torch.device("cpu"), keep)
+    checkpoints.save(state, position)
+    checkpoints.finish()
+    checkpoints.close()
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], position: Position) -> Path:
-    """Write one checkpoint; every rank calls this with the same tensors. Returns its directory."""
-    path = folder / f"step-{position.steps:08d}"
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-    dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_state(dict(tensors), checkpoint_id=path)
-    dist.barrier()
-    if first:
-        _commit(path, position)
-        for old in complete(folder)[KEPT:]:
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
-    return path
+def load(folder: Path, state: State, wanted: Position, device: torch.device | None = None) -> Position | None:
+    """Read the newest whole and undamaged checkpoint into ``state`` in place; None where there is none. Collective.
 
-
-def load(folder: Path, tensors: Mapping[str, Tensor], model: str) -> Position:
-    """Read the newest complete checkpoint into ``tensors`` in place; every rank calls this.
-
-    Raises ``UserError`` if there is none, or if it was made by another model.
+    ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
+    clips or another seed, or of an earlier format.
     """
-    found = complete(folder)
-    if not found:
-        raise UserError(NoCheckpoint(None, str(folder)))
-    path = found[0]
-    position = _commit_of(path).position
-    if position.model != model:
-        raise UserError(ForeignCheckpoint(None, str(path), "it was made with another model file"))
-    kept = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    missing = sorted(set(tensors) - kept)
-    if missing:
-        raise UserError(ForeignCheckpoint(None, str(path), f"it has no {missing[0]}"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load_state(dict(tensors), checkpoint_id=path)
-    return position
+    device = device or torch.device("cpu")
+    path = _newest_intact(folder, device)
+    if path is None:
+        if earlier_format(folder):
+            raise UserError(EarlierFormat(None, str(folder)))
+        return None
+    commit = read_commit(path)
+    assert commit is not None
+    if difference := _difference(commit.position, wanted):
+        raise UserError(ForeignCheckpoint(None, str(path), difference))
+    parts: dict[str, Part] = {name: part_of(value) for name, value in state.items()}
+    fill(path, [record.name for record in commit.files], parts)
+    return commit.position
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints, newest first."""
-    return [path for path in sorted(folder.glob("step-*"), reverse=True) if _is_complete(path)]
+def demand_empty(folder: Path) -> None:
+    """A run that does not resume must not write among the checkpoints of another. Raises ``UserError``."""
+    if whole := committed(folder):
+        commit = read_commit(whole[0])
+        raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
 
 
-def _commit(path: Path, position: Position) -> None:
-    hashes = {file.name: _sha256(file) for file in sorted(path.iterdir())}
-    draft = path / f"{COMMIT}.draft"
-    draft.write_bytes(msgspec.json.encode(Commit(position, hashes)))
-    draft.rename(path / COMMIT)
+def _newest_intact(folder: Path, device: torch.device) -> Path | None:
+    """Every rank reads back its share of a checkpoint's files, once; all come to the same answer."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = msgspec.json.decode(
+        gather_text(msgspec.json.encode([path.name for path in committed(folder)]).decode(), device)[0], type=list[str]
+    )
+    for name in names:
+        commit = read_commit(folder / name)
+        files = commit.files if commit is not None else ()
+        intact = commit is not None and all(is_intact(folder / name, record) for record in files[rank::world])
+        if all(row == "true" for row in gather_text("true" if intact else "false", device)):
+            return folder / name
+    return None
 
 
-def _commit_of(path: Path) -> Commit:
-    return msgspec.json.decode((path / COMMIT).read_bytes(), type=Commit)
+def _difference(kept: Position, wanted: Position) -> str:
+    if kept.model != wanted.model:
+        return "it was made with another model file"
+    if kept.data != wanted.data:
+        return "it was made with other clips, or in other batches"
+    if kept.seed != wanted.seed:
+        return f"it draws with seed {kept.seed}, this run with {wanted.seed}"
+    return ""
 
 
-def _is_complete(path: Path) -> bool:
+def _write(path: Path, parts: dict[str, Part]) -> _Written:
     try:
-        commit = _commit_of(path)
-        return all(_sha256(path / name) == digest for name, digest in commit.sha256.items())
-    except (OSError, msgspec.MsgspecError):
-        return False
+        return _Written(file=write_file(path / file_of(dist.get_rank()), parts))
+    except OSError as error:
+        return _Written(error=_reason(error))
+    except Exception as error:  # of safetensors, which tells a full disk by an error of its own
+        return _Written(error=str(error))
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _reason(error: OSError) -> str:
+    diagnostic = refused(error)
+    return diagnostic.text(diagnostic.title) if diagnostic is not None else str(error)

@@ -27,6 +27,7 @@ class Capabilities:
     pinned_memory: bool  # of the host, from which and to which copies need not wait
     event_timers: bool  # its events say when they were passed
     memory_statistics: bool  # its allocator counts
+    host_memory: bool  # it has no memory but the host's
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
@@ -34,7 +35,7 @@ def capabilities_of(device: torch.device) -> Capabilities:
     module = torch.get_device_module(device)
     queued = device.type not in ("cpu", "meta")
     timers = hasattr(getattr(module, "Event", None), "elapsed_time")
-    return Capabilities(queued, queued, timers, hasattr(module, "max_memory_allocated"))
+    return Capabilities(queued, queued, timers, hasattr(module, "max_memory_allocated"), not queued)
 
 
 class Event(Protocol):
@@ -125,6 +126,10 @@ class DeviceRuntime:
         buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.capabilities.pinned_memory)
         return HostCopy(buffer, self._copy(self._to_host, [(buffer, value)]))
 
+    def pinned(self, value: Tensor) -> Tensor:
+        """The same on the host, where the device copies from without anybody waiting."""
+        return value.pin_memory() if self.capabilities.pinned_memory else value
+
     def to_device(self, values: Any) -> DeviceCopy:
         """Start copying every tensor of ``values`` to the device, beside what it computes; nobody waits."""
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -132,7 +137,7 @@ class DeviceRuntime:
         def moved(value: Tensor) -> Tensor:
             if value.device == self.device:
                 return value
-            pinned = value.pin_memory() if self.capabilities.pinned_memory else value
+            pinned = self.pinned(value)
             with self._module.stream(self._to_device):
                 target = torch.empty_like(pinned, device=self.device, pin_memory=False)
             pairs.append((target, pinned))

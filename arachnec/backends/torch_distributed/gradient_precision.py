@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from arachnec.backends.kept_gradients import keep_rounded
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, gradient_precision
 
@@ -14,14 +15,16 @@ LOW = 4  # bytes, below which a precision is low
 
 
 def keep_gradients(parameters: Mapping[str, Tensor], module: Module) -> None:
-    """Have autograd add gradients up in fp32, or in the parameters' own precision where the plan says so.
+    """Have autograd add gradients up in fp32, and keep them so, or rounded to the parameters' own precision between two
+    backwards where the plan says so.
 
     To be called while there are no gradients. Before torch 2.12 a gradient has its parameter's precision, always.
     """
     exact = not any(gradient_element_bytes(stage) < LOW for stage in _trained(module))
     for value in parameters.values():
         if value.dtype.itemsize < LOW and hasattr(value, "grad_dtype"):
-            value.grad_dtype = torch.float32 if exact else value.dtype
+            value.grad_dtype = torch.float32
+            keep_rounded(value, None if exact else value.dtype)
 
 
 def says_low(module: Module, parameters: Mapping[str, Tensor]) -> str | None:
@@ -34,8 +37,8 @@ def says_low(module: Module, parameters: Mapping[str, Tensor]) -> str | None:
     for stage in _trained(module):
         if gradient_element_bytes(stage) < LOW <= 2 * element_bytes(stage):
             return (
-                f"gradients are kept in {gradient_precision(stage)}, and summed over ranks in fp32: "
-                "kept in fp32 they would take the room that the longest clips need"
+                f"gradients are kept in {gradient_precision(stage)}, and added up in fp32 within a cascade and over "
+                "ranks: kept in fp32 they would take the room that the longest clips need"
             )
     return None
 

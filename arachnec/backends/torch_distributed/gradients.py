@@ -1,5 +1,6 @@
 """Gradient synchronisation: the all-reduces of a stage's gradients, beside whatever else the ranks do.
 
+With an optimizer that is dealt out over the ranks they are reduce-scatters: a rank gets the parts that it updates.
 An all-reduce is started and not waited for. Its buckets start in one order on every rank, in process groups of their
 own, so that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
 (docs/check.md, "Gradient buckets beside
@@ -19,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
-from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
+from arachnec.backends.torch_distributed.gradient_pieces import (
+    EXCHANGED,
+    SMALLEST_PIECE,
+    Piece,
+    ScatteredPiece,
+    pieces_of,
+)
+from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module
@@ -45,7 +54,8 @@ class GradientSynchronisation:
 
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds
     them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together. Over ``host_groups`` hosts
-    tell each other who had a gradient at all; over ``groups`` where those carry the hosts' tensors, too.
+    tell each other who had a gradient at all; over ``groups`` where those carry the hosts' tensors, too. Where it is
+    ``sharded``, gradients are given up for this rank's ``parts`` of their sums, of all ranks of the run.
     """
 
     parameters: Mapping[str, Tensor]
@@ -53,9 +63,12 @@ class GradientSynchronisation:
     groups: ProcessGroups
     piece_bytes: int = SMALLEST_PIECE
     host_groups: ProcessGroups | None = None
+    sharded: bool = False
+    parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
     of_stages: Mapping[str, Collection[str]] | None = None  # the parameters of each stage; None: all are one stage's
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
+    _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
 
     def start(self, reduce: Instruction) -> None:
         """Start an all-reduce with the gradients as they are, unless it was started before; zeros where none are."""
@@ -65,8 +78,22 @@ class GradientSynchronisation:
         group = self.groups.get(reduce.peers)
         if group is not None:
             hosts = (self.host_groups or self.groups).get(reduce.peers)
-            members = list(self._members(reduce).values())
-            self._pending.append(_Started.of(members, group, hosts, self.piece_bytes))
+            assert not self.sharded or dist.get_world_size(group) == dist.get_world_size()
+            members = self._members(reduce)
+            used = torch.tensor([gradient_of(value) is not None for value in members.values()], dtype=torch.int32)
+            pieces = [self._send(run, group) for run in pieces_of(members.values(), self.piece_bytes)]
+            told = dist.all_reduce(used, group=hosts, async_op=True)
+            assert told is not None
+            self._pending.append(_Started(members, pieces, used, told))
+
+    def _send(self, values: list[Tensor], group: dist.ProcessGroup) -> Piece | ScatteredPiece:
+        """Start a piece; behind too many that have memory twice, once the first of them is through."""
+        doubled = [piece for piece in self._sent if piece.doubled]
+        for piece in doubled[: max(0, len(doubled) - EXCHANGED + 1)]:
+            piece.finish()
+        started = (ScatteredPiece if self.sharded else Piece).sent(values, group)
+        self._sent = [*(piece for piece in doubled if piece.doubled), started]
+        return started
 
     @contextmanager
     def inside_backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
@@ -112,8 +139,17 @@ class GradientSynchronisation:
         On a device with streams its stream waits, and the host only for the other hosts.
         """
         for started in self._pending:
-            started.finish()
+            self.parts |= started.finish()
         self._pending.clear()
+        self._sent.clear()
+
+    def gather(self) -> None:
+        """Make whole gradients of the ``parts``, for who wants to see them. Collective where they are sharded."""
+        for name in (name for name in self.parameters if name in self.parts):
+            value, part = self.parameters[name], self.parts[name]
+            whole = torch.empty_like(value, dtype=gradient_dtype(value))
+            gather_parts(Parts.of(), [whole], [part])
+            set_gradient(value, whole)
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
@@ -136,29 +172,23 @@ def layers_in(module: Module, model: nn.Module) -> dict[str, int | None]:
 class _Started:
     """Gradients on their way, and how many ranks had each of them."""
 
-    values: list[Tensor]
-    pieces: list[Piece]
+    values: Mapping[str, Tensor]
+    pieces: Sequence[Piece | ScatteredPiece]
     used: Tensor  # on the host
     told: dist.Work
-
-    @classmethod
-    def of(
-        cls, values: list[Tensor], group: dist.ProcessGroup, hosts: dist.ProcessGroup | None, piece_bytes: int
-    ) -> _Started:
-        used = torch.tensor([value.grad is not None for value in values], dtype=torch.int32)
-        pieces = [Piece.sent(run, group) for run in pieces_of(values, piece_bytes)]
-        told = dist.all_reduce(used, group=hosts, async_op=True)
-        assert told is not None
-        return cls(values, pieces, used, told)
 
     @property
     def done(self) -> bool:
         return self.told.is_completed() and all(piece.done for piece in self.pieces)
 
-    def finish(self) -> None:
-        for piece in self.pieces:
-            piece.finish()
+    def finish(self) -> dict[str, Tensor]:
+        """This rank's parts by name, where they are scattered."""
+        parts = [part for piece in self.pieces for part in piece.finish()]
         self.told.wait()
-        for value, count in zip(self.values, self.used.tolist(), strict=True):
+        used = self.used.tolist()
+        for value, count in zip(self.values.values(), used, strict=True):
             if count == 0:
-                value.grad = None
+                set_gradient(value, None)
+        if not parts:
+            return {}
+        return {name: part for name, part, count in zip(self.values, parts, used, strict=True) if count}

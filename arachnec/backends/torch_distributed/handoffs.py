@@ -106,13 +106,13 @@ class Handoffs:
         self._connections = connections
         self._threads = threads
         self._tags = tags
-        self._sent: list[Future[None]] = []
+        self._sent: dict[str, list[Future[None]]] = {}
         self._coming: list[Received] = []
 
     def send(self, name: str, value: OnHost, to: int) -> None:
         """Have a value sent; it is held until the receiver has it."""
         group = self._connections.group
-        self._sent.append(self._threads.send(value, to, group, self._tags[name], name))
+        self._sent.setdefault(name, []).append(self._threads.send(value, to, group, self._tags[name], name))
 
     def post(self, name: str, spec: TensorSpec, source: int) -> Received:
         """Start receiving into a buffer of its own; does not wait."""
@@ -123,10 +123,15 @@ class Handoffs:
         self._coming.append(coming)
         return coming
 
+    def wait_until_sent(self, name: str) -> None:
+        """Wait until all its receivers have a value, which is not held any more then."""
+        for sent in self._sent.pop(name, ()):
+            sent.result()
+
     def finish(self) -> None:
         """Wait for all of them. Raises ``UserError`` for one that failed."""
-        for sent in self._sent:
-            sent.result()
+        for name in list(self._sent):
+            self.wait_until_sent(name)
         for coming in self._coming:
             coming.wait()
 

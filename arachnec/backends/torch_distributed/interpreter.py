@@ -138,8 +138,8 @@ def run_iteration(
 ) -> Run:
     """Execute one rank's program.
 
-    ``before_step`` sees the parameters with their whole gradients, before clipping; ``ahead`` is what to do of the next
-    program while gradients are on their way.
+    ``before_step`` sees the parameters with their whole gradients, before clipping, and is given on all ranks or none;
+    ``ahead`` is what to do of the next program while gradients are on their way.
     """
     drop_gradients(context.parameters)
     run = Run()
@@ -152,6 +152,7 @@ def run_iteration(
         context.gradient_groups,
         piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
         context.host_groups,
+        context.optimizer.sharded,
         of_stages=context.pipeline.of_stages if context.pipeline else None,
     )
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
@@ -330,11 +331,14 @@ class _Walk:
         if self.context.pipeline is not None:
             self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
         if self.before_step is not None:
+            self.gradients.gather()
             self.before_step(self.context.parameters)
-        self.run.norm = self.context.optimizer.step()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
         drop_gradients(self.context.parameters)
 
     def _free(self, instruction: Instruction) -> None:
+        if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
+            self.handoffs.wait_until_sent(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Program
 from arachnec.kernels.attention.sequence_shard import even_split
@@ -38,7 +38,7 @@ class LoadAhead:
         self._runtime = runtime
         self._host_bytes = host_bytes
         self._todo: deque[tuple[Key, VideoClip]] = deque()
-        self._loading: dict[Key, tuple[Future[DeviceCopy], int]] = {}
+        self._loading: dict[Key, tuple[Future[Tensor], int]] = {}
         self._wanted: set[int] = set()  # steps
 
     def want(self, step: int, clips: Iterable[tuple[str, VideoClip]]) -> None:
@@ -57,13 +57,13 @@ class LoadAhead:
         key = (step, stage, clip.id)
         if key not in self._loading:
             self._todo = deque(item for item in self._todo if item[0] != key)
-            copy: DeviceCopy = self._load(stage, clip)
+            loaded = self._load(stage, clip)
         else:
             loading, _ = self._loading.pop(key)
-            copy = loading.result()
+            loaded = loading.result()
         self._fill()
-        loaded: Tensor = copy.ready()
-        return loaded
+        copied: Tensor = self._runtime.to_device(loaded).ready()
+        return copied
 
     def _fill(self) -> None:
         held = sum(size for _, size in self._loading.values())
@@ -74,10 +74,11 @@ class LoadAhead:
             self._loading[key] = self._threads.submit(self._load, key[1], clip), pixels(clip)
             held += pixels(clip)
 
-    def _load(self, stage: str, clip: VideoClip) -> DeviceCopy:
+    def _load(self, stage: str, clip: VideoClip) -> Tensor:
+        """On the host, from where the device can copy it without anybody waiting: what waits takes no device memory."""
         load = self._encoders[stage].load
         assert callable(load)
-        return self._runtime.to_device(load(clip, HOST))
+        return self._runtime.pinned(load(clip, HOST))
 
 
 def encoded_here(

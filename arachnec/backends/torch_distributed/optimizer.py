@@ -6,17 +6,19 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.owned_parameters import share_owned
+from arachnec.backends.kept_gradients import gradient_of
+from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, pieces_of
+from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts, own_parts
+from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 
-STATE = ("exp_avg", "exp_avg_sq", "step")
+UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 
 
 class Optimizer:
@@ -24,9 +26,10 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, each parameter's state lies on one rank of the default process group, which updates the parameter and
-    sends it to the others (ZeRO, arXiv 1910.02054, section 5.1), and every method is called by all ranks together.
-    ``norm`` is asked for the gradients' norm where other ranks have other parameters.
+    same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
+    that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
+    method is called by all ranks together then. ``norm`` is asked for the norm of this rank's gradients, by name, and
+    those of ranks that have other parameters.
     """
 
     def __init__(
@@ -35,17 +38,20 @@ class Optimizer:
         training: Training,
         *,
         sharded: bool = False,
+        piece_bytes: int = SMALLEST_PIECE,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
-        self._norm = norm or global_norm
-        self._owners = owners(self._parameters, dist.get_world_size()) if sharded else {}
-        mine = [name for name in self._parameters if self._owners.get(name) in (None, _rank(sharded))]
-        self._masters = {name: _master(self._parameters[name]) for name in mine}
+        self._norm = norm
+        self._parts = Parts.of() if sharded else None
+        self._piece_bytes = piece_bytes
+        owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
+        self._masters = {name: _master(value) for name, value in owned.items()}
+        # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
+        groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
         self._adam = torch.optim.AdamW(
-            # a rank of a frozen stage has none
-            list(self._masters.values()) or [torch.nn.Parameter(torch.empty(0))],
+            groups or [torch.nn.Parameter(torch.empty(0))],
             lr=training.lr,
             betas=(0.9, 0.95),
             weight_decay=0.01,
@@ -53,17 +59,27 @@ class Optimizer:
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds parts only, and needs no whole gradients."""
+        return self._parts is not None
+
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, parts: Mapping[str, Tensor] | None = None) -> Tensor:
         """Update from the parameters' gradients, and return their global norm before clipping: a scalar, on the device.
 
-        A parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        ``parts`` are this rank's parts of them where it is ``sharded``; without, they are cut from whole gradients. A
+        parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
         """
-        norm = self._norm(self._parameters)
+        kept = {name: gradient_of(value) for name, value in self._parameters.items()}
+        whole = {name: gradient for name, gradient in kept.items() if gradient is not None}
+        given = parts if parts is not None else whole
+        if self._parts is not None and parts is None:
+            given = {name: self._parts.own(value) for name, value in whole.items()}
+        norm = global_norm(given, across=self.sharded) if self._norm is None else self._norm(given)
         limit = self._training.clip_norm
         for name, master in self._masters.items():
-            gradient = self._parameters[name].grad
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+            master.grad = given[name].to(master.dtype) if name in given else None
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -77,25 +93,36 @@ class Optimizer:
                 average.lerp_(self._masters[name], 1.0 - decay)
         return norm
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's state as a flat mapping of tensors, the very ones in use; loading copies into them in place."""
-        state: dict[str, Tensor] = {}
+    def tensors(self) -> dict[str, Tensor | Part]:
+        """This rank's state as flat tensors over the memory in use; loading copies into them in place."""
+        state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
-            state[f"master/{name}"] = master.detach()
             held = self._state_of(master)
-            state |= {f"{key}/{name}": held[key] for key in STATE}
-            if self.ema:
-                state[f"ema/{name}"] = self.ema[name]
+            kept = {"master": master.detach(), "exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
+            kept |= {"ema": self.ema[name]} if self.ema else {}
+            for key, value in kept.items():
+                flat = value.view(-1)
+                state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])
+            count = held["step"].view(1)
+            state[f"step/{name}"] = count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
         return state
+
+    def _part(self, own: Tensor, value: Tensor) -> Part:
+        assert self._parts is not None
+        return Part(own, self._parts.rank * self._parts.length(value.numel()), value.numel())
 
     @torch.no_grad()
     def round_parameters(self) -> None:
         """Write the master copies into the parameters, on every rank: after an update, or after loading."""
-        for name, master in self._masters.items():
-            if master is not self._parameters[name]:
-                self._parameters[name].copy_(master)
-        if self._owners:
-            share_owned(self._parameters, self._owners)
+        if self._parts is None:
+            for name, master in self._masters.items():
+                if master is not self._parameters[name]:
+                    self._parameters[name].copy_(master)
+            return
+        names = {id(value): name for name, value in self._parameters.items()}
+        for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
+            masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
+            gather_parts(self._parts, piece, masters)
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
@@ -107,29 +134,31 @@ class Optimizer:
         return state
 
 
-def owners(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """The rank that updates each parameter: the largest first, each to the rank with the least so far."""
-    loads = [(0, rank) for rank in range(ranks)]
-    owned: dict[str, int] = {}
-    for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
-        load, rank = heapq.heappop(loads)
-        owned[name] = rank
-        heapq.heappush(loads, (load + parameters[name].numel(), rank))
-    return owned
-
-
-def _rank(sharded: bool) -> int | None:
-    return dist.get_rank() if sharded else None
-
-
 @torch.no_grad()
-def global_norm(parameters: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, accumulated in fp32: a scalar where the gradients are."""
-    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters.values() if p.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Tensor:
+    """The 2-norm of all gradients together, accumulated in fp32: a scalar where the gradients are.
+
+    With ``across`` those of all ranks of the default process group count. Collective then.
+    """
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float32) for value in gradients.values()]
+    if not norms:
+        return torch.zeros(())
+    here: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    if not across:
+        return here
+    squared = here.double().square()
+    dist.all_reduce(squared)
+    total: Tensor = squared.sqrt().float()
+    return total
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    return value.dtype
 
 
 def _master(parameter: Tensor) -> Tensor:
-    if parameter.dtype in (torch.float32, torch.float64):
+    if parameter.dtype in (torch.float32, torch.float64) and parameter.is_contiguous():
         return parameter
-    return torch.nn.Parameter(parameter.detach().float().clone())
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    copy = parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return torch.nn.Parameter(copy)

@@ -25,7 +25,8 @@ OPTIONS = (
     click.option(
         "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
     ),
-    click.option("--resume", is_flag=True, help="Continue from the newest complete checkpoint."),
+    click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that stay."),
+    click.option("--resume", is_flag=True, help="Continue from the newest whole checkpoint; without one begin at 0."),
     click.option("--lr", type=float, help="Learning rate of AdamW."),
     click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
@@ -51,6 +52,7 @@ class RunOptions:
     report: Path | None = None
     checkpoint: Path | None = None
     every: int | None = None
+    keep: int = 2
     resume: bool = False
     lr: float | None = None
     clip_norm: float | None = None
@@ -60,6 +62,10 @@ class RunOptions:
     start_timeout: float | None = None
     plan_timeout: float | None = None
     step_timeout: float | None = None
+
+    def shared(self) -> tuple[object, ...]:
+        """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
+        return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
 
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)

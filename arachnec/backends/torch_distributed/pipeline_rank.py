@@ -8,7 +8,7 @@ stage has counts once in the gradient's norm, over all stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.cascade_step import trained_parameters
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
+from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
@@ -101,22 +103,30 @@ class PipelineRank:
                 continue
             for name in names:
                 parameter = parameters[name]
-                part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if self.rank not in (place[0] for place in self._places_of[name]):
-                    part = torch.zeros_like(part)
+                part = gradient_of(parameter)
+                if part is None or self.rank not in (place[0] for place in self._places_of[name]):
+                    part = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                 dist.all_reduce(part, group=group)
-                parameter.grad = part
+                set_gradient(parameter, part)
 
     @torch.no_grad()
-    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of the gradients of all stages, in fp32 at least; every rank of the run calls it."""
-        counted = [p.grad for name, p in parameters.items() if self._counts(name) and p.grad is not None]
+        counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
         precise = [torch.promote_types(gradient.dtype, torch.float32) for gradient in counted]
         norms = [torch.linalg.vector_norm(g, dtype=d).double() for g, d in zip(counted, precise, strict=True)]
-        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
         squared = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         dist.all_reduce(squared)
         return squared.sqrt().float()
+
+    def written(self, state: State) -> State:
+        """The optimizer's tensors, one rank of those that have each to write it into a checkpoint."""
+        return {key: self._written(key.partition("/")[2], value) for key, value in state.items()}
+
+    def _written(self, name: str, value: Tensor | Part) -> Part:
+        part = part_of(value)
+        return replace(part, writes=part.writes and self._counts(name))
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts a gradient for all that have it."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from arachnec.analysis.communicators import cascade_groups
 from arachnec.analysis.group_family import family, heads_of
-from arachnec.backends.torch_distributed.interpreter import grid_of
-from arachnec.ir.nodes import Cascade, Instruction, Module
-from arachnec.kernels.attention.process_groups import subgroups
+from arachnec.ir.nodes import Module
 
 
 def family_groups(module: Module) -> tuple[tuple[int, ...], ...]:
@@ -18,23 +15,11 @@ def family_groups(module: Module) -> tuple[tuple[int, ...], ...]:
 
 def wanted_groups(module: Module) -> list[tuple[int, ...]]:
     """Every process group that collectives of cascades use; the same list on every rank."""
-    cascades = {cascade.name: cascade for cascade in module.cascades}
     steps = [step for program in module.programs for step in program.instructions]
-    return list(dict.fromkeys(group for step in steps for group in _groups_of(step, cascades)))
+    return list(dict.fromkeys(group for step in steps for group in cascade_groups(step)))
 
 
 def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
     """The ranks of every gradient all-reduce; the same list on every rank."""
     steps = [step for program in module.programs for step in program.instructions]
     return list(dict.fromkeys(step.peers for step in steps if step.op == "reduce"))
-
-
-def _groups_of(step: Instruction, cascades: Mapping[str, Cascade]) -> tuple[tuple[int, ...], ...]:
-    if len(step.peers) < 2:
-        return ()
-    if step.op == "encode":
-        return (step.peers,)
-    if step.op == "forward":
-        _, ulysses, ring = grid_of(step, cascades[step.target])
-        return subgroups(step.peers, ulysses, ring)
-    return ()

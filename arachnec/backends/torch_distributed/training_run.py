@@ -27,6 +27,7 @@ from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
+from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
@@ -43,7 +44,16 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
-from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, MODEL, Executable
+from arachnec.checkpoint.folder import Position
+from arachnec.checkpoint.parts import State
+from arachnec.executable.folder import (
+    MEASURED,
+    MEASURED_PROGRAM,
+    MODEL,
+    Executable,
+    batch_sizes,
+    data_digest,
+)
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
 from arachnec.ir.printer import print_module
@@ -104,8 +114,8 @@ def train(
             saving = options.save_gradients if last else None
             steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
-            if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
-                trainer.save(options.checkpoint, step + 1)
+            trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
+        trainer.finish_saving()
     finally:
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
@@ -125,7 +135,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr(training))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -137,7 +147,7 @@ class Trainer:
         model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
-        sharded = any("sharded" in stage.attrs for stage in first.stages)
+        sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -147,7 +157,13 @@ class Trainer:
             parameters=parameters,
             encoders=encoders,
             sequence=None,
-            optimizer=Optimizer(parameters, training, sharded=sharded, norm=pipeline.norm if pipeline else None),
+            optimizer=Optimizer(
+                parameters,
+                training,
+                sharded=sharded,
+                piece_bytes=piece_size(first.cluster, tuple(range(world))),
+                norm=pipeline.norm if pipeline else None,
+            ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
             host_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -162,6 +178,8 @@ class Trainer:
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
+        folder, keep = options.checkpoint, options.keep
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
         self.module = first  # of the latest step
@@ -253,15 +271,35 @@ class Trainer:
         cascades = {cascade.name: cascade for cascade in module.cascades}
         self._context.loads.want(step, encoded_here(program, cascades, self._clips))
 
-    def save(self, folder: Path, steps: int) -> None:
-        """A checkpoint after ``steps`` optimizer steps."""
+    def saves(self, steps: int, due: bool) -> None:
+        """Begin a checkpoint after ``steps`` optimizer steps, where ``due``; else see whether the last is written."""
+        if self._checkpoints is None:
+            return
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
-        position = checkpoint.Position(steps, self._context.training.seed, self._executable.digests[MODEL])
-        checkpoint.save(folder, self._state(), position)
+        if due:
+            self._checkpoints.save(self._state(), self._position(steps))
+        else:
+            self._checkpoints.poll()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is whole."""
+        if self._checkpoints is not None:
+            self._enter("the last checkpoint", self.timeouts.of_start(self.module), "--start-timeout")
+            self._checkpoints.finish()
+
+    def _position(self, steps: int) -> Position:
+        executable = self._executable
+        batches = batch_sizes(executable.traced)
+        rounds, rest = divmod(steps, len(batches))
+        clips = rounds * sum(batches) + sum(batches[:rest])
+        digest = data_digest(executable.traced, executable.clips)
+        return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest)
 
     def close(self) -> None:
         """End the planner and the threads. The process groups end with the default one."""
         self._plans.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._context.threads.close()
 
     def _prepare(self, module: Module) -> None:
@@ -304,21 +342,24 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
         )
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> State:
         """Everything that the next step depends on, as tensors."""
-        buffers = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        return self._context.optimizer.tensors() | buffers
+        buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
+        own, pipeline = self._context.optimizer.tensors(), self._context.pipeline
+        return {**(own if pipeline is None else pipeline.written(own)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
-        if not options.resume or options.checkpoint is None:
+        if options.checkpoint is None:
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._executable.digests[MODEL])
+        if not options.resume:
+            checkpoint.demand_empty(options.checkpoint)
+            return 0
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        if position is None:
+            events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
+            return 0
         self._context.optimizer.round_parameters()
-        seed = self._context.training.seed
-        if position.seed != seed:
-            difference = f"it draws with seed {position.seed}, this run with {seed}"
-            raise UserError(checkpoint.ForeignCheckpoint(None, str(options.checkpoint), difference))
         return position.steps
 
 

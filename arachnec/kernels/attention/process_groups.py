@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from arachnec.kernels.attention.sequence_shard import SequenceShard, ring_positions, ulysses_positions
-
-
-def subgroups(ranks: tuple[int, ...], ulysses: int, ring: int) -> tuple[tuple[int, ...], ...]:
-    """Every group that a cascade on ``ranks`` with this grid communicates in, the single ranks left out."""
-    degree = len(ranks)
-    wanted = [
-        ranks,
-        *(tuple(ranks[p] for p in ulysses_positions(i, ulysses)) for i in range(0, degree, ulysses)),
-        *(tuple(ranks[p] for p in ring_positions(i, ulysses, ring)) for i in range(ulysses)),
-    ]
-    return tuple(dict.fromkeys(group for group in wanted if len(group) > 1))
 
 
 class ProcessGroups:
@@ -150,7 +141,9 @@ def _split(
     batch: Sequence[frozenset[int]], device: torch.device | None, timeout: timedelta | None
 ) -> dict[frozenset[int], dist.ProcessGroup]:
     """The one group of the batch that this rank is in, if any, split from that of all ranks. Collective."""
-    group = dist.split_group(split_ranks=[sorted(key) for key in batch], timeout=timeout, backend=_backend(device))
+    named = "backend" in inspect.signature(dist.split_group).parameters  # not by every torch; else the parent's
+    options: dict[str, Any] = {"backend": _backend(device)} if named else {}
+    group = dist.split_group(split_ranks=[sorted(key) for key in batch], timeout=timeout, **options)
     return {key: group for key in batch if group is not None and dist.get_rank() in key}
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
 from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
-from arachnec.kernels.attention.process_groups import ProcessGroups, subgroups
+from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.attention.subgroups import subgroups
 from tests.distributed.attention_cases import process_groups
 from tests.distributed.harness import run_ranks
 

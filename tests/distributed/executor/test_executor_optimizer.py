@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm
+from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Training
 
 
@@ -52,7 +53,8 @@ def test_bf16_parameters_are_rounded_from_fp32_masters_that_keep_small_updates()
     parameters = dict(module.named_parameters())
     optimizer = Optimizer(parameters, Training(lr=1e-5, clip_norm=0, dtype="bf16"))
     before = {name: value.detach().clone() for name, value in parameters.items()}
-    masters = {name: optimizer.tensors()[f"master/{name}"] for name in parameters}
+    state = optimizer.tensors()
+    masters = {name: part_of(state[f"master/{name}"]).values.view_as(value) for name, value in parameters.items()}
     for _ in range(400):
         for value in module.parameters():
             value.grad = torch.ones_like(value)
@@ -85,4 +87,4 @@ def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
 
 
 def test_the_norm_of_no_gradients_is_zero() -> None:
-    assert global_norm(dict(model().named_parameters())) == 0.0
+    assert global_norm({}) == 0.0

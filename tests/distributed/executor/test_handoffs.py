@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,9 +17,10 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.backends.torch_distributed.handoffs import Handoffs, HandoffThreads, TensorSpec
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
-from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
+from tests.distributed.executor_cases import RUNS, Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 from tests.distributed.late_device import LateEvent, late_runtime
+from tests.warm_python import warm_python
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16))
 CROSSED = [
@@ -143,7 +143,7 @@ os._exit(0)
 def test_a_peer_that_died_before_its_first_message_is_named_on_either_side(tmp_path: Path) -> None:
     """One of the two ranks that stay is the passive side, which gloo would let wait for ever."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", DIES]
+    command = [warm_python(RUNS), "-c", DIES]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, env=environment)
         for rank in range(3)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +19,6 @@ from arachnec.backends.torch_distributed import training_run
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here, own_clips
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.owned_parameters import pieces, share_owned
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.folder import read_executable
@@ -165,30 +163,3 @@ def test_an_encoders_clips_are_all_somebodys(clips: int, ranks: int) -> None:
         assert [number for share in shares for number in share] == list(range(clips))
     else:
         assert all(list(share) == list(range(clips)) for share in shares)
-
-
-def share_parameters() -> list[Tensor]:
-    rank = dist.get_rank()
-    values = [torch.full((5, 2), -1.0), torch.full((3,), -1.0), torch.full((4, 2), -1.0).t(), torch.full((1,), -1.0)]
-    owners = {"0": 0, "1": 1, "2": 1, "3": 0}
-    for number, value in enumerate(values):
-        if owners[str(number)] == rank:
-            value.copy_(torch.arange(value.numel()).view(value.shape) + 100 * number)
-    share_owned({str(number): value for number, value in enumerate(values)}, owners, piece_bytes=16)
-    return values
-
-
-def test_owned_parameters_go_to_all_ranks_whole_in_pieces() -> None:
-    """Of three ranks the last owns nothing; the pieces are smaller than parameters, and one is a transpose."""
-    for values in run_ranks(3, share_parameters):
-        for number, value in enumerate(values):
-            expected = torch.arange(value.numel(), dtype=torch.float32).view(value.shape) + 100 * number
-            torch.testing.assert_close(value, expected, rtol=0, atol=0)
-
-
-def test_pieces_cut_parameters_where_they_are_full() -> None:
-    cut = pieces(["a", "b"], {"a": 5, "b": 2}, 4)
-    assert [[(run.name, run.first, run.end, run.place) for run in piece] for piece in cut] == [
-        [("a", 0, 4, 0)],
-        [("a", 4, 5, 0), ("b", 0, 2, 1)],
-    ]

@@ -152,7 +152,6 @@ def test_an_exception_on_the_ranks_is_told_once(
         (["--lr", "-1"], "lr = -1.0 cannot be trained with"),
         (["--ema", "1.5"], "ema = 1.5"),
         (["--resume"], "--resume needs the folder of the checkpoints"),
-        (["--resume", "--checkpoint", "nowhere"], "no complete checkpoint in nowhere"),
     ],
 )
 def test_a_wrong_option_is_one_message_and_exit_code_2(

@@ -14,7 +14,11 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from tests.distributed.executor_cases import RUNS
+from tests.warm_python import warm_python
+
+ROOT = Path(__file__).parents[3]
+BENCHMARKS = ROOT / "benchmarks"
 PASSES = "partition{policy=single},annotate,schedule-static{degree=2}"
 
 pytestmark = pytest.mark.root
@@ -32,12 +36,15 @@ def fabric() -> Iterator[ModuleType]:
 
 
 def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_loss(
-    fabric: ModuleType, tmp_path: Path
+    fabric: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from arachnec.backends.reference import run_reference
     from arachnec.executable.folder import read_executable
 
     bench = importlib.import_module("four_hosts")
+    monkeypatch.setattr(bench, "WORKER", "tests.distributed.launch.capturing_once")  # else as the benchmark does
+    monkeypatch.setattr(sys, "executable", warm_python(RUNS))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     clips, cluster = tmp_path / "clips.jsonl", tmp_path / "cluster.toml"
     bench.write_clips(clips, ((8, 2), (2, 2)))
     timed = [(0, 0.1), (10**6, 20.1)]  # bytes and ms

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from arachnec.launch.failure import Failure, follows_from_another
 from arachnec.launch.watchdog import Limits, Member, Watchdog
+from tests.distributed.executor_cases import RUNS
+from tests.warm_python import warm_python
 
 FAST = Limits(poll=0.05, beat=0.1, lapse=0.6, hold=0.0)
 ENDS_S = 20.0  # on a busy machine
@@ -54,7 +56,7 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.delenv("ARACHNEC_ERROR_FILE", raising=False)
+    monkeypatch.delenv("ARACHNEC_ERROR_FD", raising=False)
     made = Run()
     yield made
     for rank in range(8):
@@ -131,7 +133,7 @@ def test_what_a_rank_raises_because_another_died_is_not_told(run: Run, capfd: py
 def test_a_store_that_is_gone_ends_the_rank(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     keeper = subprocess.Popen(
         [
-            sys.executable,
+            warm_python(RUNS),
             "-c",
             KEEPS_A_STORE,
         ],

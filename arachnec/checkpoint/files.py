@@ -1,0 +1,111 @@
+"""The files of a checkpoint: safetensors whose tensors are runs of elements of flattened ones.
+
+A file's metadata says, by name, where a run begins and how many elements the whole has. So every rank writes what it
+holds, and a run on another number of ranks, cells or stages reads what it needs, from however many files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from arachnec.checkpoint.parts import Part
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+RUNS = "runs"  # key of the metadata: {name: [first, size of the whole]}
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint(Diagnostic):
+    title: ClassVar[str] = "the checkpoint {folder} does not fit this run: {difference}"
+    help: ClassVar[str] = "give another --checkpoint folder, or what this checkpoint was made with"
+    folder: str
+    difference: str
+
+
+@dataclass(frozen=True)
+class _Run:
+    file: str
+    first: int
+    end: int
+
+
+def write_file(path: Path, parts: Mapping[str, Part]) -> FileRecord:
+    """Write the parts, have them on the disk, and say what was written. Raises OSError."""
+    metadata = {name: (part.first, part.size) for name, part in parts.items()}
+    save_file({name: part.values for name, part in parts.items()}, path, {RUNS: msgspec.json.encode(metadata).decode()})
+    synced(path)
+    return FileRecord(path.name, path.stat().st_size, sha256(path))
+
+
+def synced(path: Path) -> None:
+    """Returns once the system has a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@torch.no_grad()
+def fill(folder: Path, files: Sequence[str], wanted: Mapping[str, Part]) -> None:
+    """Read every wanted part from the runs in these files, into its memory.
+
+    Raises ``UserError`` for what they do not hold, or hold in another size.
+    """
+    runs = _runs(folder, files, {name: part.size for name, part in wanted.items()})
+    by_file: dict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
+    for name, part in wanted.items():
+        place, end = part.first, part.first + part.values.numel()
+        for run in sorted(runs.get(name, ()), key=lambda run: run.first):
+            if run.first <= place < min(run.end, end):
+                until = min(run.end, end)
+                by_file[run.file].append((name, place - run.first, until - run.first, place - part.first))
+                place = until
+        if place < end or name not in runs:
+            raise UserError(ForeignCheckpoint(None, str(folder), f"it has no {name}"))
+    for file, copies in by_file.items():
+        with safe_open(folder / file, "pt") as opened:
+            for name, first, end, place in copies:
+                values = wanted[name].values
+                values[place : place + end - first].copy_(opened.get_slice(name)[first:end])
+
+
+def _runs(folder: Path, files: Sequence[str], sizes: Mapping[str, int]) -> dict[str, list[_Run]]:
+    """Where the wanted tensors lie in the files."""
+    runs: dict[str, list[_Run]] = defaultdict(list)
+    for file in files:
+        try:
+            with safe_open(folder / file, "pt") as opened:
+                metadata = msgspec.json.decode((opened.metadata() or {}).get(RUNS, ""), type=dict[str, tuple[int, int]])
+                lengths = {name: opened.get_slice(name).get_shape() for name in opened.keys() if name in sizes}  # noqa: SIM118
+        except (SafetensorError, msgspec.MsgspecError) as error:
+            raise UserError(ForeignCheckpoint(None, str(folder), f"{file} cannot be read: {error}")) from None
+        for name, shape in lengths.items():
+            first, size = metadata.get(name, (0, -1))
+            if len(shape) != 1 or first < 0 or size != sizes[name]:
+                difference = f"its {name} has {size} elements, not {sizes[name]}"
+                raise UserError(ForeignCheckpoint(None, str(folder), difference))
+            runs[name].append(_Run(file, first, first + shape[0]))
+    return runs

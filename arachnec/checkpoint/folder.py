@@ -1,0 +1,113 @@
+"""A folder of checkpoints: one directory a step, whole once ``commit.json`` is in it.
+
+The files are on the disk before ``commit.json`` is renamed into place, so a rank, or a host, that dies leaves either a
+whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from arachnec.checkpoint.files import FileRecord, sha256, synced
+
+COMMIT = "commit.json"
+FORMAT = 2
+LARGEST_COMMIT = 64 * 2**20  # bytes
+_STEP = re.compile(r"step-(\d{8,12})")
+
+
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a run stands, and what it is a run of.
+
+    ``steps`` optimizer steps and ``clips`` clips are done; the next step's data follow from them. ``model`` is the
+    digest of the model file, ``data`` that of the clips and their global batches.
+    """
+
+    steps: int
+    seed: int
+    model: str
+    clips: int = 0
+    data: str = ""
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``commit.json``."""
+
+    format: int
+    position: Position
+    files: tuple[FileRecord, ...]
+
+
+def step_folder(folder: Path, steps: int) -> Path:
+    return folder / f"step-{steps:08d}"
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_commit(path: Path, position: Position, files: Sequence[FileRecord]) -> None:
+    """Make the checkpoint in ``path`` whole. Raises OSError."""
+    draft = path / f"{COMMIT}.draft"
+    draft.write_bytes(msgspec.json.encode(Commit(FORMAT, position, tuple(files))))
+    synced(draft)
+    synced(path)
+    draft.rename(path / COMMIT)
+    synced(path)
+
+
+def read_commit(path: Path) -> Commit | None:
+    """What the checkpoint in ``path`` says of itself; None where it is not whole."""
+    file = path / COMMIT
+    try:
+        if file.stat().st_size > LARGEST_COMMIT:
+            return None
+        commit = msgspec.json.decode(file.read_bytes(), type=Commit)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    sound = (
+        commit.format == FORMAT
+        and commit.files
+        and commit.position.steps >= 0
+        and commit.position.clips >= 0
+        and all(Path(record.name).name == record.name for record in commit.files)
+    )
+    return commit if sound else None
+
+
+def committed(folder: Path) -> list[Path]:
+    """The checkpoints with a commit, newest first. Whether their files are as they were written, ``is_intact`` says."""
+    paths = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted((path for path in paths if read_commit(path)), key=lambda path: -_steps(path))
+
+
+def is_intact(path: Path, record: FileRecord) -> bool:
+    """Whether a file is there as it was written."""
+    try:
+        file = path / record.name
+        return file.stat().st_size == record.bytes and sha256(file) == record.sha256
+    except OSError:
+        return False
+
+
+def earlier_format(folder: Path) -> list[Path]:
+    """Checkpoints that an earlier version wrote, by ``torch.distributed.checkpoint``."""
+    return sorted(path for path in folder.glob("step-*") if (path / ".metadata").is_file())
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Keep the newest ``keep`` whole checkpoints. What is not whole and older than these goes too."""
+    whole = committed(folder)
+    for old in whole[keep:]:
+        (old / COMMIT).unlink(missing_ok=True)  # first, so that what is left by a death in between is not whole
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _steps(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else -1

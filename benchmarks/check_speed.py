@@ -1,0 +1,68 @@
+"""What `check` costs for every way in which a back end may run handoffs, in processor seconds.
+
+    python benchmarks/check_speed.py                          # 4096 clips, each behind its encoder, on 1024 GPUs
+    python benchmarks/check_speed.py --clips 1024 --gpus 256 --repeat 5
+
+The clips and the model are those of `scale.py`. The program is lowered once, with gradient buckets; each row is the
+least of ``--repeat`` proofs, the module's caches being empty at each. Ends with 1 where `check` refuses a row that it
+must accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from scale import costed
+
+from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
+from arachnec.ir.nodes import Module
+from arachnec.passes.check import find_problems
+from arachnec.passes.infra.pipeline import Pipeline
+
+MODELS = {
+    "default": HOST_HANDOFFS,
+    "handoffs=device,receives=after-dependencies": DEVICE_HANDOFFS,
+    "connections=first-use": ExecutionModel(connections="first-use"),
+}
+ACCEPTED = ("default", "handoffs=device,receives=after-dependencies")
+
+
+def seconds(work: Callable[[], object], repeat: int) -> float:
+    """Processor seconds of the fastest of so many runs."""
+    took = []
+    for _ in range(repeat):
+        gc.collect()
+        started = time.process_time()
+        work()
+        took.append(time.process_time() - started)
+    return min(took)
+
+
+def lowered(clips: int, gpus: int) -> Module:
+    return Pipeline.parse("schedule-z3{budget=1000ms},place,bucket,lower").run(costed(clips, gpus, encode=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clips", type=int, default=4096)
+    parser.add_argument("--gpus", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    module = lowered(options.clips, options.gpus)
+    count = sum(len(program.instructions) for program in module.programs)
+    print(f"{options.clips} clips, {options.gpus} ranks, {count} instructions")
+    refused = False
+    for name, model in MODELS.items():
+        problems = find_problems(module, model)
+        refused |= name in ACCEPTED and bool(problems)
+        took = seconds(lambda model=model: find_problems(replace(module), model), options.repeat)  # type: ignore[misc]
+        print(f"{name:45} {took:6.2f} s  {problems[0].title.format(**vars(problems[0])) if problems else 'accepted'}")
+    return int(refused)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

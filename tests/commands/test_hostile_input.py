@@ -1,0 +1,175 @@
+"""Hostile input: whatever stands in a file, a command ends with the product's own errors, and few of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from arachnec.cli import run
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.profile import read_profile
+from arachnec.data.manifest import read_manifest
+from arachnec.executable.folder import read_header
+from arachnec.ir.diagnostic import LONGEST_SHOWN, Diagnostic, UserError, render_all
+from arachnec.ir.nodes import MOST_GPUS
+from arachnec.ir.parser import parse_module
+from arachnec.ir.verify import check_module
+from arachnec.planning.duration_table import read_table
+from arachnec.views.format import terminal
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HUGE = "9" * 5000
+ROW = {"frames": 9, "height": 32, "width": 48, "text_tokens": 8}
+
+
+def read_ir(path: Path) -> object:
+    module = parse_module(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    check_module(module)
+    return module
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "module.cascade": read_ir,
+    "cluster.toml": parse_cluster,
+    "clips.jsonl": read_manifest,
+    "clips.csv": read_manifest,
+    "table.json": lambda path: read_table(path, parse_cluster("2:cpu")),
+    "profile.json": read_profile,
+    "executable.json": lambda path: read_header(path.parent),
+}
+SEEDS = {
+    "module.cascade": (GOLDEN / "check" / "pipeline_1f1b.cascade").read_text(),
+    "cluster.toml": 'nodes = 2\ngpus = 8\ndevice = "h100-80g"\ninter = "25 GB/s"\nnics = "AABBCCDD"\ncores = 4\n',
+    "clips.jsonl": "".join(json.dumps(ROW | {"id": name, "caption": "a b"}) + "\n" for name in "ab"),
+    "clips.csv": "frames,height,width,text_tokens,id\n9,32,48,8,a\n5,32,48,8,b\n",
+    "table.json": '{"unit": "ms", "tasks": [{"name": "D", "stages": [{"stage": "dit", "ms": {"1": 9, "2": 5}}]}]}',
+    "profile.json": json.dumps(
+        {
+            "machine": "m",
+            "device": "cpu",
+            "stages": [
+                {
+                    "stage": "dit",
+                    "phase": "forward",
+                    "measurements": [{"batch": 1, "tokens": 64, "text": 0, "degree": 1, "ms": 2.0}],
+                    "fit": {"coefficients": {"B*S": 0.5}, "residuals": [0.0], "held_out": None, "exponent": None},
+                }
+            ],
+            "links": {"latency": 1.0, "intra": 2.0},
+        }
+    ),
+    "executable.json": json.dumps(
+        {
+            "format": 1,
+            "pipeline": "annotate{profile=profile.json},lower",
+            "iterations": 1,
+            "training": {},
+            "fingerprint": {},
+            "versions": {},
+        }
+    ),
+}
+SHORT = ("", *'{}[]"\\@%=, \n\x00\ud800\U0001f600', "\x1b[2J", "[/bold]", "-1", "0", "1e400", "nan", "//", "../../x")
+LONG = (HUGE, "a" * 5000, "[" * 3000, "null", "true", "1000000000")
+PIECES = st.sampled_from(SHORT + LONG)
+DAMAGE = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.2), PIECES), min_size=1, max_size=4)
+
+
+def damaged(text: str, damage: list[tuple[float, float, str]]) -> bytes:
+    for at, length, piece in damage:
+        begin = int(at * len(text))
+        text = text[:begin] + piece + text[begin + int(length * len(text)) :]
+    return text.encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(damage=DAMAGE)
+def test_damaged_input_ends_with_errors_of_our_own(
+    name: str, damage: list[tuple[float, float, str]], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(damaged(SEEDS[name], damage))
+    try:
+        READERS[name](path)
+    except UserError as error:
+        said = render_all(error.diagnostics)
+        assert len(said) < 2 * LONGEST_SHOWN
+        assert all(letter.isprintable() or letter in "\n\t" for letter in said)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_inputs_that_are_damaged_are_right(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(SEEDS[name])
+    READERS[name](tmp_path / name)
+
+
+REFUSED = {
+    "digits of a range": ("module.cascade", f'module @a attributes {{ level = "traced", x = [0..{HUGE}] }} {{}}'),
+    "digits of a dimension": (
+        "module.cascade",
+        f'module @a attributes {{ level = "traced" }} {{ graph @g (%0 : f32[{HUGE}]) -> () [] }}',
+    ),
+    "a billion ranks": (
+        "module.cascade",
+        'module @a attributes { level = "traced" } { cluster @c { nodes = 1, gpus = 1000000000, device = "cpu",'
+        " memory = 1 GiB, flops = 1 TFLOP/s, intra = 1 GB/s, inter = 1 GB/s, latency = 1 us, inter_latency = 1 us } }",
+    ),
+    "an open string": ("module.cascade", 'module @a attributes { x = "' + "a" * 1_000_000),
+    "nested tables": ("cluster.toml", "gpus = " + "[" * 3000),
+    "digits of a cluster": ("cluster.toml", f'gpus = {HUGE}\ndevice = "cpu"'),
+    "fewer cores than none": ("cluster.toml", 'gpus = 2\ndevice = "cpu"\ncores = -5'),
+    "a device of a megabyte": ("cluster.toml", 'gpus = 2\ndevice = "' + "d" * 500_000 + '"'),
+    "a key of a megabyte": ("cluster.toml", "k" * 500_000 + " = 2"),
+    "half a surrogate pair": ("clips.jsonl", json.dumps(ROW | {"id": "\ud800"})),
+    "copies without end": ("clips.jsonl", "\n".join(json.dumps(ROW | {"clips": 2**20, "id": n}) for n in range(64))),
+    "a link without speed": ("profile.json", SEEDS["profile.json"].replace('"intra": 2.0', '"intra": 0.0')),
+    "a link below nothing": ("profile.json", SEEDS["profile.json"].replace('"intra": 2.0', '"intra": -1.0')),
+    "a coefficient below nothing": ("profile.json", SEEDS["profile.json"].replace("0.5", "-0.5")),
+    "a coefficient of another name": ("profile.json", SEEDS["profile.json"].replace('"B*S"', '"os.system"')),
+    "a profile from elsewhere": (
+        "executable.json",
+        SEEDS["executable.json"].replace("profile=profile.json", "profile=/etc/passwd"),
+    ),
+    "a hundred files of passes": (
+        "executable.json",
+        json.dumps(json.loads(SEEDS["executable.json"]) | {"load": [f"p{n}.py" for n in range(100)]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_fill_the_memory_or_mislead_is_refused(case: str, tmp_path: Path) -> None:
+    name, text = REFUSED[case]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as raised:
+        READERS[name](tmp_path / name)
+    assert len(render_all(raised.value.diagnostics)) < LONGEST_SHOWN
+
+
+def test_a_device_that_never_ends_is_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("check", "/dev/zero")) == 2
+    assert "it is no file" in capsys.readouterr().err
+
+
+def test_many_errors_are_few_and_short() -> None:
+    class Wide(Diagnostic):
+        title = "x" * 5000
+
+    assert len(render_all([Wide(None)] * 50)) < 1.1 * LONGEST_SHOWN
+    assert "... and 49 more" in render_all([Wide(None)] * 50)
+    assert "... and 30 more" in render_all([type("Short", (Diagnostic,), {"title": "x"})(None)] * 50)
+
+
+def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal().print("\x1b[2J[/bold]")
+    assert capsys.readouterr().out == "?[2J[/bold]\n"
+
+
+def test_the_largest_cluster_is_one() -> None:
+    assert parse_cluster(f"{MOST_GPUS // 8}x8:h100-80g").world == MOST_GPUS

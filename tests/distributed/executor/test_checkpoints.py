@@ -1,0 +1,109 @@
+"""Checkpoints of several ranks: written beside training, whole together, and only resumed by the same run."""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from arachnec.backends.torch_distributed import checkpoint
+from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder
+from arachnec.checkpoint.parts import Part, State
+from arachnec.ir.diagnostic import UserError
+from tests.distributed.executor_cases import Work, clip, executable, train_on
+from tests.distributed.harness import RankError, run_ranks
+
+POSITION = Position(1, 0, "model", 4, "data")
+CPU = torch.device("cpu")
+WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
+
+
+def held() -> dict[str, torch.Tensor]:
+    return {"all": torch.arange(8.0), "mine": torch.full((3,), float(dist.get_rank()))}
+
+
+def state_of(values: dict[str, torch.Tensor]) -> State:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {"all": values["all"], "mine": Part(values["mine"], 3 * rank, 3 * world)}
+
+
+def saved_and_changed(folder: Path) -> list[bool]:
+    """What is changed after ``save`` has returned is not in the checkpoint, though it is written later."""
+    values = held()
+    checkpoints = checkpoint.Checkpoints(folder, CPU)
+    checkpoints.save(state_of(values), POSITION)
+    for value in values.values():
+        value.fill_(-1.0)
+    checkpoints.finish()
+    checkpoints.close()
+    assert checkpoint.load(folder, state_of(values), changed({"steps": 0, "clips": 0})) == POSITION
+    return [torch.equal(values[name], value) for name, value in held().items()]
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    assert run_ranks(2, saved_and_changed, tmp_path) == [[True, True], [True, True]]
+    commit = read_commit(step_folder(tmp_path, 1))
+    assert commit is not None
+    assert [record.name for record in commit.files] == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+def refusals(folder: Path) -> list[str]:
+    checkpoint.save(folder, state_of(held()), POSITION)
+    return [told(functools.partial(checkpoint.load, folder, state_of(held()), changed(case))) for case in CASES]
+
+
+def changed(changes: dict[str, object]) -> Position:
+    return msgspec.structs.replace(POSITION, **changes)
+
+
+def told(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+CASES: list[dict[str, object]] = [{"model": "other"}, {"data": "other"}, {"seed": 9}]
+
+
+def test_only_the_same_run_resumes(tmp_path: Path) -> None:
+    for said in run_ranks(2, refusals, tmp_path):
+        assert "another model file" in said[0]
+        assert "other clips, or in other batches" in said[1]
+        assert "draws with seed 0, this run with 9" in said[2]
+
+
+def on_a_full_disk(folder: Path) -> str:
+    def full(path: Path, parts: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoint, "write_file", full)
+        return told(lambda: checkpoint.save(folder, state_of(held()), POSITION))
+
+
+def test_a_full_disk_is_one_message_on_every_rank_and_no_checkpoint(tmp_path: Path) -> None:
+    said = run_ranks(2, on_a_full_disk, tmp_path)
+    assert said == ["rank 1 could not write the checkpoint: no space left on device"] * 2
+    assert committed(tmp_path) == []
+
+
+def test_a_run_begins_where_there_is_no_checkpoint_and_keeps_out_of_anothers(tmp_path: Path) -> None:
+    folder = executable(tmp_path / "build", [(clip("a", 3), clip("b", 5))], WORKS, 2)
+    kept = tmp_path / "kept"
+    assert train_on(2, folder, steps=1, checkpoint=kept, resume=True)["steps"][0]["step"] == 0
+    with pytest.raises(RankError, match="holds checkpoints, the newest of step 1"):
+        train_on(2, folder, steps=1, checkpoint=kept)
+    train_on(2, folder, steps=3, checkpoint=kept, resume=True, every=1, keep=3)
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+    commit = read_commit(step_folder(kept, 4))
+    assert commit is not None
+    assert (commit.position.steps, commit.position.clips) == (4, 8)
