@@ -46,7 +46,15 @@ class Memory:
             total += evaluated(stage, "batch", cascade)
         if cascade.phase is Phase.FORWARD:
             total += self.output(cascade)
+        if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
+            again = divided(stage, "recomputing", cascade, share)
+            total += again if cascade.phase is Phase.BACKWARD else -again
         return total + divided(stage, "workspace", cascade, share)
+
+    def kept(self, cascade: Cascade, degree: int, recompute: bool) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        workspace = divided(self.stages[cascade.stage], "workspace", cascade, uneven(cascade.tokens, degree))
+        return self.of(cascade, degree, recompute) - workspace
 
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks; what the stage itself has saved is no handoff."""

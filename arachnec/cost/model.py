@@ -144,6 +144,10 @@ class CostModel:
         """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
         return self._memory.of(cascade, degree, recompute)
 
+    def kept(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        return self._memory.kept(cascade, degree, recompute)
+
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
         return self._memory.received(cascade)

@@ -73,6 +73,7 @@ STAGE = table("""
     flops           | TFLOP formula  | traced | optional | one forward
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
+    recomputing     | GiB formula    | traced | optional | the part of that for the block that is run again, not kept
     shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
     batch           | GiB formula    | traced | optional | what a forward is given on its device: arguments and target

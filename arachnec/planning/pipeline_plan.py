@@ -194,19 +194,26 @@ class _Plan:
             state = everywhere + sum(gib(self.parts[stage].attrs.get("state")) for stage in stages)
             most = 0.0
             for batches, order in zip(self.replicas, self.orders, strict=True):
-                forwards = [
-                    [self._memory(b, stage, Phase.FORWARD) for b in batches] for stage in range(len(self.parts))
-                ]
-                most = max(most, held(order, forwards)[rank] + self._running(batches, stages))
+                kept = [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
+                most = max(most, held(order, kept)[rank] + self._running(batches, stages))
             totals.append(state + most)
         return totals
 
-    def _memory(self, batch: MicroBatch, stage: int, phase: Phase) -> float:
-        cascade = batch.cascades.get((stage, phase))
-        return 0.0 if cascade is None else self.cost.memory(cascade, self.degree, self.recompute)
+    def _kept(self, batch: MicroBatch, stage: int) -> float:
+        """GiB from the forward of a micro-batch to its last gradient."""
+        return self.cost.kept(batch.cascades[stage, Phase.FORWARD], self.degree, self.recompute)
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
-        return max((self._memory(b, stage, Phase.BACKWARD) for b in batches for stage in stages), default=0.0)
+        """GiB that a forward or backward needs while it runs, beyond what is kept."""
+        most = 0.0
+        for batch in batches:
+            for stage in stages:
+                forward = self.cost.memory(batch.cascades[stage, Phase.FORWARD], self.degree, self.recompute)
+                backward = batch.cascades.get((stage, Phase.BACKWARD))
+                most = max(most, forward - self._kept(batch, stage))
+                if backward is not None:
+                    most = max(most, self.cost.memory(backward, self.degree, self.recompute))
+        return most
 
     @property
     def fits(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from arachnec.cost.memory import RESERVE
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Module, Stage
+from arachnec.ir.nodes import Clip, Module, Stage
 from arachnec.ir.stage_sizes import formula_in, gib
 from arachnec.planning.stage_cuts import balanced_cuts, parts_of
 
@@ -25,10 +25,13 @@ def fitting_stages(module: Module, stage: Stage) -> int:
         parts = parts_of(stage, balanced_cuts(stage, p, module.clips))
         needed = 0.0
         for number, part in enumerate(parts):
-            kept, work = (formula_in(part, name) for name in ("saved_recompute", "workspace"))
-            held = kept(B=1, S=longest.tokens, T=longest.text) * (p - number) if kept else 0.0
-            running = work(B=1, S=longest.tokens, T=longest.text) if work else 0.0
-            needed = max(needed, gib(part.attrs.get("state")) + held + running)
+            kept, again, work = (_gib(part, name, longest) for name in ("saved_recompute", "recomputing", "workspace"))
+            needed = max(needed, gib(part.attrs.get("state")) + (kept - again) * (p - number) + again + work)
         if needed <= room:
             return p
     return counts[-1]
+
+
+def _gib(stage: Stage, name: str, clip: Clip) -> float:
+    formula = formula_in(stage, name)
+    return formula(B=1, S=clip.tokens, T=clip.text) if formula else 0.0

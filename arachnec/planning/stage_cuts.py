@@ -177,6 +177,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             attentions=attentions or None,
             joint=attrs.get("joint"),
             flops=formula_sum([(1, blocks("block_flops", "TFLOP", each)), (1, outside("end_flops", "TFLOP"))], "TFLOP"),
+            recomputing=_largest(stage, "block_saved", once),
             shell=outside("end_saved", "GiB"),
             batch=attrs.get("batch"),
             saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", each))], "GiB"),
