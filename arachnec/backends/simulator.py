@@ -50,7 +50,7 @@ def simulate(module: Module) -> Simulation:
         iteration_ms=iteration,
         makespan_ms=max((i.end for i in engine.intervals if i.op in COMPUTE), default=0.0),
         busy_ms=busy,
-        idle_ms=tuple(iteration - each for each in worked),
+        idle_ms=tuple(iteration - ms for ms in worked),
         imbalance=imbalance(busy),
         peak_memory_gib=tuple(high_water(values, program).total for program in module.programs),
         mfu=model_flops_utilization(module, iteration),

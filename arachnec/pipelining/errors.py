@@ -164,3 +164,29 @@ class TimesForOthers(Diagnostic):
     what: str
     given: str
     expected: str
+
+
+@dataclass(frozen=True)
+class FitsNowhere(Diagnostic):
+    title: ClassVar[str] = "no pipeline of {layers} layers fits into the memory of {ranks} ranks"
+    help: ClassVar[str] = "use more ranks, smaller micro-batches, or recompute more blocks"
+    layers: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class MoreRanksThanLayers(Diagnostic):
+    title: ClassVar[str] = "a pipeline of {ranks} ranks for {layers} layers"
+    help: ClassVar[str] = "every rank needs a layer: give at most {layers} ranks"
+    ranks: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class GroupExceedsMemory(Diagnostic):
+    title: ClassVar[str] = "groups of {k} micro-batches save {needed} bytes on rank {rank}, which may hold {limit}"
+    help: ClassVar[str] = "use a smaller k, smaller micro-batches, or recompute more blocks"
+    k: int
+    rank: int
+    needed: str
+    limit: str

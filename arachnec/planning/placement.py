@@ -142,7 +142,7 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
         inputs = [done[name] for name in cascade.inputs if name in done]
         if cost.devices.kinds:
             tried = [place_among(cascade, pool, inputs, actual, cost, pick) for pool in pools(cascade, cost)]
-            placed = min(tried, key=lambda each: each.end)
+            placed = min(tried, key=lambda option: option.end)
         else:
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
@@ -150,7 +150,7 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
                 whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
                 tried = [placed, *(place_among(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
-                placed = min(tried, key=lambda each: each.end)
+                placed = min(tried, key=lambda option: option.end)
         done[cascade.name] = placed
         placed_end, planned_end = placed.end, cascade.end
         for rank in placed.ranks:
