@@ -13,8 +13,8 @@ from arachnec.pipelining.one_f_one_b import gpipe, kfkb, one_f_one_b
 from arachnec.pipelining.zb_v import zb_v
 from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
 
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "kfkb", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"]
-SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v"})  # weight gradients are actions of their own
+ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "kfkb", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "planned"]
+SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients are actions of their own
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
 
 
 def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, k: int, v: int) -> PipelineSchedule:
-    """The orders. Where a schedule wants whole rounds, the last one lacks the micro-batches that are not there."""
+    """The orders of a schedule that has a rule. What micro-batches lack of whole rounds is left out of the last."""
     if name == "interleaved-1f1b":
         whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
         return _without(interleaved_1f1b(ranks, whole, v), micro_batches)

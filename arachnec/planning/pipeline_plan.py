@@ -12,18 +12,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+from arachnec.cluster.topology import handoff_time
+from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
+from arachnec.pipelining.evaluate import StageTimes
 from arachnec.pipelining.held import held
+from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.placed_cascade import on
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
+
+TRIES = 400  # orders of entry that `planned` looks at for each replica
 
 
 @dataclass(frozen=True)
@@ -162,13 +169,44 @@ class _Plan:
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
+        return [self._order(batches) if batches else PipelineSchedule(((),) * self.ranks) for batches in self.replicas]
+
+    def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
         options = self.options
-        return [
-            orders_of(options.schedule, self.ranks, len(batches), k=min(options.k, len(batches)), v=options.v)
-            if batches
-            else PipelineSchedule(((),) * self.ranks)
-            for batches in self.replicas
-        ]
+        if options.schedule != "planned":
+            return orders_of(options.schedule, self.ranks, len(batches), k=min(options.k, len(batches)), v=options.v)
+        stages = range(len(self.parts))
+        kept = [[self._kept(batch, stage) for batch in batches] for stage in stages]
+        limits = [limit_of(self.cost) - self._state([stage]) - self._running(batches, [stage]) for stage in stages]
+        if any(max(row) > limit for row, limit in zip(kept, limits, strict=True)):
+            return orders_of("1f1b", self.ranks, len(batches), k=1, v=1)  # which does not fit either, and says so
+        problem = OrderProblem(self._times(batches), kept, limits, tuple(stages))
+        return plan_order(problem, split=True, tries=TRIES).schedule
+
+    def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
+        """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
+
+        def table(phase: Phase) -> list[list[float]]:
+            rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
+            return [[0.0 if cascade is None else self._time(cascade) for cascade in row] for row in rows]
+
+        def sent(phase: Phase, step: int) -> list[list[float]]:
+            rows = []
+            for cut in range(len(self.parts) - 1):
+                source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
+                pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
+                sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
+                first, second = source * self.run, target * self.run
+                rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
+            return rows
+
+        return StageTimes(
+            table(Phase.FORWARD),
+            table(Phase.BACKWARD),
+            table(Phase.WEIGHT),
+            send_forward=sent(Phase.FORWARD, 1),
+            send_backward=sent(Phase.BACKWARD, -1),
+        )
 
     @cached_property
     def stages_on(self) -> list[list[int]]:
@@ -188,16 +226,19 @@ class _Plan:
     @cached_property
     def needed(self) -> list[float]:
         """GiB on the ranks of each run: state, what the most micro-batches at once have saved, and workspace."""
-        everywhere = sum(gib(stage.attrs.get("state")) for stage in self.module.stages if stage not in self.parts)
         totals = []
         for rank, stages in enumerate(self.stages_on):
-            state = everywhere + sum(gib(self.parts[stage].attrs.get("state")) for stage in stages)
             most = 0.0
             for batches, order in zip(self.replicas, self.orders, strict=True):
                 kept = [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
                 most = max(most, held(order, kept)[rank] + self._running(batches, stages))
-            totals.append(state + most)
+            totals.append(self._state(stages) + most)
         return totals
+
+    def _state(self, stages: Sequence[int]) -> float:
+        """GiB that always lie on the ranks of these stages."""
+        everywhere = sum(gib(stage.attrs.get("state")) for stage in self.module.stages if stage not in self.parts)
+        return everywhere + sum(gib(self.parts[stage].attrs.get("state")) for stage in stages)
 
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""

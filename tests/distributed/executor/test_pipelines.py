@@ -32,6 +32,7 @@ def assert_exact(found: Path, expected: dict[str, torch.Tensor]) -> None:
         (2, "p=4", "schedule=interleaved-1f1b"),
         (2, "p=4", "schedule=zb-v"),
         (4, "p=4", "schedule=zb-h1"),
+        (4, "p=2", "schedule=planned"),
         (4, "cuts=[1]", "schedule=1f1b"),
     ],
 )
