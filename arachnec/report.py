@@ -95,7 +95,7 @@ def busy_ms(module: Module) -> list[float]:
     assert module.cluster is not None
     world = module.cluster.world
     if module.level < Level.PLACED:
-        total = math.fsum((cascade.end - cascade.start) * cascade.degree for cascade in module.cascades)
+        total = math.fsum((cascade.end - cascade.start) * cascade.width for cascade in module.cascades)
         return [total / world] * world
     loads = [0.0] * world
     for cascade in module.cascades:

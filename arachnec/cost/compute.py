@@ -63,14 +63,18 @@ class Compute:
 
     def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float) -> float:
         """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
+        return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown))
+
+    def halves(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float
+    ) -> tuple[float, float]:
+        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
         forward, backward = passes_of(cascade, recompute)
-        total = 0.0
-        for count, name in ((forward, "forward"), (backward, "backward")):
-            if count:
-                total += count * self._one_pass(cascade, name, degree, attention, slowdown)
-        if cascade.phase is Phase.WEIGHT:
-            total += self._one_pass(cascade, "backward", degree, attention, slowdown)
-        return total
+        once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
+        backs = backward or cascade.phase is Phase.WEIGHT
+        back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backs else 0.0
+        first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
+        return first * once, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 
 GIB = 2**30
@@ -29,15 +30,19 @@ class Memory:
     def stages(self) -> Mapping[str, Stage]:
         return {stage.name: stage for stage in self.module.stages}
 
-    def of(self, cascade: Cascade, degree: int, recompute: bool) -> float:
-        """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
+    def of(self, cascade: Cascade, ranks: int, recompute: bool, side: int = 1) -> float:
+        """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, without its
+        ``state``."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            return divided(stage, "workspace", on_busiest_rank(cascade, degree), 1.0) + self.output(cascade)
-        share = uneven(cascade.tokens, degree)
-        total = self.received(cascade)
+            return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
+        received = self.received(cascade)
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
-            return total
+            return received
+        if side > 1:
+            cascade = replace(cascade, batch=cascade.batch // side)
+        share = uneven(cascade.tokens, ranks // side)
+        total = gathered_gib(stage) + received
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
@@ -144,15 +149,17 @@ class Memory:
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
 
-    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> bool | None:
+    def recompute_at(
+        self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None, side: int = 1
+    ) -> bool | None:
         """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
 
         Without ``ranks`` those with most memory count.
         """
         room = self.room_on(ranks, degree, cascade.stage)
-        if self.of(cascade, degree, False) <= room:
+        if self.of(cascade, degree, False, side) <= room:
             return False
-        if self.can_recompute(cascade) and self.of(cascade, degree, True) <= room:
+        if self.can_recompute(cascade) and self.of(cascade, degree, True, side) <= room:
             return True
         return None
 

@@ -81,6 +81,7 @@ STAGE = table("""
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
     sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
+    cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what it hands off
@@ -125,6 +126,7 @@ CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     degree    | int         | scheduled | required | ranks that share it
+    side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | bool        | scheduled | optional | blocks are run again in the backward
@@ -157,6 +159,14 @@ _RUN = """
     start     | ms    | lowered | required | planned start
 """
 
+# Of a stage whose parameters are dealt out. A backward reads its lists from the end.
+_CELL = """
+    cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
+    gather    | [int] | lowered | optional | layers that become whole, in this order
+    release   | [int] | lowered | optional | layers that are whole no longer, each after its use
+    held      | int   | lowered | optional | layers that are whole at once, beside the last one
+"""
+
 INSTRUCTION = {
     "encode": table(
         _RUN
@@ -176,12 +186,18 @@ INSTRUCTION = {
     shards    | [int] | lowered | optional | as on the cascade
     recompute | bool  | lowered | optional | as on the cascade
     attention | str   | lowered | optional | as on the cascade
+    side      | int   | lowered | optional | as on the cascade
 """
+        + _CELL
     ),
     "backward": table(
         _RUN
         + """
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+        + _CELL
+        + """
+    scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
 """
     ),
     "weight": table(
@@ -210,6 +226,7 @@ INSTRUCTION = {
     layers    | [int] | lowered | optional | the bucket's layers, by number; absent with `rest` = the whole stage
     rest      | bool  | lowered | optional | the bucket holds what lies in no layer, or in several
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
+    cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
 """),
     "step": table("""
     time      | ms    | lowered | required | planned duration

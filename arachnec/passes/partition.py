@@ -7,6 +7,9 @@ Clips of equal frames, height, width and caption length may share a micro-batch.
 * ``dual``: B*S <= M_mem and B*S^p <= M_comp (AdaptiveLoad, arXiv 2605.17923, section 3): memory grows with the tokens,
   time with a power p of them between 1 and 2.
 
+Where parameters are dealt out over cells, a micro-batch runs on whole cells, its clips side by side
+(``planning.cell_batches``).
+
 Every policy keeps every clip; a clip that alone exceeds a limit is a micro-batch of its own.
 """
 
@@ -21,9 +24,11 @@ from typing import ClassVar, Literal
 from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
+from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4
@@ -105,13 +110,23 @@ class Partition(Pass):
         longest = max(clip.tokens for clip in module.clips)
         most_tokens = float(self.tokens or longest)
         if self.policy == "equal-token":
-            return micro_batches(module.clips, lambda clip: most_tokens / clip.tokens)
+            return self._filled(module, stage, lambda clip: most_tokens / clip.tokens)
         p = self._exponent(module, stage)
         work = math.fsum(clip.tokens**p for clip in module.clips)
         world = module.cluster.world if module.cluster else 1
-        most_work = min(float(longest) ** p, work / (MICRO_BATCHES_PER_RANK * world))
-        return micro_batches(
-            module.clips, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
+        several = MICRO_BATCHES_PER_RANK if (cell_of(stage) or 1) == 1 else MICRO_BATCHES_PER_CELL
+        most_work = min(float(longest) ** p, work / (several * world))
+        return self._filled(
+            module, stage, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
+        )
+
+    def _filled(self, module: Module, stage: Stage, limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
+        """Micro-batches of at most so many clips per rank: on any ranks, or on whole cells of them."""
+        cell = cell_of(stage) or 1
+        if cell == 1:
+            return micro_batches(module.clips, limit_of)
+        return cell_batches(
+            module.clips, cell, lambda clip: min(cell * limit_of(clip), most_in_memory(module, stage, clip, cell))
         )
 
     def _exponent(self, module: Module, stage: Stage) -> float:

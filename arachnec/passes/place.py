@@ -13,7 +13,7 @@ from arachnec.passes.infra.base import Pass
 from arachnec.planning.family_placement import placed_on_few_groups
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.mixed_bound import bound_of
-from arachnec.planning.placement import placements, within_memory
+from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.rank_choice import TOLERANCE
 from arachnec.planning.staged_placement import is_pipeline, stage_places, staged_placements
 from arachnec.solver.problem import TICKS
@@ -62,6 +62,8 @@ class Place(Pass):
         )
 
     def _placements(self, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+        if in_cells(cost):
+            return best_placements(cascades, cost)
         if self.topology:
             return placed_on_few_groups(cascades, cost)
         return within_memory(cascades, placements(cascades, cost, topology=False), cost)

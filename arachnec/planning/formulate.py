@@ -212,13 +212,15 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
 
 
 def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
-    """A cascade with its degree and times in ms."""
+    """A cascade with its degree and times in ms. ``degree`` ranks are its own, for one clip or several side by side."""
+    side = cost.side_at(cascade, degree)
     return cascade.with_attrs(
-        degree=degree,
+        degree=degree // side,
+        side=side if side > 1 else None,
         start=Quantity(start, "ms"),
         end=Quantity(end, "ms"),
         recompute=True if recompute else None,
-        memory=Quantity(round(cost.memory(cascade, degree, recompute), 6), "GiB"),
+        memory=Quantity(round(cost.memory(cascade, degree, recompute, side), 6), "GiB"),
     )
 
 

@@ -136,8 +136,10 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
-        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None))),
-        nodes.Stage("dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None))),
+        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None))),
+        nodes.Stage(
+            "dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None))
+        ),
     )
     cascades: list[nodes.Cascade] = []
     for clip in clips if level >= Level.PARTITIONED else ():
@@ -156,6 +158,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
                     ring=ring,
                     ulysses=degree // ring,
                     shards=None,
+                    side=None,
                 )
             )
             before = (cascades[-1].name,) if phase is Phase.TRAIN else ()

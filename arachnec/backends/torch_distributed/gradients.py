@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
+from arachnec.backends.cascade_step import drop_gradients, gradients_of
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.gradient_pieces import (
     EXCHANGED,
@@ -150,6 +151,15 @@ class GradientSynchronisation:
             whole = torch.empty_like(value, dtype=gradient_dtype(value))
             gather_parts(Parts.of(), [whole], [part])
             set_gradient(value, whole)
+
+    def complete(self) -> dict[str, Tensor]:
+        """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter. Collective."""
+        self.gather()
+        return gradients_of(self.parameters)
+
+    def drop(self) -> None:
+        """Give the gradients' memory back."""
+        drop_gradients(self.parameters)
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)

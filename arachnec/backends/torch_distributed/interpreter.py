@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients,
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
+from arachnec.backends.torch_distributed.cells.parameters import CellParameters
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -34,6 +36,7 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
+from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
@@ -78,6 +81,7 @@ class RankContext:
     threads: RankThreads
     loads: LoadAhead
     training: Training
+    cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
 
     @property
@@ -112,7 +116,8 @@ class Iteration:
         demand_supported(module, [program])
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
-        return cls(module, program, clips, specs, step, prefetch_receives(Values(module), program, limit, given), given)
+        posts = prefetch_receives(Values(module), program, limit, given)
+        return cls(module, own_program(program), clips, specs, step, posts, given)
 
 
 @dataclass
@@ -138,23 +143,15 @@ def run_iteration(
 ) -> Run:
     """Execute one rank's program.
 
-    ``before_step`` sees the parameters with their whole gradients, before clipping, and is given on all ranks or none;
-    ``ahead`` is what to do of the next program while gradients are on their way.
+    ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
+    what to do of the next program while gradients are on their way.
     """
     drop_gradients(context.parameters)
     run = Run()
-    cascades = {cascade.name: cascade for cascade in iteration.module.cascades}
+    cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
-    gradients = GradientSynchronisation(
-        context.parameters,
-        layers_in(iteration.module, context.model),
-        context.gradient_groups,
-        piece_size(iteration.module.cluster, tuple(range(len(iteration.module.programs)))),
-        context.host_groups,
-        context.optimizer.sharded,
-        of_stages=context.pipeline.of_stages if context.pipeline else None,
-    )
+    gradients = _gradients(context, iteration.module)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -171,12 +168,24 @@ def run_iteration(
     return run
 
 
+def _gradients(context: RankContext, module: Module) -> GradientSynchronisation | ShardGradients:
+    size = piece_size(module.cluster, tuple(range(len(module.programs))))
+    if context.cells is not None:
+        return context.cells.gradients(context.gradient_groups, size)
+    layers = layers_in(module, context.model)
+    sharded = context.optimizer.sharded
+    stages = None if context.pipeline is None else context.pipeline.of_stages
+    return GradientSynchronisation(
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded, of_stages=stages
+    )
+
+
 @dataclass
 class _Walk:
     context: RankContext
     iteration: Iteration
     handoffs: Handoffs
-    gradients: GradientSynchronisation
+    gradients: GradientSynchronisation | ShardGradients
     run: Run
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
@@ -258,7 +267,8 @@ class _Walk:
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
-        with self._sharded(instruction, cascade):
+        gathered = self.context.cells.gathering.forward(instruction) if self.context.cells else nullcontext()
+        with self._sharded(instruction, cascade), gathered:
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
         self.run.losses[cascade.name] = objective
         self.shares.append(objective.detach())
@@ -300,8 +310,10 @@ class _Walk:
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
             return
+        gathered = self.context.cells.gathering.backward(instruction) if self.context.cells else nullcontext()
         with (
             self._sharded(instruction, cascade),
+            gathered,
             self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
@@ -331,10 +343,10 @@ class _Walk:
         if self.context.pipeline is not None:
             self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
         if self.before_step is not None:
-            self.gradients.gather()
-            self.before_step(self.context.parameters)
+            own, pipeline = self.gradients.complete(), self.context.pipeline
+            self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
         self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
-        drop_gradients(self.context.parameters)
+        self.gradients.drop()
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
@@ -388,4 +400,6 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
     forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(len(step.peers) > 1 or step.attrs.get("recompute") is True for step in forwards)
+    return any(
+        len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") is True for step in forwards
+    )

@@ -7,7 +7,7 @@ stage has counts once in the gradient's norm, over all stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -132,11 +132,8 @@ class PipelineRank:
         """Whether this rank counts a gradient for all that have it."""
         return self._places_of[name][0][0] == self.rank
 
-    def whole_gradients(
-        self, parameters: Mapping[str, Tensor], gradients_of: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""
-        own = gradients_of(parameters)
         whole: dict[str, Tensor] = {}
         for name, meta in trained_parameters(self.cuts.model).items():
             source = self._places_of[name][0][0]

@@ -32,6 +32,7 @@ class Sequences:
     clips: Sequence[VideoClip]
     dtype: torch.dtype | None  # what floating-point arguments are cast to
     planned: Sequence[Graph] = ()
+    shapes: Callable[[], nn.Module] | None = None  # the same model without values, where its own come and go
     _installed: list[SequenceParallel] = field(default_factory=list)
 
     def for_program(self, module: Module) -> SequenceParallel | None:
@@ -45,10 +46,16 @@ class Sequences:
         from arachnec.tracing.blocks import capture_blocks
         from arachnec.tracing.sample import example_calls
 
-        calls = example_calls(self.model, CastSamples(self.model_file, self.dtype), self.clips)
+        model = self.model if self.shapes is None else _on_meta(self.shapes)
+        calls = example_calls(model, CastSamples(self.model_file, self.dtype), self.clips)
         # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
-        captured = capture_blocks(self.model, calls, verify=False)
+        captured = capture_blocks(model, calls, verify=False)
         return install(self.model, captured, fuse_as_planned(self.planned) if self.planned else None)
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
 
 
 def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBlock], FusedForms]:

@@ -61,21 +61,19 @@ def shared_modules(
     A parameter that is not kept, by the names of module and parameter, is zeros without memory on this rank.
     """
     modules = build(CPU) if dist.get_rank() == 0 else _received(build, device, is_kept)
-    agree({"the tensors of the model and its encoders": _digest(modules)}, device)
+    agree({"the tensors of the model and its encoders": digest_of(modules)}, device)
     left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
         if id(tensor) in left_out:
             _pass_on(tensor, device)
             continue
         home = tensor if tensor.device == device else tensor.detach().to(device)
-        _broadcast(home)
+        broadcast(home)
         if home is not tensor:
-            _swap(tensor, home)
+            put_in_place(tensor, home)
     for module in modules.values():
         module.to(device)  # what is no tensor of the module, such as a device that it remembers
-    state = torch.get_rng_state()
-    _broadcast(state)
-    torch.set_rng_state(state)  # as after building, for what is drawn later
+    share_random_state()
     return modules
 
 
@@ -88,9 +86,16 @@ def _left_out(modules: Modules, is_kept: Callable[[str, str], bool]) -> Iterator
 def _pass_on(tensor: Tensor, device: torch.device) -> None:
     """Take part in the broadcast of a parameter that is not this rank's, and keep zeros without memory in its place."""
     passing = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-    _broadcast(passing)
-    _swap(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+    broadcast(passing)
+    put_in_place(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
     tensor.requires_grad_(False)
+
+
+def share_random_state() -> None:
+    """Have every rank draw on as rank 0 does after building. Collective."""
+    state = torch.get_rng_state()
+    broadcast(state)
+    torch.set_rng_state(state)
 
 
 def tensors_of(modules: Modules) -> Iterator[Tensor]:
@@ -104,13 +109,19 @@ def _received(
     build: Callable[[torch.device], Modules], device: torch.device, is_kept: Callable[[str, str], bool]
 ) -> Modules:
     """The modules with memory on ``device`` and no values yet, or with values of their own."""
+    modules = without_memory(build)
+    left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
+    for tensor in tensors_of(modules):
+        if tensor.device.type == "meta" and id(tensor) not in left_out:
+            put_in_place(tensor, torch.empty_like(tensor, device=device))
+    return modules
+
+
+def without_memory(build: Callable[[torch.device], Modules]) -> Modules:
+    """The modules on the meta device; on the CPU, with values of their own, where they cannot be built so."""
     try:
         modules = _built_on_meta(build)
         if not any(_strays(module) for module in modules.values()):
-            left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
-            for tensor in tensors_of(modules):
-                if id(tensor) not in left_out:
-                    _swap(tensor, torch.empty_like(tensor, device=device))
             return modules
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         pass  # it looks at values, or cannot be without them; a mistake shows again below
@@ -139,7 +150,7 @@ def _strays(module: nn.Module) -> bool:
     )
 
 
-def _swap(tensor: Tensor, other: Tensor) -> None:
+def put_in_place(tensor: Tensor, other: Tensor) -> None:
     """Put ``other`` in the place of ``tensor`` wherever that is referred to, as a parameter if it is one."""
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, tensor.requires_grad)
@@ -148,7 +159,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor) -> None:
+def broadcast(tensor: Tensor) -> None:
     """Rank 0's values, as bytes: every precision travels alike."""
     if not tensor.numel():
         return
@@ -158,7 +169,8 @@ def _broadcast(tensor: Tensor) -> None:
         tensor.copy_(packed)
 
 
-def _digest(modules: Modules) -> str:
+def digest_of(modules: Modules) -> str:
+    """What must be equal on all ranks: names, shapes and precisions of all tensors."""
     named = [
         (name, key, tuple(tensor.shape), str(tensor.dtype))
         for name, module in sorted(modules.items())

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
+    build_model,
     drop_gradients,
-    gradients_of,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
+from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
@@ -41,7 +43,7 @@ from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.checkpoint.folder import Position
@@ -144,9 +146,15 @@ class Trainer:
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
-        model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+        stage = dealt_out_stage(first)
+        cells: CellParameters | None = None
+        if stage is None:
+            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+        else:
+            model, cells = CellParameters.of(model_file, training, device, stage)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
+        keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
@@ -158,11 +166,12 @@ class Trainer:
             encoders=encoders,
             sequence=None,
             optimizer=Optimizer(
-                parameters,
+                parameters if cells is None else cells.pieces,
                 training,
                 sharded=sharded,
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm=pipeline.norm if pipeline else None,
+                norm_of_all=None if cells is None else cells.norm,
+                norm=None if pipeline is None else pipeline.norm,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -171,13 +180,21 @@ class Trainer:
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
+            cells=cells,
             pipeline=pipeline,
         )
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-        self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
+        self._sequences = Sequences(
+            model_file,
+            model,
+            executable.clips,
+            dtype,
+            executable.fused_graphs(),
+            shapes=None if cells is None else partial(build_model, model_file, training, META),
+        )
         folder, keep = options.checkpoint, options.keep
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
         self.done = self._resume(options)
@@ -215,7 +232,7 @@ class Trainer:
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
         started = time.perf_counter()
-        run = run_iteration(context, own, clock, _saver(save_gradients, context.pipeline), self._ahead)
+        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         if iteration in self._begun:
@@ -343,10 +360,12 @@ class Trainer:
         )
 
     def _state(self) -> State:
-        """Everything that the next step depends on, as tensors."""
+        """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        own, pipeline = self._context.optimizer.tensors(), self._context.pipeline
-        return {**(own if pipeline is None else pipeline.written(own)), **buffers}
+        state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
+        if pipeline is not None:
+            return {**pipeline.written(state), **buffers}
+        return {**(state if cells is None else cells.parts(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
@@ -363,20 +382,17 @@ class Trainer:
         return position.steps
 
 
-def _saver(path: Path | None, pipeline: PipelineRank | None) -> Callable[[Mapping[str, Tensor]], None] | None:
+def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     if path is None:
         return None
 
-    def save(parameters: Mapping[str, Tensor]) -> None:
-        gradients = pipeline.whole_gradients(parameters, gradients_of) if pipeline is not None else None
+    def save(gradients: Mapping[str, Tensor]) -> None:
         if dist.get_rank() != 0:
             return
         from safetensors.torch import save_file
 
-        if gradients is None:
-            gradients = {name: value.cpu().contiguous() for name, value in gradients_of(parameters).items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(gradients, path)
+        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
 
     return save
 

@@ -20,6 +20,7 @@ from arachnec.passes.infra.base import Pass
 
 BUILTIN = {
     "partition": "arachnec.passes.partition:Partition",
+    "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
     "stages": "arachnec.passes.stages:Stages",
     "annotate": "arachnec.passes.annotate:Annotate",
