@@ -35,6 +35,8 @@ PIPELINES = {
     "flexsp": f"{_STATE},partition,annotate,schedule-flexsp,{_END}",
     # KnapFormer: bags of fixed sizes, filled greedily to equal load
     "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
+    # PipeDream's 1F1B: the fewest stages that hold the longest clip; a stage's gradients end with its last backward
+    "pipeline-1f1b": "stages,partition{policy=dual},annotate,schedule-pipeline,lower,check",
     # FSDP: parameters, gradients and optimizer dealt out over all ranks, one layer whole at a time
     "fsdp": f"shard-parameters{{cell=world}},partition,annotate,schedule-static,{_END}",
     # FSDP's hybrid sharding: dealt out within a machine, replicated between machines
