@@ -1,10 +1,11 @@
 """What each decision of the planner is worth: switched off alone, on the same clips and costs, simulated.
 
-    python benchmarks/ablations.py [--only encoders,degrees] [--budget 2000]
+    python benchmarks/ablations.py [--only encoders,degrees] [--steps 2000]
 
 One row a decision and workload: the iteration with everything on, the iteration without this decision, and their
-ratio. Every decision has a workload where it matters and one where it does not. Searches have a budget of wall time, so
-a loaded machine finds less: ratios within a percent of 1 say nothing. Five minutes on a quiet machine.
+ratio. Every decision has a workload where it matters and one where it does not. The
+effort of searches is counted in steps, so that a loaded machine finds the same. Ratios within a percent of 1 say
+nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.placement import best_placements, on_ranks
 
-BUDGET = 2000  # ms, the scheduler's default
+STEPS = 2000  # about the ms of the scheduler's default budget
 COSTED = "shard-optimizer,partition,annotate"
 SINGLE = "shard-optimizer,partition{policy=single},annotate"
 
@@ -43,9 +44,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Planner:
-    """The default pipeline from the scheduler on, with ``budget`` ms of search."""
+    """The default pipeline from the scheduler on, with so many ``steps`` of search."""
 
-    budget: int
+    steps: int
 
     def iteration(self, costed: Module, *, place: str = "place", bucket: bool = True) -> float:
         """Simulated ms of one iteration, planned for this very pipeline."""
@@ -53,7 +54,7 @@ class Planner:
         return simulate(Pipeline.parse(f"{self.scheduler()},{end}").run(costed)).iteration_ms
 
     def scheduler(self, baselines: bool = True) -> str:
-        return f"schedule-z3{{budget={self.budget}ms{'' if baselines else ',baselines=false'}}}"
+        return f"schedule-z3{{steps={self.steps}{'' if baselines else ',baselines=false'}}}"
 
     def whole(self, traced: Module, place: str) -> float:
         """Simulated ms of one iteration by the default pipeline with this ``place``, planned for it from the start."""
@@ -264,12 +265,12 @@ def line(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(DECISIONS), help="names separated by commas")
-    parser.add_argument("--budget", type=int, default=BUDGET, help="ms of search for every plan")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of search for every plan")
     options = parser.parse_args()
     started = time.perf_counter()
     print("| decision | workload | without it | with, s | without, s | ratio |\n|---|---|---|---|---|---|")
     for name in options.only.split(","):
-        for row in DECISIONS[name](Planner(options.budget)):
+        for row in DECISIONS[name](Planner(options.steps)):
             print(line(row), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s")
 

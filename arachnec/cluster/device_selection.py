@@ -66,10 +66,10 @@ class TorchDevices:
     def versions(self) -> dict[str, str]:
         import torch
 
-        found = {"torch": str(torch.__version__), "CUDA": str(torch.version.cuda)}
+        by_name = {"torch": str(torch.__version__), "CUDA": str(torch.version.cuda)}
         if torch.cuda.is_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        return found
+            by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return by_name
 
 
 class DeviceRecord(msgspec.Struct, frozen=True):

@@ -237,10 +237,10 @@ class Watchdog:
         if (failure := self._published()) is not None:
             return failure
         self._beat()
-        found = self._gone() or self._silent() or self._late()
-        if found is None and told_to_end:
-            found = self._cause_of_sigterm()
-        return None if found is None else self._publish(_failure(found))
+        cause = self._gone() or self._silent() or self._late()
+        if cause is None and told_to_end:
+            cause = self._cause_of_sigterm()
+        return None if cause is None else self._publish(_failure(cause))
 
     def _without_store(self, reason: str) -> Diagnostic:
         """Why there may be no store any more: a rank of this agent may have kept it."""

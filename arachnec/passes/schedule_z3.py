@@ -2,8 +2,8 @@
 
 1. A lower bound that holds for every schedule (``solver.bound``).
 2. A first schedule: a packing in aligned blocks, or a list schedule.
-3. Improvers share one incumbent and the budget (``solver.portfolio``): the baselines' layouts, list schedules, large
-   neighbourhoods, annealing, exact packing, and Z3 on tails and on the whole problem.
+3. The baselines' layouts are tried. Then improvers share one incumbent and the budget (``solver.portfolio``): large
+   neighbourhoods, annealing, and Z3 on the whole problem.
 4. Where placing changes what a schedule is worth, it is judged by its placed and simulated iteration, in the pipeline
    that really follows (``planning.placed_search``).
 

@@ -30,13 +30,13 @@ from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.mixed_bound import mixed_bound
 from arachnec.planning.mixed_nodes import fewer_gpus
-from arachnec.planning.placement import best_placements, placements, within_memory
+from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import start_order
-from arachnec.solver.improvers import Candidates, Transformed, decoding_ms
+from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed, decoding_ms
 from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
@@ -61,7 +61,7 @@ def solve_placed(
     without: Collection[str] = (),
     few_groups: bool = True,
 ) -> Solution:
-    """The schedule whose iteration is shortest within the budget, by all improvers but those named in ``without``.
+    """The schedule whose iteration is shortest within the budget, by all improvers and views but ``without`` some.
 
     Without ``baselines`` the layouts that others train with are not among what is tried. Without ``few_groups`` no
     process group has a price.
@@ -90,7 +90,7 @@ def solve_placed(
             () if blocks else _of_problem(whole, family, challenged, module, cost, measure, clock, seed, baselines),
             _of_views(family, views, cost, clock, blocks=blocks),
         )
-        if improver.name not in without
+        if not set(improver.name.split(": ")) & set(without)
     ]
     run(improvers, incumbent, clock, random.Random(seed))
     answer = solution(incumbent, bound, whole.ms)
@@ -155,7 +155,7 @@ def _of_problem(
     if baselines and clock.steps is None:
         seconds = clock.left() / 1e3 / 20
         yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
-    for improver in whole.improvers(clock):
+    for improver in whole.improvers():
         if improver.proves or challenged:
             yield improver
     for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
@@ -163,24 +163,23 @@ def _of_problem(
         first = First.of(fewer, least, clock)
         incumbent = Incumbent(fewer, first.schedule, least)
         yield Candidates("fewer GPUs", iter([first.schedule]), ms)
-        for improver in first.improvers(clock):
+        for improver in first.improvers():
             if not improver.proves:
-                yield Transformed(improver, incumbent, lambda schedule: schedule)
+                yield Transformed("fewer GPUs", improver, incumbent, lambda schedule: schedule)
 
 
 def _of_views(family: _View, views: list[_View], cost: CostModel, clock: Clock, *, blocks: bool) -> Iterator[Improver]:
     """What searches degrees of the family, and packs those whose blocks nest; with ``blocks`` the latter alone."""
-    packed = ("exact packing", "large neighbourhoods")
     incumbent = family.incumbent()
-    for improver in family.first.improvers(clock) if not blocks else ():
+    for improver in family.first.improvers() if not blocks else ():
         # blocks that nest are packed in their own view
-        if not improver.proves and not (views and improver.name in packed):
-            yield Transformed(improver, incumbent, family.back)
+        if not improver.proves and not (views and improver.name == LargeNeighbourhoods.name):
+            yield Transformed("family", improver, incumbent, family.back)
     for view in views:
         incumbent = view.incumbent()
-        for improver in view.first.improvers(clock):
-            if improver.name in packed:
-                yield Transformed(improver, incumbent, view.back)
+        for improver in view.first.improvers():
+            if improver.name == LargeNeighbourhoods.name:
+                yield Transformed("nested widths", improver, incumbent, view.back)
 
 
 @dataclass
@@ -243,8 +242,8 @@ class Measure:
         """First placed, then simulated; those of which four fit into so many ms."""
         size = len(self.problem.jobs) + self.problem.gpus
         objectives = [
-            Objective("placed", self.of, 1 + PLACING_MS * size),
-            Objective("simulated", self.simulated, 5 + SIMULATING_MS * size),
+            Objective("placed", self.of, PLACING_MS * size),
+            Objective("simulated", self.simulated, SIMULATING_MS * size),
         ]
         spent = accumulate(objective.ms for objective in objectives)
         return [objective for objective, ms in zip(objectives, spent, strict=True) if 4 * ms <= budget]
@@ -273,6 +272,8 @@ class Measure:
 
     def _on_ranks(self, cascades: list[Cascade]) -> list[Cascade]:
         """As ``place`` does it."""
+        if in_cells(self.cost):
+            return best_placements(cascades, self.cost)
         if self.following.topology:
             return (priced_placement if self.few_groups else best_placements)(cascades, self.cost)
         return within_memory(cascades, placements(cascades, self.cost, topology=False), self.cost)

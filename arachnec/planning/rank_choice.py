@@ -99,12 +99,12 @@ def ranks_from_the_end(cascades: Sequence[Cascade], cluster: Cluster) -> dict[st
     An aligned block where there is one, else ranks of one node, else whole nodes, else any.
     """
     last = max((cascade.end for cascade in cascades), default=0.0)
-    return _ranks_in_turn([(last - each.end, last - each.start, each) for each in cascades], cluster)
+    return _ranks_in_turn([(last - cascade.end, last - cascade.start, cascade) for cascade in cascades], cluster)
 
 
 def ranks_from_the_start(cascades: Sequence[Cascade], cluster: Cluster) -> dict[str, tuple[int, ...]]:
     """For every cascade, first starts first, ranks that are free then, and have been for the shortest time."""
-    return _ranks_in_turn([(each.start, each.end, each) for each in cascades], cluster)
+    return _ranks_in_turn([(cascade.start, cascade.end, cascade) for cascade in cascades], cluster)
 
 
 def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Cluster) -> dict[str, tuple[int, ...]]:
@@ -112,16 +112,16 @@ def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Clust
     import numpy as np
 
     free = np.zeros((cluster.nodes, cluster.gpus))  # ms from which on each rank is
-    found: dict[str, tuple[int, ...]] = {}
+    ranks_of: dict[str, tuple[int, ...]] = {}
     for start, end, cascade in sorted(times, key=lambda row: (row[0], -row[2].degree)):
-        degree = cascade.degree
+        degree = cascade.width
         idle = np.where(free <= start + TOLERANCE, start - free, np.inf)
         ranks = _least_idle(idle, degree, cluster.gpus)
         if ranks is None:
             ranks = pick_ranks(cluster, np.flatnonzero(np.isfinite(idle)).tolist(), degree, set())
         free.reshape(-1)[list(ranks)] = end
-        found[cascade.name] = ranks
-    return found
+        ranks_of[cascade.name] = ranks
+    return ranks_of
 
 
 def _least_idle(idle: NDArray[np.float64], degree: int, gpus: int) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
@@ -151,7 +152,8 @@ class GapSearch:
                 number = self.number
             schedule = None
             try:
-                answer, schedule = self.ask(asked.horizon, seed + number, effort, question)
+                asking = partial(self.ask, asked.horizon, seed + number, effort, question)
+                answer, schedule = question.answered(asking)
                 if schedule is not None and not any(job.before for job in self.problem.jobs):
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:

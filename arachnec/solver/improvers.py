@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from arachnec.solver.annealing import HOT, anneal
 from arachnec.solver.block_packing import Options, Packing, Placed, realize
 from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
-from arachnec.solver.decoder import justified, reversed_problem, reversed_schedule
+from arachnec.solver.decoder import reversed_problem, reversed_schedule
 from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
 from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
@@ -48,24 +48,6 @@ class Candidates:
                 break
             tried.append(schedule)
         return Improvement(tuple(sorted(dict.fromkeys(tried), key=lambda one: one.makespan(incumbent.problem))))
-
-
-@dataclass
-class Justification:
-    """Every new shortest schedule justified, once."""
-
-    name: str = "justification"
-    hope: float = HOPE
-    proves: bool = False
-    last: Schedule | None = None
-
-    def slice(self, incumbent: Incumbent) -> float | None:
-        return None if incumbent.shortest is self.last else decoding_ms(incumbent.problem, 4)
-
-    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        self.last = justified(incumbent.problem, incumbent.shortest)
-        clock.count_ms(decoding_ms(incumbent.problem, 4))
-        return Improvement((self.last,))
 
 
 @dataclass
@@ -125,51 +107,19 @@ class Annealing:
 
 
 @dataclass
-class ExactPacking:
-    """The shortest packing of a few jobs; ``certain`` once none is shorter than the incumbent."""
-
-    problem: Problem
-    options: Options
-    name: str = "exact packing"
-    hope: float = HIGH_HOPE
-    proves: bool = False
-    certain: bool = False
-
-    def slice(self, incumbent: Incumbent) -> float | None:
-        """Every set of jobs is looked at for every width, several of them in an operation."""
-        from arachnec.solver.exact_packing import MOST_JOBS
-
-        jobs = len(self.problem.jobs)
-        if self.certain or jobs > MOST_JOBS or any(job.before for job in self.problem.jobs):
-            return None
-        return float(1 << jobs) * self.problem.gpus.bit_length() / OPERATIONS_PER_MS / 2
-
-    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        from arachnec.solver.exact_packing import shortest_packing
-
-        def stop() -> bool:
-            clock.count_ms(1)
-            return not clock.any_left()
-
-        packing, self.certain = shortest_packing(self.problem.gpus, self.options, incumbent.makespan, stop)
-        return Improvement(() if packing is None else (realize(self.problem, packing),))
-
-
-@dataclass
 class LargeNeighbourhoods:
-    """Blocks of a packing, packed anew by best fit, and by Z3 where that stalls; done where ``exact`` is certain."""
+    """Blocks of a packing, packed anew by best fit, and by Z3 where that stalls."""
 
     problem: Problem
     options: Options
     packing: Packing
-    exact: ExactPacking
     name: str = "large neighbourhoods"
     hope: float = HIGH_HOPE
     proves: bool = False
     search: LargeNeighbourhood | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        if self.exact.certain or (self.search is not None and self.search.reached <= incumbent.bound):
+        if self.search is not None and self.search.reached <= incumbent.bound:
             return None
         return STALL / 10  # a try takes a tenth of a millisecond
 
@@ -206,38 +156,6 @@ class LargeNeighbourhoods:
 
 
 @dataclass
-class Tails:
-    """The jobs that start last, given to Z3; more of them when they cannot be shorter."""
-
-    problem: Problem
-    name: str = "z3 tail"
-    hope: float = HOPE
-    proves: bool = False
-    size: int = 8
-
-    def slice(self, incumbent: Incumbent) -> float | None:
-        """None where nothing waits: then a tail is a packing, which large neighbourhoods do."""
-        if self.size > len(self.problem.jobs) or not any(job.before for job in self.problem.jobs):
-            return None
-        from arachnec.solver.tail import tail_of
-
-        tail = tail_of(self.problem, incumbent.shortest, self.size)
-        return question_ms(len(tail.problem.jobs) * sum(len(job.choices) for job in tail.problem.jobs))
-
-    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        from arachnec.solver.tail import shorter_tail
-
-        shorter, answered = shorter_tail(
-            self.problem, incumbent.shortest, incumbent.bound, self.size, clock, rng.randrange(2**31)
-        )
-        if shorter is not incumbent.shortest:
-            return Improvement((shorter,))
-        if answered:
-            self.size += self.size // 2
-        return Improvement()
-
-
-@dataclass
 class Prover:
     """Z3 on the whole problem, from both sides of the gap."""
 
@@ -265,16 +183,17 @@ class Prover:
 class Transformed:
     """An improver of another problem; ``back`` makes its schedules ones of the problem itself.
 
-    ``incumbent`` is that of the other problem, counted alone.
+    ``view`` names the other problem; ``incumbent`` is its own, counted alone.
     """
 
+    view: str
     improver: Improver
     incumbent: Incumbent
     back: Callable[[Schedule], Schedule]
 
     @property
     def name(self) -> str:
-        return self.improver.name
+        return f"{self.view}: {self.improver.name}"
 
     @property
     def hope(self) -> float:

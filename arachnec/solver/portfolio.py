@@ -29,7 +29,7 @@ from arachnec.solver.problem import TICKS, Problem, Schedule
 
 # Of the gap, that the next slice of any improver is trusted to close.
 HOPE = 0.05
-# And of those that can close all of it, or mostly do: exact packing, large neighbourhoods, the prover.
+# And of those that can close all of it, or mostly do: large neighbourhoods, the prover.
 HIGH_HOPE = 0.3
 # Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
 CLOSE = 0.01

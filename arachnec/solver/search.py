@@ -11,22 +11,13 @@ from arachnec.solver.block_packing import Options, Packing, options_of, packings
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import justified, left_shifted
-from arachnec.solver.improvers import (
-    Annealing,
-    Candidates,
-    ExactPacking,
-    Justification,
-    LargeNeighbourhoods,
-    Prover,
-    Tails,
-    decoding_ms,
-)
+from arachnec.solver.improvers import Annealing, LargeNeighbourhoods, Prover, decoding_ms
 from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.portfolio import Improver, Incumbent, run
 from arachnec.solver.problem import Problem, Schedule, Solution
 from arachnec.solver.static_layouts import one_degree
 
-# ms of list schedules and layouts, counted, that there is time for whatever the budget: 50 of each for 100 jobs.
+# ms of list schedules and layouts, counted, that there is time for whatever the budget: 100 of them for 100 jobs.
 GRACE = 20.0
 
 
@@ -35,7 +26,7 @@ def solve(problem: Problem, clock: Clock, seed: int, without: Collection[str] = 
     bound = lower_bound(problem)
     first = First.of(problem, bound, clock)
     incumbent = Incumbent(problem, first.schedule, bound)
-    wanted = [improver for improver in first.improvers(clock) if improver.name not in without]
+    wanted = [improver for improver in first.improvers() if improver.name not in without]
     run(wanted, incumbent, clock, random.Random(seed))
     return solution(incumbent, bound, first.ms)
 
@@ -48,14 +39,13 @@ def solution(incumbent: Incumbent, area_bound: int, first_ms: float) -> Solution
 
 @dataclass(frozen=True)
 class First:
-    """The first schedule, what is left of the heuristics it comes from, and the packing where there is one.
+    """The first schedule, and the packing where there is one.
 
     ``ms`` of wall time after the start a complete schedule was there.
     """
 
     problem: Problem
     schedule: Schedule
-    heuristics: Candidates
     options: Options | None
     packing: Packing | None
     ms: float
@@ -73,25 +63,18 @@ class First:
     @staticmethod
     def listed(problem: Problem, best: Schedule, bound: int, ms: float) -> First:
         """A schedule that was there after so many ms, or a better list schedule, where those take no time."""
-        lists = Candidates("list schedules", _heuristics(problem, bound), decoding_ms(problem, 2))
-        within = int(GRACE / (lists.ms + 1e-6))
-        tried = [best, *islice(lists.schedules, within)]
+        within = int(GRACE / (decoding_ms(problem, 2) + 1e-6))
+        tried = [best, *islice(_heuristics(problem, bound), within)]
         best = min(tried, key=lambda schedule: schedule.makespan(problem))
         if within:
             best = min(best, justified(problem, best), key=lambda schedule: schedule.makespan(problem))
-        return First(problem, best, lists, None, None, ms)
+        return First(problem, best, None, None, ms)
 
-    def improvers(self, clock: Clock) -> Iterator[Improver]:
-        problem = self.problem
-        yield self.heuristics
-        yield Justification()
-        yield Annealing(problem)
-        yield Tails(problem)
-        yield Prover(problem)
+    def improvers(self) -> Iterator[Improver]:
+        yield Annealing(self.problem)
+        yield Prover(self.problem)
         if self.options is not None and self.packing is not None:
-            exact = ExactPacking(problem, self.options)
-            yield exact
-            yield LargeNeighbourhoods(problem, self.options, self.packing, exact)
+            yield LargeNeighbourhoods(self.problem, self.options, self.packing)
 
 
 def _heuristics(problem: Problem, bound: int) -> Iterator[Schedule]:

@@ -6,11 +6,15 @@ Making the question counts as much as answering it: ``late`` says while it is ma
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import Enum
+from typing import TypeVar
 
 import z3
 
 from arachnec.solver.problem import Effort
+
+T = TypeVar("T")
 
 
 class Answer(Enum):
@@ -56,16 +60,20 @@ class Question:
             solver.set("rlimit", self._effort.steps - self.steps)
         if self._until is not None:
             solver.set("timeout", max(1, int((self._until - time.perf_counter()) * 1e3)))
-        try:
-            answer = solver.check(*assumptions)
-        except z3.Z3Exception:
-            if self.stopped:
-                return Answer.UNKNOWN
-            raise
+        answer = solver.check(*assumptions)
         self.steps += max(1, _counted(solver) - before)
         if answer == z3.sat:
             return Answer.POSSIBLE
         return Answer.IMPOSSIBLE if answer == z3.unsat else Answer.UNKNOWN
+
+    def answered(self, ask: Callable[[], tuple[Answer, T | None]]) -> tuple[Answer, T | None]:
+        """What ``ask`` answers; unknown where this was stopped, be it while constraints are made or a model is read."""
+        try:
+            return ask()
+        except z3.Z3Exception:
+            if self.stopped:
+                return Answer.UNKNOWN, None
+            raise
 
     def stop(self) -> None:
         """From another thread: there is to be no answer any more."""

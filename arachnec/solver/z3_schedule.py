@@ -20,23 +20,18 @@ from arachnec.solver.z3_question import Answer, Question, true
 
 
 def find_schedule(
-    problem: Problem, horizon: int, *, seed: int, effort: Effort, running: int = 0, question: Question | None = None
+    problem: Problem, horizon: int, *, seed: int, effort: Effort, question: Question | None = None
 ) -> tuple[Answer, Schedule | None]:
-    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
-
-    The first ``running`` jobs have one choice each and start at 0.
-    """
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
     unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
     if unit > 1:
         coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
-        answer, schedule = find_schedule(
-            coarse, horizon // unit, seed=seed, effort=effort, running=running, question=question
-        )
+        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort, question=question)
         if schedule is not None:
             schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
         return answer, schedule
     question = question or Question()
-    model = _Model(problem, horizon, running, question, question.begin(effort, seed))
+    model = _Model(problem, horizon, question, question.begin(effort, seed))
     if not model.complete:
         return Answer.UNKNOWN, None
     answer = question.check(model.solver)
@@ -50,9 +45,8 @@ def _divided(job: Job, unit: int) -> Job:
 class _Model:
     """The constraints of one query; z3's objects are mutable, so this lives for one query only."""
 
-    def __init__(self, problem: Problem, horizon: int, running: int, question: Question, solver: z3.Solver) -> None:
+    def __init__(self, problem: Problem, horizon: int, question: Question, solver: z3.Solver) -> None:
         self.problem = problem
-        self.running = running
         self.question = question
         self.complete = False  # where making it took longer than there was time
         self.horizon = horizon
@@ -65,7 +59,6 @@ class _Model:
         ]
         for j in jobs:
             self._choose(j)
-        self.solver.add([self.start[j] == 0 for j in range(running)])
         self._areas()
         self.complete = self._capacity()
 
@@ -108,7 +101,7 @@ class _Model:
                 for pick, choice in self._choices(j)
             ]
         )
-        for j in jobs[self.running :]:
+        for j in jobs:
             if self.question.late():
                 return False
             constraints: list[z3.BoolRef] = []

@@ -42,4 +42,4 @@ def test_both_arms_of_placement_run_the_whole_pipeline_from_the_traced_module(ab
     (level, on), (blind_level, blind) = ran
     assert level == blind_level == "traced"
     assert blind == on.replace("place,", "place{topology=false},")
-    assert "annotate,schedule-z3{budget=500ms},place" in on
+    assert "annotate,schedule-z3{steps=500},place" in on

@@ -4,6 +4,7 @@ import itertools
 import time
 
 import pytest
+import z3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,7 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
-from arachnec.solver.tail import shorter_tail
-from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_question import Answer, Question, true
 from arachnec.solver.z3_schedule import find_schedule
 
 # Durations in 10 ms at degree 1, 2, 4, 8 of VAE and DiT (degree 2, 4, 8 where there are three).
@@ -143,23 +143,19 @@ def test_a_budget_of_zero_gives_a_valid_schedule() -> None:
     assert found.schedule.makespan(problem) < 1.3 * found.bound
 
 
-@settings(max_examples=40, deadline=None)
-@given(problems(most_jobs=10, most_ticks=20), st.integers(1, 5))
-def test_a_better_tail_makes_a_valid_and_no_longer_schedule(problem: Problem, size: int) -> None:
-    bound = lower_bound(problem)
-    widest = [len(job.choices) - 1 for job in problem.jobs]
-    poor = list_schedule(problem, widest, range(len(problem.jobs)))
-    found, _ = shorter_tail(problem, poor, bound, min(size, len(problem.jobs)), Clock(0.0, 0.0, steps=50), seed=0)
-    assert violations(problem, found) == []
-    assert bound <= found.makespan(problem) <= poor.makespan(problem)
+def test_a_question_stopped_while_its_model_is_read_has_no_answer() -> None:
+    question = Question()
+    solver = question.begin(Effort(), 0)
+    boolean = z3.Bool("boolean", solver.ctx)
 
+    def read() -> tuple[Answer, bool | None]:
+        solver.add(boolean)
+        assert question.check(solver) is Answer.POSSIBLE
+        model = solver.model()
+        question.stop()
+        return Answer.POSSIBLE, true(model, boolean)
 
-def test_z3_shortens_the_tail_of_a_poor_schedule() -> None:
-    problem = many(20, 8)
-    poor = list_schedule(problem, [0] * 40, range(40))
-    found, _ = shorter_tail(problem, poor, 0, 8, Clock(time.perf_counter(), 10_000.0), seed=0)
-    assert violations(problem, found) == []
-    assert found.makespan(problem) < poor.makespan(problem)
+    assert question.answered(read) == (Answer.UNKNOWN, None)
 
 
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:

@@ -108,7 +108,7 @@ def planned_ms(module: Module) -> float:
 def imbalance(busy: Sequence[float]) -> float:
     """Mean over ranks of (t_max - t_rank) / t_max, of the time each was computing."""
     longest = max(busy, default=0.0)
-    return sum((longest - each) / longest for each in busy) / len(busy) if longest > 0 else 0.0
+    return sum((longest - ms) / longest for ms in busy) / len(busy) if longest > 0 else 0.0
 
 
 def busy_ms(intervals: Sequence[Interval]) -> float:

@@ -142,12 +142,12 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def needed(nodes: list[fx.Node], ends: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
     """``nodes`` and what they are made of, up to ``ends``."""
-    found: dict[fx.Node, None] = {}
+    ancestry: dict[fx.Node, None] = {}
     front = list(nodes)
     while front:
         node = front.pop()
-        if node not in found:
-            found[node] = None
+        if node not in ancestry:
+            ancestry[node] = None
             if node not in ends:
                 front.extend(inputs_of(node))
-    return list(found)
+    return list(ancestry)

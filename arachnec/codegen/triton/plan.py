@@ -103,7 +103,7 @@ def _stage(graph: fx.Graph, name: str, *, materialised: bool) -> Stage:
     pieces: list[tuple[int, Target]] = []
     for at, value, made, total in wholes:
         pieces += [(at, target) for target in _pieces(value, total, ends - {made})]
-    launchers = [found for at in sorted({at for at, _ in pieces}) for found in _launchers(
+    launchers = [launcher for at in sorted({at for at, _ in pieces}) for launcher in _launchers(
         [target for other, target in pieces if other == at], ends, sizes, name)]  # fmt: skip
     last: dict[fx.Node, int] = {}
     by_sum: dict[fx.Node, list[Target]] = {}

@@ -61,17 +61,17 @@ class Sizes:
         return self._wanted.setdefault(size, len(self._wanted))
 
     def of(self, values: Sequence[Any]) -> list[int]:
-        found: list[int] = []
+        sizes: list[int] = []
         for (position, dim), (_, count, solve) in zip(self._observed, self._solved, strict=True):
             value = values[position]
             size = int(value if dim is None else value.shape[dim])
             if solve is not None:
-                factor, rest = solve(*found[:count])
+                factor, rest = solve(*sizes[:count])
                 size = (size - int(rest)) // int(factor)
-            found.append(size)
+            sizes.append(size)
         if self._evaluate is None:
             self._evaluate = sympy.lambdify(self.symbols, list(self._wanted), "math")
-        return [int(number) for number in self._evaluate(*found)]
+        return [int(number) for number in self._evaluate(*sizes)]
 
 
 def _seen(placeholders: Sequence[fx.Node]) -> list[tuple[int, int | None, Size]]:
