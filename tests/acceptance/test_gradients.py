@@ -39,7 +39,7 @@ def test_gradients_saved_by_the_command_line_equal_those_of_a_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", warm_python(EVERYTHING))
-    file, build, gradients = HERE / "models" / "joint_masked.py", tmp_path / "build", tmp_path / "found.safetensors"
+    file, build, gradients = HERE / "models" / "joint_streams.py", tmp_path / "build", tmp_path / "found.safetensors"
     loss, expected = in_a_process_of_its_own(LOOP, file, tmp_path)
     passes = ["--passes", parity.PLANS["mixed"], "--load", str(HERE / "passes.py")]
     parity.command("compile", file, "--data", CLIPS, "--cluster", "4:cpu", "-o", build, *passes)
