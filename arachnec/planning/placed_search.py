@@ -25,7 +25,7 @@ from arachnec.ir.values import Quantity
 from arachnec.planning.candidates import baseline_layouts, group_layouts, searched_layouts
 from arachnec.planning.exposed_sync import ExposedSync
 from arachnec.planning.family_degrees import inside, with_family_degrees
-from arachnec.planning.family_placement import LONGER, markup, priced_placement
+from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.mixed_bound import mixed_bound
@@ -74,7 +74,7 @@ def solve_placed(
     real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
     objectives = measure.objectives(clock.left())
     starts = [family.back(family.first.schedule), *(view.back(view.first.schedule) for view in views)]
-    challenged = whole.schedule.makespan(problem) * (1 + LONGER) < starts[0].makespan(problem)
+    challenged = whole.schedule.makespan(problem) * (1 + PRICE) < starts[0].makespan(problem)
     if challenged:
         starts.insert(0, whole.schedule)
     # of what is not placed, that which placing does not stretch
