@@ -42,8 +42,8 @@ PRICE = 5e-3  # of the iteration, of each group outside the family
 def placed_on_few_groups(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """What ``place`` makes of a schedule: ``priced_placement`` with the cascades outside the family moved into it.
 
-    The last cascade ends at most the price of one group later for that. Raises UserError where the memory does not hold the values
-    that encoders hand off.
+    The last cascade ends at most the price of one group later for that. Raises UserError where the memory does not
+    hold the values that encoders hand off.
     """
     best = priced_placement(cascades, cost)
     latest = end_of(best) * (1 + PRICE) + TOLERANCE

@@ -14,8 +14,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade
 from arachnec.planning.placement import end_of, in_order, on_ranks
 
-# What is spent on a plan, however large it is: cascades that are put on ranks, some 50 us each, and looks at a cascade on
-# a group, some 2 us each.
+# What is spent on a plan, however large it is: cascades that are put on ranks, some 50 us each, and looks at a cascade
+# on a group, some 2 us each.
 PLACED = 16_000
 LOOKS = 400_000
 

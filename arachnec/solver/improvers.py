@@ -12,7 +12,7 @@ from arachnec.solver.block_packing import Options, Packing, Placed, realize
 from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
 from arachnec.solver.decoder import reversed_problem, reversed_schedule
 from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
-from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
+from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class LargeNeighbourhoods:
     options: Options
     packing: Packing
     name: str = "large neighbourhoods"
-    hope: float = HIGH_HOPE
+    hope: float = SHARE
     proves: bool = False
     search: LargeNeighbourhood | None = None
 
@@ -161,7 +161,7 @@ class Prover:
 
     problem: Problem
     name: str = "z3 gap search"
-    hope: float = HIGH_HOPE
+    hope: float = SHARE
     proves: bool = True
     search: GapSearch | None = None
 

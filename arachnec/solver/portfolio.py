@@ -14,7 +14,7 @@ gain nothing share the effort. It gets the time for which its gain keeps it ahea
 nothing more. Without any gain its next slice is twice as long, and its hope half as large;
 a prover keeps its hope.
 
-*The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
+*The prover's floor.* Its share of the effort is never below ``SHARE``, as soon as its slice fits that.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from typing import Protocol
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Problem, Schedule
 
-# Of the gap, that the next slice of any improver is trusted to close.
+# A small part: of the gap, that the next slice of any improver is trusted to close; of the effort, that one search of a
+# baseline may take.
 HOPE = 0.05
-# And of those that can close all of it, or mostly do: large neighbourhoods, the prover.
-HIGH_HOPE = 0.3
-# Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
+# A large part: of the gap, that improvers that can close all of it are trusted to close; of the effort, that a prover
+# may claim whatever the others gain, and that judging one schedule may take.
+SHARE = 0.3
+# Of a time: what is longer by less is close. A wider gap is mostly the bound's, and says nothing about what is left to
+# gain.
 CLOSE = 0.01
-# Of the effort so far, that a prover may claim whatever the others gain.
-PROVER_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
     for record in able:
         if record.improver.proves:
             # when so much was spent that its next slice is within its share
-            wait = (record.total + record.slice) / PROVER_SHARE - record.slice - spent
+            wait = (record.total + record.slice) / SHARE - record.slice - spent
             if wait <= 0:
                 return record, min(record.slice, left)
             due = min(due, wait)
