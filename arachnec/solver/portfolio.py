@@ -12,7 +12,7 @@ improver with the most gain for its effort so far is called, older calls countin
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
 gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
 nothing more. Without any gain its next slice is twice as long, and its hope half as large;
-a prover keeps its hope.
+a prover keeps its hope, and its slices always double: a question that a slice cuts off begins anew in the next.
 
 *The prover's floor.* Its share of the effort is never below ``SHARE``, as soon as its slice fits that.
 """
@@ -166,7 +166,7 @@ class Record:
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
         self.total += effort
-        self.longer = 1.0 if gain > 0 else 2 * self.longer
+        self.longer = 1.0 if gain > 0 and not self.improver.proves else 2 * self.longer
 
 
 def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: random.Random) -> list[Record]:
