@@ -3,8 +3,8 @@
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
 the bound upwards, and a question that takes long is put off: the next ones lie below it, and it comes up again, with
-twice the time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the bound
-upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
+twice the time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the
+bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
 question where it has become pointless.
 
 What is known outlasts a call, so that a search can go on where it ended.

@@ -18,7 +18,7 @@ from arachnec.solver.problem import Problem, Schedule
 if TYPE_CHECKING:
     from arachnec.solver.gap_search import GapSearch
 
-# Tries per job of the longest runs of annealing. Those before have a fifth of the tries, and are a tenth as hot.
+# Tries per job of the longest runs of annealing; each shorter kind has a quarter of them, and is a tenth as hot.
 TRIES = 1000
 
 
@@ -69,8 +69,8 @@ class Annealing:
         self.backwards = reversed_problem(self.problem)
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        """Ten tries per job, each of which decodes half of the jobs, and no less than large neighbourhoods."""
-        return max(decoding_ms(self.problem, 5 * len(self.problem.jobs)), STALL / 10) if self.problem.jobs else None
+        """A quarter of the shortest run, and no less than large neighbourhoods."""
+        return max(self._run_ms(-1), STALL / 10) if self.problem.jobs else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         best = incumbent.shortest
@@ -83,9 +83,10 @@ class Annealing:
         return Improvement((best,))
 
     def _tries(self, warmth: int) -> int:
-        return TRIES * len(self.problem.jobs) // (25, 5, 1)[warmth]
+        return TRIES * len(self.problem.jobs) // 4 ** (2 - warmth)
 
     def _run_ms(self, warmth: int) -> float:
+        """A try decodes half of the jobs."""
         return self._tries(warmth) * decoding_ms(self.problem, 0.5)
 
     def _cooled(self, start: Schedule, bound: int, warmth: int, clock: Clock, rng: random.Random) -> Schedule:

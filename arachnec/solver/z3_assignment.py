@@ -190,8 +190,8 @@ class _Matrix:
     def exclude(self, conflict: Conflict) -> None:
         """Not all of its pairs with a GPU in common, whichever that is, unless a job of theirs is shorter.
 
-        The same holds with equal jobs in the place of its own: stated where that comes to no more conflicts than there are
-        jobs, as more slow the next question down by more than they exclude.
+        The same holds with equal jobs in the place of its own. It is stated where that comes to no more conflicts than
+        there are jobs: more slow the next question down by more than they exclude.
         """
         for jobs in self._equal_to(tuple(conflict.ticks)):
             different = [z3.Not(self._meeting(jobs[a], jobs[b])) for a, b in conflict.pairs]
