@@ -21,10 +21,10 @@ from arachnec.solver.decoder import Decoder, start_order
 from arachnec.solver.list_schedule import nearest_order
 from arachnec.solver.problem import Problem, Schedule
 
+# Tries per job of the longest runs. All end at a temperature of the mean area of a job divided by that.
+TRIES = 1000
 # Of the mean area of a job, the temperature at which the longest runs begin: hotter ones forget where they started.
 HOT = 0.2
-# Likewise, at which every run ends: the first one, a quench, begins there.
-COLD = 0.002
 
 Undo = list[tuple[bool, int, int]]  # whether it moved; the job; its pick or position before
 
@@ -53,7 +53,7 @@ class Cooling:
                 spent = used(tries)
                 if spent >= 1:
                     break
-                temperature = mean_area * self.hot * (min(COLD, self.hot) / self.hot) ** spent
+                temperature = mean_area * self.hot * (1 / (TRIES * self.hot)) ** spent
             tries += 1
             undo = self._change()
             if not undo:
@@ -118,7 +118,7 @@ class Cooling:
         """A job that ends last, or one some steps back on a chain of jobs each of which starts as another ends."""
         rng, ends, ticks = self.rng, self.decoder.now.ends, self.decoder.ticks
         job = ends.index(self.decoder.now.last)
-        for _ in range(rng.randrange(2 + len(ends) // 4)):
+        while coin(rng):
             start = ends[job] - ticks[job]
             if start not in ends:
                 break

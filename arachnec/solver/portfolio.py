@@ -182,7 +182,7 @@ def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: 
         for schedule in improvement.schedules:
             incumbent.offer(schedule, clock)
         incumbent.bound = max(incumbent.bound, improvement.bound)
-        clock.count(10)  # so that whoever counts nothing comes to an end, too
+        clock.count(1)  # so that whoever counts nothing comes to an end, too
         record.called(min(1.0, (gap - incumbent.gap) / min(gap, CLOSE * reach)) if gap else 0.0, clock.spent() - before)
     return records
 
