@@ -19,7 +19,7 @@ from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster
-from arachnec.planning.placed_cascade import NEGLIGIBLE, on
+from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import (
     end_of,
     in_order,
@@ -30,6 +30,7 @@ from arachnec.planning.placement import (
 )
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 from arachnec.planning.rank_trades import PLACED, moved, outside
+from arachnec.solver.bound import NEGLIGIBLE
 from arachnec.solver.portfolio import CLOSE
 
 if TYPE_CHECKING:

@@ -12,10 +12,7 @@ from arachnec.cost.table import Entry
 from arachnec.ir.nodes import Cascade
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Quantity
-
-# Of a time, by which one may be longer: a cascade on a grid of the family of process groups, a placement before another
-# is tried.
-NEGLIGIBLE = 1e-3
+from arachnec.solver.bound import NEGLIGIBLE
 
 
 def on(

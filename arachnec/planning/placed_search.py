@@ -5,9 +5,9 @@ starts later. So what counts here is when the gradients of the *placed* schedule
 (``planning.exposed_sync``), and in the end its *simulated* iteration (``planning.simulated_objective``), in which
 groups that share links slow each other down. ``solver.portfolio`` screens by the cheaper ones.
 
-The problem is seen in up to four ways, which are transformations with a way back: as it is; with degrees of the family
-of process groups (``planning.family_degrees``); of these, with those whose blocks nest, which can be placed as they are
-(``solver.widths``); and where nodes differ, on fewer GPUs (``planning.mixed_nodes``).
+The problem is seen in up to three ways, which are transformations with a way back: as it is; with degrees of the family
+of process groups (``planning.family_degrees``); and of these, with those whose blocks nest, which can be placed as they
+are (``solver.widths``).
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
-from arachnec.planning.candidates import baseline_layouts, group_layouts, searched_layouts
+from arachnec.planning.candidates import baseline_layouts, searched_layouts
 from arachnec.planning.exposed_sync import ExposedSync
 from arachnec.planning.family_degrees import inside, with_family_degrees
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.mixed_bound import mixed_bound
-from arachnec.planning.mixed_nodes import fewer_gpus
 from arachnec.planning.placement import best_placements, placements, within_memory
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.decoder import start_order
-from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed, decoding_ms
+from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed
 from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
@@ -148,23 +147,13 @@ def _of_problem(
 ) -> Iterator[Improver]:
     """What searches all degrees: the baselines, the prover, and the rest where that promises to pay for its groups."""
     problem = whole.problem
-    ms = decoding_ms(problem, 2)
     yield PlacedSearch(measure, family.nested)
-    yield Candidates("groups", group_layouts(problem), ms)
     if baselines and clock.steps is None:
         seconds = HOPE * clock.left() / 1e3
         yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
     for improver in whole.improvers():
         if improver.proves or challenged:
             yield improver
-    for fewer in fewer_gpus(problem, cost) if cost.devices.kinds else ():
-        least = lower_bound(fewer)
-        first = First.of(fewer, least, clock)
-        incumbent = Incumbent(fewer, first.schedule, least)
-        yield Candidates("fewer GPUs", iter([first.schedule]), ms)
-        for improver in first.improvers():
-            if not improver.proves:
-                yield Transformed("fewer GPUs", improver, incumbent, lambda schedule: schedule)
 
 
 def _of_views(family: _View, views: list[_View], cost: CostModel, clock: Clock, *, blocks: bool) -> Iterator[Improver]:

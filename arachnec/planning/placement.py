@@ -19,7 +19,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
 from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
-from arachnec.planning.placed_cascade import NEGLIGIBLE, on
+from arachnec.planning.placed_cascade import on
 from arachnec.planning.rank_choice import (
     TOLERANCE,
     pick_ranks,
@@ -27,6 +27,7 @@ from arachnec.planning.rank_choice import (
     ranks_from_the_start,
     spread_ranks,
 )
+from arachnec.solver.bound import NEGLIGIBLE
 from arachnec.solver.portfolio import CLOSE
 
 

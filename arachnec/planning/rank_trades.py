@@ -35,10 +35,11 @@ def moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, l
     kept: set[str] = set()
     looks, left = iter(range(LOOKS // max(1, len(placed)))), PLACED // max(1, len(placed))
     strays = outside(placed, cost)
-    while stray := next((one for one in in_order(strays) if one.name not in kept), None):
+    while waiting := [one for one in in_order(strays) if one.name not in kept]:
         if next(looks, None) is None:
             break
-        moves = list(islice(_moves(placed, stray, cost, looks), -(-left // (len(strays) - len(kept)))))
+        stray, share = waiting[0], -(-left // len(waiting))
+        moves = list(islice(_moves(placed, stray, cost, looks), share))
         left -= len(moves)
         tried = (on_ranks(cascades, cost, ranks) for ranks in moves)
         counted = ((len(outside(one, cost)), end_of(one), one) for one in tried if end_of(one) <= latest)

@@ -12,12 +12,15 @@ for each other cannot do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from arachnec.solver.chain_bound import chain_bound
 from arachnec.solver.problem import Problem
 
-HALVINGS = 10  # of the bound, to the nearest horizon above it: most schedules end a thousandth to a tenth above it
+# Of a time, by which it may be longer as if it were not: horizons begin there, a placement is as long as scheduled, a
+# grid of the family of process groups as fast as any.
+NEGLIGIBLE = 1e-3
 
 
 def lower_bound(problem: Problem) -> int:
@@ -46,7 +49,7 @@ def longest_chain(problem: Problem) -> int:
 def horizons(bound: int) -> Iterator[float]:
     """Ticks from the bound up to twice as many, each twice as far above it as the one before."""
     yield bound
-    for halvings in reversed(range(HALVINGS + 1)):
+    for halvings in reversed(range(1 + round(-math.log2(NEGLIGIBLE)))):
         yield bound * (1 + 0.5**halvings)
 
 
