@@ -1,7 +1,8 @@
 """The communicators that a rank's program uses, and the memory they take beside the allocator's.
 
 A group of ranks has one communicator for the collectives of cascades, whatever the order of its ranks. Gradient
-all-reduces have their own, because they run beside those. A device-to-device handoff has one per direction.
+all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. A
+device-to-device handoff has one per direction.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TypeAlias
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.group_family import ALWAYS, family, heads_of
 from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer
+from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer, integers
+from arachnec.ir.parameter_cells import side_by_side
 from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
@@ -29,6 +31,8 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
             names.add(_all_reduce(step.peers))
         elif len(step.peers) > 1 and step.op in COLLECTIVE:
             names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
+            if "cell" in step.attrs:
+                names.add(("cell", frozenset(integers(step.attrs["cell"]))))
         elif model.handoffs == "device" and step.op in ("send", "receive"):
             names.add(handoff_channel(step, program.rank))
     return frozenset(names)
@@ -84,12 +88,15 @@ def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
         return ()
     if step.op == "encode":
         return (step.peers,)
-    return subgroups(step.peers, *grid(step)) if step.op in ("forward", "denoise") else ()
+    if step.op not in ("forward", "denoise"):
+        return ()
+    each = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
+    return tuple(group for ranks in each for group in subgroups(ranks, *grid(step)))
 
 
 def grid(step: Instruction) -> tuple[int, int]:
     """Ulysses and ring degree of a forward or denoise; all ranks exchange heads where it does not say."""
-    degree = len(step.peers)
+    degree = len(step.peers) // integer(step.attrs.get("side", 1))
     ulysses = integer(step.attrs.get("ulysses", 1 if "ring" in step.attrs else degree))
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from arachnec.analysis.communicators import communicator_gib
 from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.gathers import Gathers
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity
 from arachnec.ir.stage_sizes import evaluated
@@ -22,18 +23,19 @@ class Usage:
     saved: float = 0.0
     values: float = 0.0
     workspace: float = 0.0
+    gathered: float = 0.0  # layers that are whole here for now, and gradients of them, where parameters are dealt out
     communicators: float = 0.0  # beside the allocator's memory; none on CPUs
 
     @property
     def total(self) -> float:
-        return self.state + self.saved + self.values + self.workspace + self.communicators
+        return self.state + self.saved + self.values + self.workspace + self.communicators + self.gathered
 
 
 def high_water(values: Values, program: Program, model: ExecutionModel = HOST_HANDOFFS) -> Usage:
     """The instruction at which a rank holds most, and how much."""
-    peak, most, parts = -1, 0.0, (0.0, 0.0, 0.0)
+    peak, most, parts = -1, 0.0, (0.0, 0.0, 0.0, 0.0)
     for index, during in enumerate(held(values, program)):
-        total = during[0] + during[1] + during[2]
+        total = during[0] + during[1] + during[2] + during[3]
         if total > most:
             peak, most, parts = index, total, during
     return Usage(program.rank, peak, state_of(program), *parts, communicator_gib(values, program, model))
@@ -55,13 +57,15 @@ def state_of(program: Program) -> float:
     return quantity(program.attrs["state"]) if "state" in program.attrs else 0.0
 
 
-def held(values: Values, program: Program) -> Iterator[tuple[float, float, float]]:
-    """GiB saved, of values and of workspace during every instruction, in order: what comes and goes."""
+def held(values: Values, program: Program) -> Iterator[tuple[float, float, float, float]]:
+    """GiB saved, of values, of workspace and of gathered layers during every instruction, in order: what comes and
+    goes."""
     last = values.last_saved_reads(program)
     prepared = _prepared(values, program)
     saved: dict[str, float] = {}
     present: dict[str, float] = {}
     in_saved = in_values = 0.0
+    gathers = Gathers(values)
     for index, instruction in enumerate(program.instructions):
         target, memory, workspace = instruction.target, gib(instruction, "memory"), gib(instruction, "workspace")
         if values.saves(instruction):
@@ -72,7 +76,7 @@ def held(values: Values, program: Program) -> Iterator[tuple[float, float, float
             present[target] = memory
         else:
             workspace += memory
-        yield in_saved, in_values + prepared[index], workspace
+        yield in_saved, in_values + prepared[index], workspace, gathers.at(instruction)
         for source in values.saved_reads(instruction):
             if last.get(source) == index:
                 in_saved -= saved.pop(source, 0.0)

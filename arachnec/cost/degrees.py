@@ -7,6 +7,7 @@ refused (``planning.validate``). So no schedule that is accepted can end before 
 from __future__ import annotations
 
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import times_of
 
 # Every degree up to 64, then in steps of 8: each at most an eighth above the one before.
@@ -14,14 +15,17 @@ EVERY, STEP = 64, 8
 
 
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
-    """Degrees at which a cascade may run, ascending, whether the memory holds them or not.
+    """How many ranks a cascade may take, ascending, whether the memory holds them or not.
 
-    Those that were measured, else those that the stage lists, else those of ``wide_steps`` that leave no rank without a
-    token or, of an encoder, without a clip.
+    Those that were measured; else whole cells, where parameters are dealt out; else those that the stage lists; else
+    those of ``wide_steps`` that leave no rank without a token or, of an encoder, without a clip.
     """
     times = times_of(cascade)
     if times:
         return tuple(sorted(degree for degree in times if degree <= cluster.world))
+    cell = cell_of(stage) or 1
+    if cell > 1:
+        return tuple(range(cell, cluster.world + 1, cell))
     listed = stage.attrs.get("degrees")
     if listed is not None:
         return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))
@@ -35,4 +39,21 @@ def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
         degree
         for degree in range(1, largest + 1)
         if degree <= EVERY or degree == largest or degree % STEP == 0 or (gpus >= STEP and degree % gpus == 0)
+    )
+
+
+def sides(cascade: Cascade, stage: Stage, ranks: int) -> tuple[int, ...]:
+    """How many of its clips a cascade may run side by side on so many ranks: one, but where parameters are dealt out.
+
+    Divisors of its clips and of its ranks, with a degree that is legal for one clip.
+    """
+    if (cell_of(stage) or 1) == 1:
+        return (1,)
+    listed = stage.attrs.get("degrees")
+    legal = None if listed is None else set(integers(listed))
+    return tuple(
+        side
+        for side in range(1, min(cascade.batch, ranks) + 1)
+        if cascade.batch % side == 0 and ranks % side == 0
+        if ranks // side <= max(1, cascade.tokens) and (legal is None or ranks // side in legal)
     )

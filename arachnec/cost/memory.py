@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 
 GIB = 2**30
+GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 RESERVE = 0.06  # of a device's memory: communicators, fragmentation, what no formula knows
 
 
@@ -28,37 +30,82 @@ class Memory:
     def stages(self) -> Mapping[str, Stage]:
         return {stage.name: stage for stage in self.module.stages}
 
-    def of(self, cascade: Cascade, degree: int, recompute: bool) -> float:
-        """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
+    def of(self, cascade: Cascade, ranks: int, recompute: bool, side: int = 1) -> float:
+        """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, without its
+        ``state``."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            return divided(stage, "workspace", on_busiest_rank(cascade, degree), 1.0) + self.output(cascade)
-        share = uneven(cascade.tokens, degree)
-        total = 0.0
-        if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
+            return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
+        received = self.received(cascade)
+        if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
+            return received
+        if side > 1:
+            cascade = replace(cascade, batch=cascade.batch // side)
+        share = uneven(cascade.tokens, ranks // side)
+        total = gathered_gib(stage) + received
+        if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
             saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
             total += divided(stage, saved, cascade, share)
             # what lies outside the blocks runs on whole sequences
             total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
-        total += divided(stage, "workspace", cascade, share)
-        return total + evaluated(stage, "batch", cascade) + self.received(cascade)
+            total += evaluated(stage, "batch", cascade)
+        if cascade.phase is Phase.FORWARD:
+            total += self.output(cascade)
+        if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
+            again = divided(stage, "recomputing", cascade, share)
+            total += again if cascade.phase is Phase.BACKWARD else -again
+        return total + divided(stage, "workspace", cascade, share)
+
+    def kept(self, cascade: Cascade, degree: int, recompute: bool) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        workspace = divided(self.stages[cascade.stage], "workspace", cascade, uneven(cascade.tokens, degree))
+        return self.of(cascade, degree, recompute) - workspace
 
     def received(self, cascade: Cascade) -> float:
-        """GiB of what its inputs hand off to each of its ranks."""
-        return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
+        """GiB of what its inputs hand off to each of its ranks; what the stage itself has saved is no handoff."""
+        if cascade.phase not in GRADIENT:
+            return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
+        return sum(self.handed(self._named[name], cascade) for name in cascade.inputs if name in self._named)
+
+    def handed(self, producer: Cascade, consumer: Cascade) -> float:
+        """GiB that ``consumer`` reads of ``producer``'s value.
+
+        A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage.
+        """
+        if consumer.phase in GRADIENT and producer.stage == consumer.stage and producer.phase is not Phase.ENCODE:
+            return 0.0
+        return self.output(consumer if producer.phase in GRADIENT else producer)
+
+    @cached_property
+    def _named(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
 
     @cached_property
     def _outputs(self) -> dict[str, float]:
         return {cascade.name: self.output(cascade) for cascade in self.module.cascades}
 
     def output(self, cascade: Cascade) -> float:
-        """GiB of what an encoder hands off to each rank of a consumer."""
+        """GiB of what a stage hands off to each rank of a consumer."""
         return evaluated(self.stages[cascade.stage], "output", cascade)
 
     @cached_property
+    def _everywhere(self) -> float:
+        """GiB of the stages that lie on every rank."""
+        return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages if stage.name not in self._apart)
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        """Stages that lie on the ranks of their cascades alone."""
+        return stages_apart(self.module)
+
+    def resident_with(self, stage: str) -> float:
+        """GiB always on the ranks that hold this stage."""
+        return self._everywhere + (gib(self.stages[stage].attrs.get("state")) if stage in self._apart else 0.0)
+
+    @cached_property
     def resident(self) -> float:
-        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
-        return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages)
+        """GiB always on the ranks that hold most: parameters, gradients and optimizer state of their stages."""
+        return max((self.resident_with(stage.name) for stage in self.module.stages), default=0.0)
 
     @cached_property
     def prepared(self) -> float:
@@ -81,7 +128,7 @@ class Memory:
 
     @cached_property
     def state(self) -> float:
-        """GiB on every rank that no cascade may use: ``resident``, the next batch and a reserve."""
+        """GiB that no cascade may use on the ranks that hold most: ``resident``, the next batch and a reserve."""
         return self.resident + self.prepared + self.reserve(self.devices.cluster.memory)
 
     @cached_property
@@ -89,27 +136,47 @@ class Memory:
         """GiB that cascades may use on every rank."""
         return self.devices.cluster.memory - self.state
 
-    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
-        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
+    def room_on(self, ranks: Sequence[int] | None, degree: int, stage: str | None = None) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory, where they hold a
+        ``stage``; without it, where they hold most."""
+        resident = self.resident if stage is None else self.resident_with(stage)
         if not self.devices.kinds:
-            return self.room
+            memory = self.devices.cluster.memory
+            return memory - (resident + self.prepared + self.reserve(memory))
         memory = self.devices.memory_of(ranks, degree)
-        return memory - self.reserve(memory) - self.resident - self.prepared
+        return memory - self.reserve(memory) - resident - self.prepared
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
 
-    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> bool | None:
+    def recompute_at(
+        self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None, side: int = 1
+    ) -> bool | None:
         """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
 
         Without ``ranks`` those with most memory count.
         """
-        room = self.room_on(ranks, degree)
-        if self.of(cascade, degree, False) <= room:
+        room = self.room_on(ranks, degree, cascade.stage)
+        if self.of(cascade, degree, False, side) <= room:
             return False
-        if self.can_recompute(cascade) and self.of(cascade, degree, True) <= room:
+        if self.can_recompute(cascade) and self.of(cascade, degree, True, side) <= room:
             return True
         return None
+
+
+def stages_apart(module: Module) -> frozenset[str]:
+    """Stages of a pipeline or a sampling chain: their parameters lie where their cascades run, and nowhere else.
+
+    Encoders and stages of ``train`` cascades lie on every rank, so that the next iteration may place these anywhere.
+    """
+    phases: dict[str, set[Phase]] = {stage.name: set() for stage in module.stages}
+    for cascade in module.cascades:
+        phases.setdefault(cascade.stage, set()).add(cascade.phase)
+    return frozenset(
+        stage.name
+        for stage in module.stages
+        if "part_of" in stage.attrs or (phases[stage.name] and not phases[stage.name] & {Phase.TRAIN, Phase.ENCODE})
+    )
 
 
 def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:

@@ -16,7 +16,7 @@ the slowest of a group sets its pace, and a cascade without ranks is thought of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arachnec.analysis.group_family import Grid, family_grids, heads_of
@@ -25,9 +25,10 @@ from arachnec.cluster.topology import machines, node_of, packed_ranks
 from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
 from arachnec.cost.memory import Memory
-from arachnec.cost.strategy import CHEAPEST, CHEAPEST_RECOMPUTING, Attention, Strategy, grid_of
-from arachnec.cost.table import CostTable
+from arachnec.cost.strategy import Attention, Strategy, grid_of
+from arachnec.cost.table import CostTable, split_backwards
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import count_in, times_of
 
 
@@ -53,7 +54,7 @@ class CostModel:
 
     @cached_property
     def table(self) -> CostTable:
-        return CostTable(self.stages, self.devices, self._memory)
+        return CostTable(self.stages, self.devices, self._memory, split_backwards(self.module))
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:
@@ -100,8 +101,9 @@ class CostModel:
         ulysses: int | None = None,
         ring: int | None = None,
         recompute: bool = False,
+        side: int | None = None,
     ) -> float:
-        """ms that the cascade holds its ``degree`` ranks.
+        """ms that the cascade holds its ``degree`` ranks, its clips so many ``side`` by side.
 
         Without ``ranks`` they are packed on as few nodes as possible, or spread evenly over ``spans_nodes``. Without
         ``ulysses`` and ``ring`` the cheaper product is taken. Measured ``times`` stand as they were measured.
@@ -111,9 +113,9 @@ class CostModel:
         """
         if ranks is None and spans_nodes is not None:
             ranks = packed_ranks(self.cluster, degree, spans_nodes)
-        strategy = CHEAPEST_RECOMPUTING if recompute else CHEAPEST
+        strategy = Strategy(recompute=recompute, side=side)
         if ulysses is not None or ring is not None:
-            strategy = Strategy(grid_of(degree, ulysses, ring), recompute)
+            strategy = replace(strategy, attention=grid_of(degree // (side or 1), ulysses, ring), side=side or 1)
         return self.table.entry(cascade, degree, ranks, strategy).time
 
     def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: bool = False) -> float:
@@ -124,9 +126,10 @@ class CostModel:
         return self.table.compute.time(cascade, degree, Attention(1, degree), recompute, slowdown)
 
     def volumes(self, cascade: Cascade, split: Attention, recompute: bool = False) -> Volumes:
-        """What each rank of the cascade sends to the others; nothing where its times were measured."""
+        """What each rank of the cascade sends to its clip's others; nothing where its times were measured."""
         if times_of(cascade):
             return Volumes(split.ulysses, split.ring)
+        cascade = one_of_its_sides(cascade)
         return self.table.communication.volumes(cascade, split, recompute)
 
     def communication(
@@ -135,22 +138,38 @@ class CostModel:
         """The part of ``time`` on these ranks that is communication, ms; 0 where the cascade's times were measured."""
         if times_of(cascade):
             return 0.0
+        ranks, cascade = ranks[: len(ranks) // cascade.side], one_of_its_sides(cascade)
         within = len({node_of(self.cluster, rank) for rank in ranks}) == 1
         return self.table.communication.time(cascade, len(ranks), split, recompute, None if within else ranks)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def memory(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
+    def memory(self, cascade: Cascade, degree: int, recompute: bool = False, side: int = 1) -> float:
         """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
-        return self._memory.of(cascade, degree, recompute)
+        return self._memory.of(cascade, degree, recompute, side)
+
+    def side_at(self, cascade: Cascade, ranks: int) -> int:
+        """How many of its clips the cascade runs side by side where it takes so many ranks; 1 where nothing fits."""
+        if (cell_of(self.stages[cascade.stage]) or 1) == 1:
+            return 1
+        entry = self.table.fitting(cascade, ranks)
+        return 1 if entry is None else entry.strategy.side or 1
+
+    def kept(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        return self._memory.kept(cascade, degree, recompute)
 
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
         return self._memory.received(cascade)
 
     def output(self, cascade: Cascade) -> float:
-        """GiB of what an encoder hands off to each rank of a consumer."""
+        """GiB of what a stage hands off to each rank of a consumer."""
         return self._memory.output(cascade)
+
+    def handed(self, producer: Cascade, consumer: Cascade) -> float:
+        """GiB that each rank of ``consumer`` reads of ``producer``'s value."""
+        return self._memory.handed(producer, consumer)
 
     @property
     def state(self) -> float:
@@ -159,8 +178,12 @@ class CostModel:
 
     @property
     def resident(self) -> float:
-        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
+        """GiB always on the ranks that hold most: parameters, gradients and optimizer state of their stages."""
         return self._memory.resident
+
+    def resident_with(self, stage: str) -> float:
+        """GiB always on the ranks that hold this stage."""
+        return self._memory.resident_with(stage)
 
     @property
     def prepared(self) -> float:
@@ -181,9 +204,10 @@ class CostModel:
         """GiB that cascades leave free of a device of so many, where values may wait."""
         return self._memory.spare(memory)
 
-    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
-        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
-        return self._memory.room_on(ranks, degree)
+    def room_on(self, ranks: Sequence[int] | None, degree: int, stage: str | None = None) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory, where they hold a
+        ``stage``; without it, where they hold most."""
+        return self._memory.room_on(ranks, degree, stage)
 
     @cached_property
     def largest_memory(self) -> float:
@@ -201,7 +225,7 @@ class CostModel:
 
         Without ``ranks`` those with most memory count.
         """
-        return self._memory.recompute_at(cascade, degree, ranks)
+        return self._memory.recompute_at(cascade, degree, ranks, self.side_at(cascade, degree))
 
     # -- the end of the iteration ----------------------------------------------------------------------------------
 
@@ -212,3 +236,8 @@ class CostModel:
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer's step."""
         return synchronisation.step_time(self.cluster, stage)
+
+
+def one_of_its_sides(cascade: Cascade) -> Cascade:
+    """What the ranks of one clip, or of one share of its clips, do in a cascade of several side by side."""
+    return replace(cascade, batch=cascade.batch // cascade.side) if cascade.side > 1 else cascade

@@ -1,6 +1,6 @@
 """How the ranks of a cascade do its work together, once their number is known.
 
-A further way to do it (clips side by side, only some blocks recomputed, a sparse density) is a further field here: the
+A further way to do it (only some blocks recomputed, a sparse density) is a further field here: the
 cost table then has a row for it.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attention:
-    """How the ranks of a cascade share its attention: ``degree = ulysses * ring``."""
+    """How the ranks of a clip share its attention: ``degree = ulysses * ring``."""
 
     ulysses: int
     ring: int
@@ -19,10 +19,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Strategy:
-    """``attention`` None asks for the cheapest product of Ulysses and ring on the ranks at hand."""
+    """``attention`` None asks for the cheapest product of Ulysses and ring on the ranks at hand, ``side`` None for the
+    cheapest number of clips side by side."""
 
     attention: Attention | None = None
     recompute: bool = False
+    side: int | None = None
 
 
 CHEAPEST = Strategy()

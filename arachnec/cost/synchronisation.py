@@ -9,6 +9,7 @@ from arachnec.cluster.topology import group_link, machines, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.memory import GIB
 from arachnec.ir.nodes import Cluster, Stage, integer, quantity
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib, gradient_bytes, trained_bytes
 
 ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are not known
@@ -17,10 +18,11 @@ ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are
 def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
     """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes).
 
-    Where the optimizer is dealt out it is a reduce-scatter, half of that. ``size`` is the bytes of a bucket of them;
-    without it they go all at once.
+    Where the optimizer is dealt out it is a reduce-scatter, half of that. Of a stage in cells these are the ranks that
+    hold one shard, and its gradients are that shard's. ``size`` is the bytes of a bucket of them; without it they go
+    all at once.
     """
-    size = gradient_bytes(stage) if size is None else size
+    size = gradient_bytes(stage) / (cell_of(stage) or 1) if size is None else size
     if len(ranks) < 2 or not size:
         return 0.0
     link, measured = group_link(cluster, ranks), cluster.attrs.get("all_reduce")
@@ -40,7 +42,7 @@ def step_time(cluster: Cluster, stage: Stage) -> float:
     bandwidth = min(device.bandwidth if device else ASSUMED_BANDWIDTH for device in specs)
     update = 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
     if "update" in stage.attrs:  # measured with the whole state on every rank
-        update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1))
+        update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1)) / (cell_of(stage) or 1)
     if "sharded" not in stage.attrs:
         return update
     everyone = tuple(range(cluster.world))

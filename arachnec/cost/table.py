@@ -16,24 +16,32 @@ they are first asked for, and cascades of one shape share them. A new dimension 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import node_of
 from arachnec.cost.communication import Communication
 from arachnec.cost.compute import Compute
-from arachnec.cost.degrees import legal_degrees
+from arachnec.cost.degrees import legal_degrees, sides
+from arachnec.cost.gathering import Gathering
 from arachnec.cost.memory import Memory
-from arachnec.cost.strategy import CHEAPEST, CHEAPEST_RECOMPUTING, Attention, Strategy
-from arachnec.ir.nodes import Cascade, Stage
+from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+
+
+def split_backwards(module: Module) -> frozenset[str]:
+    """The cascades of phase backward that leave their weight gradients to a cascade of phase weight."""
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    weights = (cascade for cascade in module.cascades if cascade.phase is Phase.WEIGHT)
+    return frozenset(name for weight in weights for name in weight.inputs if phases.get(name) is Phase.BACKWARD)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: what a cascade of a shape costs at a degree by a strategy."""
+    """One row: what a cascade of a shape costs on so many ranks by a strategy."""
 
     time: float  # ms that it holds its ranks
     memory: float  # GiB on each of them while it runs, without the rank's state
@@ -51,16 +59,25 @@ class CostTable:
     stages: Mapping[str, Stage]
     devices: Devices
     memory: Memory
+    split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict, repr=False, compare=False)
     _options: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def compute(self) -> Compute:
-        return Compute(self.stages)
+        return Compute(self.stages, self.split)
 
     @cached_property
     def communication(self) -> Communication:
         return Communication(self.stages, self.devices.cluster)
+
+    def shape(self, cascade: Cascade) -> tuple[object, ...]:
+        """The key under which cascades have the same rows."""
+        return (*shape_of(cascade), cascade.name in self.split, self.memory.received(cascade))
+
+    @cached_property
+    def gathering(self) -> Gathering:
+        return Gathering(self.stages, self.devices.cluster)
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
         """Degrees at which the cascade may run on the cluster, ascending, whether the memory holds it or not."""
@@ -78,7 +95,7 @@ class CostTable:
             packed = (self.entry(cascade, degree, group, strategy) for group in self.devices.packed(degree))
             return min(packed, key=lambda entry: entry.time)
         ranks = self._alike(ranks, degree)
-        key = (*shape_of(cascade), self.memory.received(cascade), degree, ranks, strategy)
+        key = (*self.shape(cascade), degree, ranks, strategy)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._new(cascade, degree, ranks, strategy)
@@ -87,14 +104,16 @@ class CostTable:
     def fitting(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Entry | None:
         """The row at a degree where the cascade fits the memory, recomputing only where it must; None where it never
         does. Without ``ranks`` those with most memory count."""
-        recompute = self.memory.recompute_at(cascade, degree, ranks)
-        if recompute is None:
-            return None
-        return self.entry(cascade, degree, ranks, CHEAPEST_RECOMPUTING if recompute else CHEAPEST)
+        fitting = [
+            self.entry(cascade, degree, ranks, Strategy(recompute=recompute, side=side))
+            for side in sides(cascade, self.stages[cascade.stage], degree)
+            if (recompute := self.memory.recompute_at(cascade, degree, ranks, side)) is not None
+        ]
+        return min(fitting, key=lambda entry: entry.time, default=None)
 
     def options(self, cascade: Cascade) -> Mapping[int, Entry]:
         """Rows by degree, ascending: of the legal degrees those that fit and beat every smaller one."""
-        key = (*shape_of(cascade), self.memory.received(cascade))
+        key = self.shape(cascade)
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = {}
@@ -113,15 +132,22 @@ class CostTable:
         return self.devices.like(ranks[0])[:degree] if self.devices.kinds else None
 
     def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
-        memory = self.memory.of(cascade, degree, strategy.recompute)
-        attention = strategy.attention or self._cheapest(cascade, degree, ranks)
-        resolved = Strategy(attention, strategy.recompute)
+        if strategy.side is None:
+            tried = sides(cascade, self.stages[cascade.stage], degree) or (1,)
+            each = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
+            return min(each, key=lambda entry: entry.time)
+        memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
         times = times_of(cascade)
-        if not times:
-            return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
-        if degree not in times:
+        if times and degree not in times:
             raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
-        return Entry(times[degree] * self.devices.slowdown(ranks), memory, resolved)
+        if strategy.side > 1:  # its clips' ranks all do the same
+            cascade, degree = replace(cascade, batch=cascade.batch // strategy.side), degree // strategy.side
+            ranks = ranks and ranks[:degree]
+        attention = strategy.attention or self._cheapest(cascade, degree, ranks)
+        resolved = Strategy(attention, strategy.recompute, strategy.side)
+        if times:
+            return Entry(times[degree * strategy.side] * self.devices.slowdown(ranks), memory, resolved)
+        return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
 
     def _cheapest(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> Attention:
         """The cheapest product of Ulysses and ring without recomputation; ties go to more Ulysses."""
@@ -135,5 +161,7 @@ class CostTable:
     def _time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, ranks: tuple[int, ...] | None
     ) -> float:
-        computing = self.compute.time(cascade, degree, attention, recompute, self.devices.slowdown(ranks))
-        return computing + self.communication.time(cascade, degree, attention, recompute, ranks)
+        slowdown = self.devices.slowdown(ranks)
+        forward, backward = self.compute.halves(cascade, degree, attention, recompute, slowdown)
+        gathering = self.gathering.exposed(cascade, forward, backward, ranks[0] if ranks else 0)
+        return forward + backward + gathering + self.communication.time(cascade, degree, attention, recompute, ranks)

@@ -222,6 +222,41 @@ class WrongRankCount(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongSide(Diagnostic):
+    title: ClassVar[str] = "{node} runs {side} clips side by side and has {batch}"
+    label: ClassVar[str] = "does not divide its clips"
+    help: ClassVar[str] = "clips side by side are equally many on all ranks: write a divisor of {batch}"
+    node: str
+    side: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class WrongCell(Diagnostic):
+    title: ClassVar[str] = "{node} is dealt out over cells of {cell} ranks, and there are {nodes} x {gpus}"
+    label: ClassVar[str] = "cells of {cell}"
+    help: ClassVar[str] = "a cell divides the ranks of a machine, or holds whole machines and divides all ranks"
+    node: str
+    cell: int
+    nodes: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class PartOfACell(Diagnostic):
+    title: ClassVar[str] = "{node} takes ranks {ranks}, which are no whole cells of {cell}"
+    label: ClassVar[str] = "no whole cells"
+    help: ClassVar[str] = (
+        "the members of a cell hold the parameters of `{stage}` together, so they run its cascades together: "
+        "name ranks {cell} by {cell}, from a multiple of {cell} on"
+    )
+    node: str
+    ranks: str
+    cell: int
+    stage: str
+
+
+@dataclass(frozen=True)
 class RankOutside(Diagnostic):
     title: ClassVar[str] = "{node} names rank {rank}, and the cluster ends at rank {last}"
     label: ClassVar[str] = "no such rank"

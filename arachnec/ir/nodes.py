@@ -179,6 +179,16 @@ class Cascade:
         return integer(self.attrs["degree"])
 
     @property
+    def side(self) -> int:
+        """Clips side by side."""
+        return integer(self.attrs.get("side", 1))
+
+    @property
+    def width(self) -> int:
+        """How many ranks it takes: ``side`` x ``degree``."""
+        return self.side * self.degree
+
+    @property
     def start(self) -> float:
         """ms from the start of the iteration."""
         return quantity(self.attrs["start"])

@@ -15,7 +15,8 @@ from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integer, integers, quantity
-from arachnec.ir.printer import number, symbol
+from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
+from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -115,13 +116,33 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
         return
     for cascade in index.module.cascades:
         degree, ranks = cascade.degree, cascade.ranks
-        if len(ranks) != degree:
+        if cascade.side < 1 or cascade.batch % cascade.side:
+            yield errors.WrongSide(_at(cascade, "side"), label(cascade), cascade.side, cascade.batch)
+        elif len(ranks) != cascade.width:
             yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, counted(len(ranks), "rank"))
         if "ulysses" in cascade.attrs or "ring" in cascade.attrs:
             ulysses, ring = (integer(cascade.attrs.get(name, 1)) for name in ("ulysses", "ring"))
             if ulysses * ring != degree or ulysses < 1:
                 yield errors.WrongProduct(_at(cascade, "ulysses"), label(cascade), ulysses, ring, degree)
         yield from _shards(cascade)
+
+
+def cells_are_whole(index: ModuleIndex) -> Problems:
+    """A cell fits the cluster, and the cascades of its stage take whole cells."""
+    cluster = index.module.cluster
+    sizes = {stage.name: size for stage in index.module.stages if (size := cell_of(stage)) is not None}
+    for name, size in sizes.items() if cluster else ():
+        assert cluster is not None
+        if not cell_fits(size, cluster.nodes, cluster.gpus):
+            stage = index.stages[name]
+            span = stage.attrs.span("cell") or stage.span
+            yield errors.WrongCell(span, label(stage), size, cluster.nodes, cluster.gpus)
+            return
+    for cascade in index.module.cascades if index.module.level >= Level.PLACED else ():
+        size = sizes.get(cascade.stage, 1)
+        if size > 1 and not whole_cells(cascade.ranks, size):
+            ranks = value_text(cascade.ranks)
+            yield errors.PartOfACell(_at(cascade, "ranks"), label(cascade), ranks, size, symbol(cascade.stage))
 
 
 def _shards(cascade: Cascade) -> Problems:
@@ -184,6 +205,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     inputs_end_first,
     ranks_are_there,
     groups_fit_the_degree,
+    cells_are_whole,
     a_rank_does_one_thing,
     trained_stages_step,
 )

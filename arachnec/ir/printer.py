@@ -162,6 +162,11 @@ def _broken(item: str, value: Value, pad: str) -> str:
     return f"{name} = [\n" + "".join(f"{pad}    {_value(part)},\n" for part in value) + f"{pad}  ]"
 
 
+def value_text(value: Value) -> str:
+    """A value as the IR writes it: ``[4..7]``."""
+    return _value(value)
+
+
 def _value(value: Value) -> str:
     writer = _WRITERS.get(type(value))
     if writer is None:

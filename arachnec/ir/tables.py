@@ -73,6 +73,7 @@ STAGE = table("""
     flops           | TFLOP formula  | traced | optional | one forward
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
+    recomputing     | GiB formula    | traced | optional | the part of that for the block that is run again, not kept
     shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
     batch           | GiB formula    | traced | optional | what a forward is given on its device: arguments and target
@@ -80,9 +81,25 @@ STAGE = table("""
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
     sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
+    cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
-    output          | GiB formula    | traced | optional | what an encoder hands off
+    output          | GiB formula    | traced | optional | what it hands off
+    part_of         | str            | traced | optional | the stage of which it runs some of the blocks
+    classes         | [int]          | traced | optional | block class of each layer, by its place in `blocks`
+    layer_params    | [int]          | traced | optional | parameters of each layer
+    block_flops     | [TFLOP formula] | traced | optional | one forward of a block, class by class
+    block_saved     | [GiB formula]  | traced | optional | kept for the backward by a block, class by class
+    block_inputs    | [GiB formula]  | traced | optional | of that its inputs, kept if it is recomputed
+    block_shared    | [GiB formula]  | traced | optional | inputs that all blocks read, kept once
+    block_workspace | [GiB formula]  | traced | optional | needed while it runs, beyond what is kept
+    block_traffic   | [GiB formula]  | traced | optional | q, k, v and output of its attentions
+    block_attentions | [int]         | traced | optional | its self-attention calls
+    block_heads     | [int]          | traced | optional | of its attentions, the least
+    end_params      | [[int, int]]   | traced | optional | embedding, then head: parameters, and how many train
+    end_flops       | [TFLOP formula] | traced | optional | one forward of the embedding, and of the head
+    end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
+    cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     update          | ms             | costed | optional | the optimizer's step, measured
@@ -109,6 +126,7 @@ CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     degree    | int         | scheduled | required | ranks that share it
+    side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | bool        | scheduled | optional | blocks are run again in the backward
@@ -141,6 +159,14 @@ _RUN = """
     start     | ms    | lowered | required | planned start
 """
 
+# Of a stage whose parameters are dealt out. A backward reads its lists from the end.
+_CELL = """
+    cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
+    gather    | [int] | lowered | optional | layers that become whole, in this order
+    release   | [int] | lowered | optional | layers that are whole no longer, each after its use
+    held      | int   | lowered | optional | layers that are whole at once, beside the last one
+"""
+
 INSTRUCTION = {
     "encode": table(
         _RUN
@@ -160,12 +186,18 @@ INSTRUCTION = {
     shards    | [int] | lowered | optional | as on the cascade
     recompute | bool  | lowered | optional | as on the cascade
     attention | str   | lowered | optional | as on the cascade
+    side      | int   | lowered | optional | as on the cascade
 """
+        + _CELL
     ),
     "backward": table(
         _RUN
         + """
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+"""
+        + _CELL
+        + """
+    scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
 """
     ),
     "weight": table(
@@ -194,9 +226,16 @@ INSTRUCTION = {
     layers    | [int] | lowered | optional | the bucket's layers, by number; absent with `rest` = the whole stage
     rest      | bool  | lowered | optional | the bucket holds what lies in no layer, or in several
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
+    cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
 """),
     "step": table("""
     time      | ms    | lowered | required | planned duration
 """),
     "free": {},
 }
+
+# What `trace` says of the parts of a stage, for cutting it. A plan does not repeat it.
+FIGURES = (
+    "classes", "layer_params", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace",
+    "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
+)  # fmt: skip

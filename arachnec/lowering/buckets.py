@@ -20,6 +20,7 @@ from functools import cache
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share, global_order
@@ -53,7 +54,7 @@ def _bucketed(module: Module, cluster: Cluster, cost: CostModel, mib: int | None
 def _split(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib: int | None) -> tuple[float, Reduce]:
     stage = module.stage(node.stage)
     ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
-    if not layers_of(stage) or len(ranks) < 2 or "bytes" in node.attrs or "time" in node.attrs:
+    if not layers_of(stage) or len(ranks) < 2 or {"bytes", "time"} & set(node.attrs) or cell_of(stage):
         return 0.0, node
 
     def time(size: float) -> float:

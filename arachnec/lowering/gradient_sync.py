@@ -9,6 +9,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
+from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.ir.values import Attributes, Quantity
 
@@ -42,6 +43,9 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
+        if (cell := cell_of(stage) or 1) > 1:
+            _add_shards(ends, cost, stage, group, cell)
+            continue
         if "buckets" in stated:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
             _add_buckets(ends, cost, stage, group, integers(stated["buckets"]), own)
@@ -53,11 +57,27 @@ def gradient_synchronisation(
             ends[rank].append(instruction)
     for stage in trained:
         time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
+        if (cell := cell_of(stage) or 1) > 1:  # the norm of the gradients is summed over the cell
+            for rank in resident[stage.name]:
+                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), Attributes.of(time=time)))
+            continue
         # A sharded optimizer's step ends with an all-gather of the updated parameters.
         together = tuple(sorted(resident[stage.name])) if "sharded" in stage.attrs else ()
         for rank in resident[stage.name]:
             ends[rank].append(Instruction("step", stage.name, together, Attributes.of(time=time)))
     return ends
+
+
+def _add_shards(
+    ends: dict[int, list[Instruction]], cost: CostModel, stage: Stage, group: tuple[int, ...], cell: int
+) -> None:
+    """Of a stage in cells: every shard is summed over the ranks that hold it, one in each cell."""
+    size = round(gradient_bytes(stage) / cell)
+    for rank in group:
+        same = replicas(rank, cell, len(group))
+        time = Quantity(cost.reduce_time(stage, same), "ms")
+        attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell))
+        ends[rank].append(Instruction("reduce", stage.name, same, attrs))
 
 
 def _add_buckets(

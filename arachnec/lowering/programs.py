@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.memory import divided
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     Cascade,
@@ -24,8 +25,11 @@ from arachnec.ir.nodes import (
     integers,
     quantity,
 )
+from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
+from arachnec.lowering.gathers import on_rank
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.order import (
     COMPUTE,
@@ -95,9 +99,10 @@ def compute_lists(
             for name in cascade.inputs
             if not reads_saved(cascade, order[position[name]])
         )
-        for instruction in instructions_of(cascade, stages[cascade.stage], count, inputs):
-            for rank in cascade.ranks:
-                placed[rank].append(((i, COMPUTE), instruction))
+        stage = stages[cascade.stage]
+        instructions = instructions_of(cascade, stage, count, inputs)
+        for rank in cascade.ranks:
+            placed[rank].extend(((i, COMPUTE), item) for item in on_rank(instructions, stage, rank))
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
     return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
@@ -107,9 +112,9 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     """The instructions of one cascade on each of its ranks.
 
     ``clips`` counts the global batch. ``inputs`` are the GiB that the cascade reads: its planned memory includes them,
-    a program holds them from their receive to their free.
+    a program holds them from their receive to their free. What it gathers follows from its lists of layers.
     """
-    own = max(0.0, _gib(cascade.attrs.get("memory")) - inputs)
+    own = max(0.0, _gib(cascade.attrs.get("memory")) - inputs - gathered_gib(stage))
     group = cascade.ranks
     duration = max(0.0, cascade.end - cascade.start)
     if cascade.phase is Phase.TRAIN:
@@ -120,8 +125,13 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
             Instruction("backward", cascade.name, group, backward),
         )
     if cascade.phase is Phase.FORWARD:
-        return (Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, duration, own)),)
+        # several micro-batches are held at once, and one of them runs
+        running = min(own, divided(stage, "workspace", cascade, uneven(cascade.tokens, cascade.degree)))
+        attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
+        return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)
+    if cascade.phase is Phase.BACKWARD:
+        attrs = attrs.updated(workspace=_some(own))
     if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
         output = evaluate(stage.attrs.get("output"), cascade)
         attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
@@ -155,6 +165,7 @@ def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) ->
         shards=attrs.get("shards"),
         recompute=attrs.get("recompute"),
         attention=attrs.get("attention"),
+        side=attrs.get("side"),
     )
 
 

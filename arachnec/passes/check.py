@@ -24,6 +24,7 @@ from arachnec.lowering.programs import NoCluster
 from arachnec.passes.infra.base import Pass
 from arachnec.verification.deadlock import check_deadlock
 from arachnec.verification.device_limits import check_device_limits
+from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
@@ -67,6 +68,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)
     yield from check_inputs(values)
+    yield from check_gathers(values)
     yield from check_memory(values, model)
 
 

@@ -42,7 +42,7 @@ def _sharded(module: Module) -> Module:
 
 
 def _dealt_out(stage: Stage, ranks: int) -> Stage:
-    if not stage.trained or "optimizer" not in stage.attrs or "sharded" in stage.attrs:
+    if not stage.trained or "optimizer" not in stage.attrs or {"sharded", "cell"} & set(stage.attrs):
         return stage
     spared = quantity(stage.attrs["optimizer"]) * (1 - 1 / ranks)
     state = Quantity(quantity(stage.attrs["state"]) - spared, "GiB")

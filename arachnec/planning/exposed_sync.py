@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
 from arachnec.planning.following import Following
@@ -42,7 +43,7 @@ class ExposedSync:
     def __init__(self, module: Module, cost: CostModel, following: Following = Following()) -> None:  # noqa: B008
         self.module = module
         self.ranks = tuple(range(cost.cluster.world))
-        trained = [stage for stage in module.stages if stage.trained and layers_of(stage)]
+        trained = [stage for stage in module.stages if stage.trained and layers_of(stage) and not cell_of(stage)]
         syncs = tuple(sync_of(stage, self.ranks, cost) for stage in trained) if len(self.ranks) > 1 else ()
         whole = tuple(replace(sync, behind=sync.behind[:1]) for sync in syncs)
         self.syncs = syncs if following.buckets else whole

@@ -12,7 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
-from arachnec.ir.stage_sizes import shape_of, times_of
+from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.handoff_memory import in_turn
 from arachnec.planning.validate import validate_schedule
@@ -90,7 +90,7 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     jobs = []
     for cascade in module.cascades:
         held = co_resident.get(cascade.name, 0.0)
-        key = (*shape_of(cascade), cost.received(cascade), held)
+        key = (*cost.table.shape(cascade), held)
         if key not in choices:
             choices[key] = choices_of(cascade, cost, held)
         jobs.append(Job(choices[key], tuple(index[name] for name in cascade.inputs if name in index)))
@@ -212,13 +212,15 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
 
 
 def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
-    """A cascade with its degree and times in ms."""
+    """A cascade with its degree and times in ms. ``degree`` ranks are its own, for one clip or several side by side."""
+    side = cost.side_at(cascade, degree)
     return cascade.with_attrs(
-        degree=degree,
+        degree=degree // side,
+        side=side if side > 1 else None,
         start=Quantity(start, "ms"),
         end=Quantity(end, "ms"),
         recompute=True if recompute else None,
-        memory=Quantity(round(cost.memory(cascade, degree, recompute), 6), "GiB"),
+        memory=Quantity(round(cost.memory(cascade, degree, recompute, side), 6), "GiB"),
     )
 
 

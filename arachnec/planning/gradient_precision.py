@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arachnec.cost.memory import RESERVE
+from arachnec.cluster.device_kinds import Devices
+from arachnec.cost.memory import RESERVE, Memory
 from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import element_bytes, trained_count
 from arachnec.ir.values import Formula, Quantity
 
@@ -34,8 +36,7 @@ def with_gradient_precision(module: Module) -> Module:
 def least_degrees(module: Module) -> tuple[int | None, ...]:
     """For every clip, on how many ranks it fits beside the state, with every block recomputed; None where on none."""
     assert module.cluster is not None
-    state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
-    room = (1 - RESERVE) * module.cluster.memory - state
+    room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident
     return tuple(_least_degree(module, clip, room) for clip in module.clips)
 
 
@@ -68,7 +69,7 @@ def _kept(stage: Stage, precision: str) -> Stage:
         return stage
     if precision != "f32":
         return replace(stage, attrs=stage.attrs.updated(gradients=precision))
-    trained = trained_count(stage)
+    trained = trained_count(stage) / (cell_of(stage) or 1)
     larger = trained * (FP32 - element_bytes(stage)) / GIB
     copy = trained * FP32 / GIB if "optimizer" in stage.attrs else 0.0  # of the gradients, for the optimizer
     ranks = integer(stage.attrs.get("sharded", 1))
@@ -77,5 +78,7 @@ def _kept(stage: Stage, precision: str) -> Stage:
         state=Quantity(max(0.0, quantity(stage.attrs["state"]) + larger - copy / ranks), "GiB"),
     )
     if copy:
-        attrs = attrs.updated(optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy), "GiB"))
+        attrs = attrs.updated(
+            optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy * (cell_of(stage) or 1)), "GiB")
+        )
     return replace(stage, attrs=attrs)

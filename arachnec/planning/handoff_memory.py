@@ -168,8 +168,8 @@ def late_order(
             placed[cascade.name] = Late(cascade, planned)
             return
         near = ranks[reader.name]
-        target = (*near, *(rank for rank in planned if rank not in near))[: cascade.degree]
-        fits = not cost.devices.kinds or cost.recompute_at(cascade, cascade.degree, target) is not None
+        target = (*near, *(rank for rank in planned if rank not in near))[: cascade.width]
+        fits = not cost.devices.kinds or cost.recompute_at(cascade, cascade.width, target) is not None
         placed[cascade.name] = Late(cascade, tuple(sorted(target)) if fits else planned, near)
 
     read = {name for cascade in cascades for name in cascade.inputs}

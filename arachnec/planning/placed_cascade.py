@@ -28,8 +28,8 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
     """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
     recompute = cascade.recompute
     if cost.devices.kinds:
-        recompute = cost.recompute_at(cascade, cascade.degree, ranks) is True
-    cheapest = cost.table.entry(cascade, cascade.degree, ranks, Strategy(recompute=recompute))
+        recompute = cost.recompute_at(cascade, cascade.width, ranks) is True
+    cheapest = cost.table.entry(cascade, cascade.width, ranks, Strategy(recompute=recompute, side=cascade.side))
     entry = _on_family_grid(cascade, ranks, cheapest, cost) if cost.has_attention(cascade) else cheapest
     split = entry.strategy.attention if cost.has_attention(cascade) else None
     duration = cascade.end - cascade.start + max(0.0, entry.time - cheapest.time)
@@ -52,20 +52,20 @@ def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, c
     """The cheapest grid, or the cheapest of the family's that takes negligibly longer."""
     grids = cost.family_grids
     split, recompute = cheapest.strategy.attention, cheapest.recompute
-    if len(ranks) == 1 or (split is not None and (split.ulysses, split.ring) in grids):
+    if cascade.degree == 1 or (split is not None and (split.ulysses, split.ring) in grids):
         return cheapest
     offered = [
-        cost.table.entry(cascade, cascade.degree, ranks, Strategy(Attention(ulysses, ring), recompute))
+        cost.table.entry(cascade, cascade.width, ranks, Strategy(Attention(ulysses, ring), recompute, cascade.side))
         for ulysses, ring in grids
-        if ulysses * ring == len(ranks)
+        if ulysses * ring == cascade.degree
     ]
     best = min(offered, key=lambda entry: entry.time, default=cheapest)
     return best if best.time <= cheapest.time * (1 + NEGLIGIBLE) else cheapest
 
 
 def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
-    """ms after the producer's end at which the consumer's last rank has its output."""
-    size = cost.output(producer) * GIB
+    """ms after the producer's end at which the consumer's last rank has what it reads of it."""
+    size = cost.handed(producer, consumer) * GIB
     if not size:
         return 0.0
     source = producer.ranks[0]

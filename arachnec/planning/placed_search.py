@@ -29,7 +29,7 @@ from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.mixed_bound import mixed_bound
-from arachnec.planning.placement import best_placements, placements, within_memory
+from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
@@ -257,6 +257,8 @@ class Measure:
 
     def _on_ranks(self, cascades: list[Cascade]) -> list[Cascade]:
         """As ``place`` does it."""
+        if in_cells(self.cost):
+            return best_placements(cascades, self.cost)
         if self.following.topology:
             return (priced_placement if self.few_groups else best_placements)(cascades, self.cost)
         return within_memory(cascades, placements(cascades, self.cost, topology=False), self.cost)

@@ -18,6 +18,7 @@ from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
+from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.rank_choice import (
@@ -36,6 +37,8 @@ def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
 
     Raises UserError where the memory does not hold the values that encoders hand off.
     """
+    if in_cells(cost):
+        return within_memory(cascades, cell_placements(cascades, cost), cost)
     enough = end_of(cascades) * (1 + NEGLIGIBLE) + TOLERANCE
     tried: list[list[Cascade]] = []
     for placed in quick_placements(cascades, cost):
@@ -54,6 +57,52 @@ def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[l
     yield placements(cascades, cost)
     for ranks_of in (ranks_from_the_end, ranks_from_the_start) if not cost.devices.kinds else ():
         yield on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
+
+
+def in_cells(cost: CostModel) -> bool:
+    """Whether some stage's cascades take whole cells."""
+    return any((cell_of(stage) or 1) > 1 for stage in cost.module.stages)
+
+
+def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
+    """Every cascade with its ranks: those of a stage that is dealt out on the whole cells that are free first.
+
+    Of cells that are free together those next to each other are taken, and nearest to the inputs. Other cascades take
+    the ranks that are free first.
+    """
+    cluster = cost.cluster
+    actual = [0.0] * cluster.world
+    done: dict[str, Cascade] = {}
+    for cascade in in_order(cascades):
+        inputs = [done[name] for name in cascade.inputs if name in done]
+        cell = cell_of(cost.stages[cascade.stage]) or 1
+        if cell == 1:
+            placed = place_among(cascade, range(cluster.world), inputs, actual, cost, pick_ranks)
+        else:
+            placed = on(cascade, _free_cells(cascade, cell, inputs, actual, cost), inputs, actual, cost)
+        done[cascade.name] = placed
+        for rank in placed.ranks:
+            actual[rank] = placed.end
+    return list(done.values())
+
+
+def _free_cells(
+    cascade: Cascade, cell: int, inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
+) -> tuple[int, ...]:
+    """The ranks of the cells on which a cascade can start first."""
+    free = [max(actual[first : first + cell]) for first in range(0, cost.cluster.world, cell)]
+    wanted = cascade.width // cell
+    ready = max((producer.end for producer in inputs), default=0.0)
+    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + CLOSE * (cascade.end - cascade.start)
+    near = {rank // cell for producer in inputs for rank in producer.ranks}
+    early = [number for number, moment in enumerate(free) if moment <= first]
+    runs = [run for at in range(0, len(free), wanted) if set(run := range(at, at + wanted)) <= set(early)]
+    if runs:
+        picked = min(runs, key=lambda run: (-len(near.intersection(run)), -sum(free[c] for c in run), run[0]))
+        cells: Sequence[int] = picked
+    else:
+        cells = sorted(sorted(early, key=lambda number: (number not in near, -free[number], number))[:wanted])
+    return tuple(rank for number in cells for rank in own_cell(number * cell, cell))
 
 
 def end_of(cascades: Sequence[Cascade]) -> float:
@@ -145,7 +194,7 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
             free = [rank for rank in world if planned[rank] <= begin]
             placed = place_among(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
-                whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.degree)
+                whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.width)
                 tried = [placed, *(place_among(cascade, ranks, inputs, actual, cost, pick) for ranks in whole)]
                 placed = min(tried, key=lambda option: option.end)
         done[cascade.name] = placed
@@ -169,7 +218,7 @@ def pools(cascade: Cascade, cost: CostModel) -> list[Sequence[int]]:
     return [
         ranks
         for ranks in (*cost.devices.kinds, *together)
-        if len(ranks) >= cascade.degree and cost.recompute_at(cascade, cascade.degree, ranks) is not None
+        if len(ranks) >= cascade.width and cost.recompute_at(cascade, cascade.width, ranks) is not None
     ]
 
 
@@ -183,8 +232,8 @@ def place_among(
 ) -> Cascade:
     """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
     ready = max((producer.end for producer in inputs), default=0.0)
-    first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.degree])
+    first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.width])
     slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
-    ranks = pick(cost.cluster, early, cascade.degree, {rank for c in inputs for rank in c.ranks})
+    ranks = pick(cost.cluster, early, cascade.width, {rank for c in inputs for rank in c.ranks})
     return on(cascade, ranks, inputs, actual, cost)

@@ -114,7 +114,7 @@ def _ranks_in_turn(times: Sequence[tuple[float, float, Cascade]], cluster: Clust
     free = np.zeros((cluster.nodes, cluster.gpus))  # ms from which on each rank is
     ranks_of: dict[str, tuple[int, ...]] = {}
     for start, end, cascade in sorted(times, key=lambda row: (row[0], -row[2].degree)):
-        degree = cascade.degree
+        degree = cascade.width
         idle = np.where(free <= start + TOLERANCE, start - free, np.inf)
         ranks = _least_idle(idle, degree, cluster.gpus)
         if ranks is None:

@@ -34,7 +34,7 @@ def validate_schedule(module: Module) -> list[str]:
 
 
 def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostModel) -> list[str]:
-    name, degree = f"%{cascade.name}", cascade.degree
+    name, degree = f"%{cascade.name}", cascade.width
     legal = cost.legal_degrees(cascade)
     if degree not in legal:
         nearest = [*[d for d in legal if d < degree][-1:], *[d for d in legal if d > degree][:1]]
@@ -44,7 +44,7 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
         problems.append(f"{name} starts at {cascade.start} ms")
     listed = integers(cascade.attrs.get("ranks", ()))
     ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
-    entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cascade.recompute))
+    entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cascade.recompute, side=cascade.side))
     if cascade.end - cascade.start < entry.time - _slack(cascade.end):
         problems.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
     if entry.memory > cost.room_on(ranks, degree) + TOLERANCE:
@@ -60,8 +60,8 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
 def _capacity_problems(module: Module, cost: CostModel) -> list[str]:
     events = []
     for cascade in module.cascades:
-        events.append((cascade.start, 1, cascade.degree))
-        events.append((cascade.end - _slack(cascade.end), 0, -cascade.degree))
+        events.append((cascade.start, 1, cascade.width))
+        events.append((cascade.end - _slack(cascade.end), 0, -cascade.width))
     busy = 0
     for moment, _, change in sorted(events):
         busy += change
@@ -73,8 +73,8 @@ def _capacity_problems(module: Module, cost: CostModel) -> list[str]:
 def _rank_problems(cascade: Cascade, cost: CostModel) -> list[str]:
     ranks = cascade.ranks
     problems = []
-    if len(set(ranks)) != cascade.degree:
-        problems.append(f"%{cascade.name} has degree {cascade.degree} and ranks {ranks}")
+    if len(set(ranks)) != cascade.width:
+        problems.append(f"%{cascade.name} has degree {cascade.width} and ranks {ranks}")
     if any(not 0 <= rank < cost.cluster.world for rank in ranks):
         problems.append(f"%{cascade.name} is on ranks {ranks} of {cost.cluster.world}")
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")

@@ -16,6 +16,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.cost.synchronisation import ring_passes
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
+from arachnec.ir.parameter_cells import side_by_side
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
 from arachnec.simulation.routes import Route, handoff_route, route
@@ -113,17 +114,18 @@ class Works:
         return Work(alone.fixed + part * sent.latency, alone.compute, alone.computing, loads)
 
     def _communication(self, cascade: Cascade, group: tuple[int, ...]) -> _Sent:
-        split = _split(cascade, len(group))
+        parts = side_by_side(group, cascade.side)  # each sends among itself
+        split = _split(cascade, len(parts[0]))
         sent = self._cost.volumes(cascade, split, cascade.recompute)
         if not sent.moved:
             return _Sent()
         inside: Needed = defaultdict(float)
         outside: Needed = defaultdict(float)
         latency = 0.0
-        runs = [group[first : first + sent.ulysses] for first in range(0, len(group), sent.ulysses)]
+        runs = side_by_side(group, len(group) // sent.ulysses)
         for groups, size, steps in (
             (runs, sent.traded / sent.ulysses, sent.trades * _steps(sent.ulysses)),
-            ([group], sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
+            (parts, sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
         ):
             for members in groups:
                 for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):
@@ -131,11 +133,10 @@ class Works:
                         total[link] += size * ms
             latency += steps * max(self._latency(members) for members in groups)
         if sent.ring > 1:
-            for first in range(sent.ulysses):
-                members = group[first :: sent.ulysses]
+            for members in (part[first :: sent.ulysses] for part in parts for first in range(sent.ulysses)):
                 for source, target in zip(members, (*members[1:], members[0]), strict=True):
                     self._add(inside, outside, source, target, sent.passed)
-            latency += sent.hops * self._latency(group)
+            latency += sent.hops * max(map(self._latency, parts))
         planned = self._cost.communication(cascade, split, group, cascade.recompute)
         loads = tuple(_load(needed) for needed in (inside, outside) if needed)
         # between nodes a plan may count contention within the group, which is on no link

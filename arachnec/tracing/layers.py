@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def layer_of_parameters(model: nn.Module, layers: Sequence[str]) -> dict[str, int | None]:
-    """For every parameter that trains, by its first name, the number of the layer that holds it.
+def layer_of_parameters(model: nn.Module, layers: Sequence[str], *, frozen: bool = False) -> dict[str, int | None]:
+    """For every parameter that trains, or for all, by its first name, the number of the layer that holds it.
 
     None for a parameter outside the layers, or one that another part of the model shares: its gradient is complete only
     when a backward has ended.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+        if frozen or parameter.requires_grad:
             names[id(parameter)].append(name)
     numbers = {path: number for number, path in enumerate(layers)}
     return {aliases[0]: _only({_layer(name, numbers) for name in aliases}) for aliases in names.values()}

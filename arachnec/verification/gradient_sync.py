@@ -11,6 +11,7 @@ from arachnec.analysis.uses import Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Program
+from arachnec.ir.parameter_cells import cell_of
 
 TOLERANCE = 1e-9  # of a time that was computed twice
 
@@ -80,7 +81,10 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         for stage in sorted({*last, *reduces, *steps}):
             yield from _buckets(values, program, stage, [program.instructions[i] for i in reduces[stage]])
             yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
+    in_cells = {stage.name for stage in values.module.stages if (cell_of(stage) or 1) > 1}
     for (stage, peers), _ in groups.items():
+        if stage in in_cells:  # each shard has ranks of its own: `verification.gathers`
+            continue
         for rank in sorted(with_gradient[stage] - set(peers)):
             yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
 

@@ -22,8 +22,8 @@ class OutOfMemory(Diagnostic):
     label: ClassVar[str] = "{need:.2f} GiB here"
     help: ClassVar[str] = (
         "{state:.2f} GiB are parameters and optimizer, {saved:.2f} saved for backward, {values:.2f} handed-off values "
-        "and batches, {workspace:.2f} workspace, {communicators:.2f} communicators; a higher degree, recomputation or "
-        "an earlier `free` lowers it"
+        "and batches, {workspace:.2f} workspace, {communicators:.2f} communicators{gathered}; a higher degree, "
+        "recomputation or an earlier `free` lowers it"
     )
     rank: int
     instruction: str
@@ -34,6 +34,7 @@ class OutOfMemory(Diagnostic):
     values: float
     workspace: float
     communicators: float
+    gathered: str
 
 
 def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
@@ -47,7 +48,8 @@ def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
             continue
         where, span = _place(program, peak.index)
         parts = (peak.state, peak.saved, peak.values, peak.workspace, peak.communicators)
-        yield OutOfMemory(span, program.rank, where, peak.total, limit, *parts)
+        gathered = f", {peak.gathered:.2f} gathered parameters" if peak.gathered else ""
+        yield OutOfMemory(span, program.rank, where, peak.total, limit, *parts, gathered)
 
 
 def _place(program: Program, index: int) -> tuple[str, Span | None]:

@@ -220,10 +220,10 @@ def _degrees(module: Module, cost: CostModel) -> list[str]:
 def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     legal = cost.legal_degrees(cascade)
     tried = cost.legal_degrees(cascade)
-    below = [degree for degree in tried if degree < cascade.degree]
-    above = [degree for degree in tried if degree > cascade.degree]
-    sentence = f"{_words(cascade)} has degree {cascade.degree}: {ms(cascade.end - cascade.start)}."
-    packed = cost.time(cascade, cascade.degree, recompute=cascade.recompute)
+    below = [degree for degree in tried if degree < cascade.width]
+    above = [degree for degree in tried if degree > cascade.width]
+    sentence = f"{_words(cascade)} has degree {cascade.width}: {ms(cascade.end - cascade.start)}."
+    packed = cost.time(cascade, cascade.width, recompute=cascade.recompute)
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
         elsewhere = "the fastest devices" if cost.devices.kinds else "as few nodes as hold it"
         sentence += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
@@ -231,7 +231,7 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
         return f"{sentence} No other degree is legal."
     if below:
         sentence += f" {_other_degree(cascade, below[-1], cost, makespan)}"
-    elif cascade.degree > 1:
+    elif cascade.width > 1:
         sentence += " No lower degree is legal."
     if above:
         sentence += f" {_other_degree(cascade, above[0], cost, makespan)}"
@@ -249,7 +249,7 @@ def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: floa
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
     current = cascade.end - cascade.start
     time, recompute = entry.time, entry.recompute
-    area = degree * time / (cascade.degree * current) - 1 if current > 0 else 0.0
+    area = degree * time / (cascade.width * current) - 1 if current > 0 else 0.0
     with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
     without = " without recomputing" if cascade.recompute and not recompute else ""
     late = cascade.start + time - makespan
@@ -277,7 +277,7 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
             "optimizer and a reserve leave of a device."
         ]
     share = sum(_recompute_cost(cascade, cost) for cascade in recomputing)
-    work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
+    work = math.fsum(cascade.width * (cascade.end - cascade.start) for cascade in module.cascades)
     whose = "recomputes its" if len(recomputing) == 1 else "recompute their"
     sentences = [
         f"{len(recomputing)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
@@ -285,12 +285,13 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
     ]
     largest = sorted(recomputing, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
     for cascade in largest:
-        without, recomputed = cost.memory(cascade, cascade.degree), cost.memory(cascade, cascade.degree, recompute=True)
-        room = cost.room_on(cascade.ranks, cascade.degree)
-        wide = next((d for d in cost.options(cascade) if d > cascade.degree and cost.memory(cascade, d) <= room), None)
+        width, side = cascade.width, cascade.side
+        without, recomputed = (cost.memory(cascade, width, recompute, side) for recompute in (False, True))
+        room = cost.room_on(cascade.ranks, cascade.width)
+        wide = next((d for d in cost.options(cascade) if d > cascade.width and cost.memory(cascade, d) <= room), None)
         fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
         sentences.append(
-            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.degree}, {recomputed:.3g} with "
+            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.width}, {recomputed:.3g} with "
             f"recomputation; {room:.3g} are free. {fits}"
         )
     return sentences
@@ -306,20 +307,20 @@ def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:
     """GPU ms that a cascade spends on recomputing."""
     if times_of(cascade):
         return 0.0
-    recomputed = cost.time(cascade, cascade.degree, ranks=cascade.ranks, recompute=True)
-    return cascade.degree * (recomputed - cost.time(cascade, cascade.degree, ranks=cascade.ranks))
+    recomputed = cost.time(cascade, cascade.width, ranks=cascade.ranks, recompute=True, side=cascade.side)
+    return cascade.width * (recomputed - cost.time(cascade, cascade.width, ranks=cascade.ranks, side=cascade.side))
 
 
 def _communication(module: Module, cost: CostModel) -> list[str]:
     """What ranks that share a cascade spend on talking to each other."""
-    shared = [cascade for cascade in module.cascades if cascade.degree > 1]
+    shared = [cascade for cascade in module.cascades if cascade.width > 1]
     if not shared:
         return ["No cascade is shared by several ranks."]
     if any(times_of(cascade) for cascade in shared):
         return ["The times of these cascades were measured as a whole: what of them is communication is not known."]
     talking = {cascade.name: _communication_time(cascade, cost) for cascade in shared}
-    work = math.fsum(cascade.degree * (cascade.end - cascade.start) for cascade in module.cascades)
-    total = math.fsum(cascade.degree * talking[cascade.name] for cascade in shared)
+    work = math.fsum(cascade.width * (cascade.end - cascade.start) for cascade in module.cascades)
+    total = math.fsum(cascade.width * talking[cascade.name] for cascade in shared)
     sentences = [f"Ranks that share a cascade talk to each other for {_percent(total / work)} of all GPU time."]
     busiest = max(shared, key=lambda cascade: talking[cascade.name] / (cascade.end - cascade.start))
     part = talking[busiest.name] / (busiest.end - busiest.start)

@@ -98,6 +98,11 @@ def _sample(kind: str) -> st.SearchStrategy[Value]:
         return st.lists(_positive_terms, max_size=3).map(lambda found: Formula(tuple(found), unit))
     if kind in UNITS:
         return st.floats(0, 1e6).map(lambda value: Quantity(value, kind))
+    if kind.startswith("[[") and kind not in _SAMPLES:
+        parts = [_sample(part.strip()) for part in kind[2:-2].split(",")]
+        return st.lists(st.tuples(*parts), max_size=2).map(tuple)
+    if kind.endswith(" formula]"):
+        return st.lists(_sample(kind[1:-1]), max_size=2).map(tuple)
     return _SAMPLES[kind]
 
 
@@ -131,8 +136,10 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
-        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None))),
-        nodes.Stage("dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None))),
+        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None))),
+        nodes.Stage(
+            "dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None))
+        ),
     )
     cascades: list[nodes.Cascade] = []
     for clip in clips if level >= Level.PARTITIONED else ():
@@ -151,6 +158,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
                     ring=ring,
                     ulysses=degree // ring,
                     shards=None,
+                    side=None,
                 )
             )
             before = (cascades[-1].name,) if phase is Phase.TRAIN else ()

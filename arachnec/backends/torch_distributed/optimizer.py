@@ -6,7 +6,7 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ class Optimizer:
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
     same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
     that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
-    method is called by all ranks together then.
+    method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
+    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
     """
 
     def __init__(
@@ -38,9 +39,13 @@ class Optimizer:
         *,
         sharded: bool = False,
         piece_bytes: int = SMALLEST_PIECE,
+        norm_of_all: Callable[[Tensor], Tensor] | None = None,
+        norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
+        self._norm_of_all = norm_of_all
+        self._norm = norm
         self._parts = Parts.of() if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
@@ -73,7 +78,9 @@ class Optimizer:
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
-        norm = global_norm(given, across=self.sharded)
+        norm = global_norm(given, across=self.sharded) if self._norm is None else self._norm(given)
+        if self._norm_of_all is not None:
+            norm = self._norm_of_all(norm)
         limit = self._training.clip_norm
         for name, master in self._masters.items():
             master.grad = given[name].to(master.dtype) if name in given else None
@@ -133,11 +140,12 @@ class Optimizer:
 
 @torch.no_grad()
 def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Tensor:
-    """The 2-norm of all gradients together, accumulated in fp32: a scalar where the gradients are.
+    """The 2-norm of all gradients together, accumulated in fp32 at least: a scalar where the gradients are.
 
     With ``across`` those of all ranks of the default process group count. Collective then.
     """
-    norms = [torch.linalg.vector_norm(value, dtype=torch.float32) for value in gradients.values()]
+    values = gradients.values()
+    norms = [torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32)) for v in values]
     if not norms:
         return torch.zeros(())
     here: Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -9,7 +9,7 @@ overwritten.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +27,23 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def shared_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
+def shared_model(
+    model_file: ModelFile, training: Training, device: torch.device, own: Collection[str] | None = None
+) -> nn.Module:
     """The model of ``build_model`` on every rank, with the weights of rank 0's. Collective.
 
-    Raises ``UserError`` where the ranks' models have other tensors.
+    Of parameters that are not this rank's ``own``, by name, nothing is kept: they are zeros without memory and do not
+    train. Rank 0, which draws all weights, holds them while it sends them. Raises ``UserError`` where the ranks' models
+    have other tensors.
     """
 
     def build(home: torch.device) -> Modules:
         return {"model": build_model(model_file, training, home)}
 
-    return shared_modules(build, device)["model"]
+    def is_kept(module: str, name: str) -> bool:
+        return own is None or name in own
+
+    return shared_modules(build, device, is_kept)["model"]
 
 
 def shared_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
@@ -44,21 +51,51 @@ def shared_encoders(model_file: ModelFile, training: Training, device: torch.dev
     return dict(shared_modules(lambda home: build_encoders(model_file, training, home), device))
 
 
-def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
-    """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
-    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
-    agree({"the tensors of the model and its encoders": _digest(modules)}, device)
+def shared_modules(
+    build: Callable[[torch.device], Modules],
+    device: torch.device,
+    is_kept: Callable[[str, str], bool] = lambda module, name: True,
+) -> Modules:
+    """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values.
+
+    A parameter that is not kept, by the names of module and parameter, is zeros without memory on this rank.
+    """
+    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device, is_kept)
+    agree({"the tensors of the model and its encoders": digest_of(modules)}, device)
+    left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
+        if id(tensor) in left_out:
+            _pass_on(tensor, device)
+            continue
         home = tensor if tensor.device == device else tensor.detach().to(device)
-        _broadcast(home)
+        broadcast(home)
         if home is not tensor:
-            _swap(tensor, home)
+            put_in_place(tensor, home)
     for module in modules.values():
         module.to(device)  # what is no tensor of the module, such as a device that it remembers
-    state = torch.get_rng_state()
-    _broadcast(state)
-    torch.set_rng_state(state)  # as after building, for what is drawn later
+    share_random_state()
     return modules
+
+
+def _left_out(modules: Modules, is_kept: Callable[[str, str], bool]) -> Iterator[Tensor]:
+    """The parameters that this rank does not keep."""
+    for module, parts in sorted(modules.items()):
+        yield from (value for name, value in parts.named_parameters() if not is_kept(module, name))
+
+
+def _pass_on(tensor: Tensor, device: torch.device) -> None:
+    """Take part in the broadcast of a parameter that is not this rank's, and keep zeros without memory in its place."""
+    passing = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    broadcast(passing)
+    put_in_place(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+    tensor.requires_grad_(False)
+
+
+def share_random_state() -> None:
+    """Have every rank draw on as rank 0 does after building. Collective."""
+    state = torch.get_rng_state()
+    broadcast(state)
+    torch.set_rng_state(state)
 
 
 def tensors_of(modules: Modules) -> Iterator[Tensor]:
@@ -68,13 +105,23 @@ def tensors_of(modules: Modules) -> Iterator[Tensor]:
         yield from module.buffers()
 
 
-def _received(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
+def _received(
+    build: Callable[[torch.device], Modules], device: torch.device, is_kept: Callable[[str, str], bool]
+) -> Modules:
     """The modules with memory on ``device`` and no values yet, or with values of their own."""
+    modules = without_memory(build)
+    left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
+    for tensor in tensors_of(modules):
+        if tensor.device.type == "meta" and id(tensor) not in left_out:
+            put_in_place(tensor, torch.empty_like(tensor, device=device))
+    return modules
+
+
+def without_memory(build: Callable[[torch.device], Modules]) -> Modules:
+    """The modules on the meta device; on the CPU, with values of their own, where they cannot be built so."""
     try:
         modules = _built_on_meta(build)
         if not any(_strays(module) for module in modules.values()):
-            for tensor in tensors_of(modules):
-                _swap(tensor, torch.empty_like(tensor, device=device))
             return modules
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         pass  # it looks at values, or cannot be without them; a mistake shows again below
@@ -103,7 +150,7 @@ def _strays(module: nn.Module) -> bool:
     )
 
 
-def _swap(tensor: Tensor, other: Tensor) -> None:
+def put_in_place(tensor: Tensor, other: Tensor) -> None:
     """Put ``other`` in the place of ``tensor`` wherever that is referred to, as a parameter if it is one."""
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, tensor.requires_grad)
@@ -112,7 +159,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor) -> None:
+def broadcast(tensor: Tensor) -> None:
     """Rank 0's values, as bytes: every precision travels alike."""
     if not tensor.numel():
         return
@@ -122,7 +169,8 @@ def _broadcast(tensor: Tensor) -> None:
         tensor.copy_(packed)
 
 
-def _digest(modules: Modules) -> str:
+def digest_of(modules: Modules) -> str:
+    """What must be equal on all ranks: names, shapes and precisions of all tensors."""
     named = [
         (name, key, tuple(tensor.shape), str(tensor.dtype))
         for name, module in sorted(modules.items())

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -17,31 +18,34 @@ from torch import Tensor
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
+    build_model,
     drop_gradients,
-    gradients_of,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
+from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
+from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -135,15 +139,22 @@ class Trainer:
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
-        model = shared_model(model_file, training, device)
-        encoders = shared_encoders(model_file, training, device)
-        parameters = trained_parameters(model)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
+        pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
+        stage = dealt_out_stage(first)
+        cells: CellParameters | None = None
+        if stage is None:
+            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+        else:
+            model, cells = CellParameters.of(model_file, training, device, stage)
+        encoders = shared_encoders(model_file, training, device)
+        parameters = trained_parameters(model)
+        keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         threads = RankThreads()
         self._context = RankContext(
@@ -155,7 +166,12 @@ class Trainer:
             encoders=encoders,
             sequence=None,
             optimizer=Optimizer(
-                parameters, training, sharded=sharded, piece_bytes=piece_size(first.cluster, tuple(range(world)))
+                parameters if cells is None else cells.pieces,
+                training,
+                sharded=sharded,
+                piece_bytes=piece_size(first.cluster, tuple(range(world))),
+                norm_of_all=None if cells is None else cells.norm,
+                norm=None if pipeline is None else pipeline.norm,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -164,12 +180,21 @@ class Trainer:
             threads=threads,
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
+            cells=cells,
+            pipeline=pipeline,
         )
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
-        self._sequences = Sequences(model_file, model, executable.clips, dtype, executable.fused_graphs())
+        self._sequences = Sequences(
+            model_file,
+            model,
+            executable.clips,
+            dtype,
+            executable.fused_graphs(),
+            shapes=None if cells is None else partial(build_model, model_file, training, META),
+        )
         folder, keep = options.checkpoint, options.keep
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
         self.done = self._resume(options)
@@ -196,7 +221,7 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
+        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
         own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
         self._load(number, own.program, self.module)
@@ -214,6 +239,16 @@ class Trainer:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _received(self, program: Program) -> dict[str, TensorSpec]:
+        """The spec of every value this rank receives, by cascade."""
+        specs = self._specs.received(self.module, program, self._clips)
+        pipeline = self._context.pipeline
+        if pipeline is not None:
+            staged = StageCascades(pipeline, self.module, self._clips)
+            names = {step.target for step in program.instructions if step.op == "receive"}
+            specs |= {name: staged.spec(name) for name in names - set(specs)}
+        return specs
 
     def _enter_step(self, number: int) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
@@ -292,6 +327,8 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
+        if context.pipeline is not None:
+            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
@@ -323,9 +360,12 @@ class Trainer:
         )
 
     def _state(self) -> State:
-        """Everything that the next step depends on, as tensors."""
+        """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        return {**self._context.optimizer.tensors(), **buffers}
+        state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
+        if pipeline is not None:
+            return {**pipeline.written(state), **buffers}
+        return {**(state if cells is None else cells.parts(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
@@ -346,13 +386,13 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     if path is None:
         return None
 
-    def save(parameters: Mapping[str, Tensor]) -> None:
+    def save(gradients: Mapping[str, Tensor]) -> None:
         if dist.get_rank() != 0:
             return
         from safetensors.torch import save_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in gradients_of(parameters).items()}, path)
+        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
 
     return save
 

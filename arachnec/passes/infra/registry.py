@@ -20,7 +20,9 @@ from arachnec.passes.infra.base import Pass
 
 BUILTIN = {
     "partition": "arachnec.passes.partition:Partition",
+    "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
+    "stages": "arachnec.passes.stages:Stages",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
     "schedule-same-bucket": "arachnec.passes.schedule_same_bucket:ScheduleSameBucket",
@@ -28,6 +30,7 @@ BUILTIN = {
     "schedule-flexsp": "arachnec.passes.schedule_flexsp:ScheduleFlexsp",
     "schedule-knapformer": "arachnec.passes.schedule_knapformer:ScheduleKnapformer",
     "schedule-genetic": "arachnec.passes.schedule_genetic:ScheduleGenetic",
+    "schedule-pipeline": "arachnec.passes.schedule_pipeline:SchedulePipeline",
     "schedule-z3": "arachnec.passes.schedule_z3:ScheduleZ3",
     "place": "arachnec.passes.place:Place",
     "bucket": "arachnec.passes.bucket:Bucket",

@@ -1,0 +1,79 @@
+"""What gathering a stage's parameters adds to a cascade, where they are dealt out over cells.
+
+A forward gathers every layer, a backward gathers it again and reduce-scatters its gradients: an all-gather moves
+(k-1)/k of a layer's bytes over the links of a cell of k, a reduce-scatter as much of its gradients'. While a layer
+computes, the next one is gathered and the gradients of the one before are on their way. So each layer shows what its
+compute does not cover; the first gathers of a pass and the last reduce-scatters have nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from arachnec.cluster.topology import group_link, penalty
+from arachnec.cost.communication import collective_time
+from arachnec.cost.compute import PASSES
+from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
+from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """ms of the collectives of a stage's layers, the mean over blocks; the last layer by itself."""
+
+    blocks: int
+    gather: float
+    scatter: float
+    last_gather: float
+    last_scatter: float
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """ms that cascades of these stages take longer for gathering, on a cluster."""
+
+    stages: Mapping[str, Stage]
+    cluster: Cluster
+    _times: dict[tuple[str, int], LayerTimes] = field(default_factory=dict, repr=False, compare=False)
+
+    def exposed(self, cascade: Cascade, forward: float, backward: float, rank: int = 0) -> float:
+        """ms on the cell of ``rank``, for a cascade that computes for so many ms; 0 where nothing is dealt out."""
+        stage = self.stages[cascade.stage]
+        if (cell_of(stage) or 1) == 1:
+            return 0.0
+        times, (forwards, backwards) = self.layer_times(stage, rank), PASSES[cascade.phase]
+        first, between = min(times.blocks, 1), max(0, times.blocks - 1)
+        count = max(1, times.blocks)
+        total = 0.0
+        if forwards:
+            shown = max(0.0, times.gather - forward / count)
+            total += times.last_gather + first * times.gather + between * shown
+        if backwards:
+            shown = max(0.0, times.gather + times.scatter - backward / count)
+            total += first * (times.gather + times.scatter) + between * shown + times.last_scatter
+        return total
+
+    def layer_times(self, stage: Stage, rank: int = 0) -> LayerTimes:
+        """ms of the collectives of one layer in the cell of ``rank``."""
+        cell = cell_of(stage) or 1
+        ranks = own_cell(rank, cell)
+        key = stage.name, ranks[0]
+        if key not in self._times:
+            link, contention = group_link(self.cluster, ranks), penalty(self.cluster, ranks)
+            *blocks, last = layer_sizes(stage)
+            whole, gradient = element_bytes(stage), gradient_element_bytes(stage)
+            count = max(1, len(blocks))
+
+            def ms(elements: float, size: float) -> float:
+                return collective_time(link, elements * size, cell, 1, contention) if elements else 0.0
+
+            self._times[key] = LayerTimes(
+                len(blocks),
+                ms(sum(layer.parameters for layer in blocks) / count, whole),
+                ms(sum(layer.trained for layer in blocks) / count, gradient),
+                ms(last.parameters, whole),
+                ms(last.trained, gradient),
+            )
+        return self._times[key]

@@ -1,0 +1,89 @@
+"""Cells: ranks that hold a stage's parameters, gradients and optimizer state together, each a shard of every layer.
+
+In: a stage with ``cell = k`` and its ``layers``. Out: which ranks make a cell, and how large layers are. The layers of
+a stage are numbered as they run. One more, the last number, holds what lies in none of them, or in several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Stage
+from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, trained_count
+
+Ranks = tuple[int, ...]
+HELD = 2  # layers that are whole at once: the one that computes, and the one that is gathered meanwhile
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Parameters of one layer, and how many of them train."""
+
+    parameters: float
+    trained: float
+
+
+def cell_of(stage: Stage) -> int | None:
+    """Ranks of a cell; None where the stage is whole on every rank."""
+    value = stage.attrs.get("cell")
+    return value if isinstance(value, int) else None
+
+
+def cell_fits(cell: int, nodes: int, gpus: int) -> bool:
+    """Whether cells of this size divide the world, each inside a machine or of whole machines."""
+    return cell >= 1 and (gpus % cell == 0 or (cell % gpus == 0 and nodes * gpus % cell == 0))
+
+
+def own_cell(rank: int, cell: int) -> Ranks:
+    """The cell that a rank is in."""
+    first = rank - rank % cell
+    return tuple(range(first, first + cell))
+
+
+def replicas(rank: int, cell: int, world: int) -> Ranks:
+    """The ranks that hold the same shard as this one: one in each cell."""
+    return tuple(range(rank % cell, world, cell))
+
+
+def whole_cells(ranks: Ranks, cell: int) -> bool:
+    """Whether these ranks are whole cells, one behind the other."""
+    runs = [ranks[first : first + cell] for first in range(0, len(ranks), cell)]
+    return bool(ranks) and all(run == own_cell(run[0], cell) for run in runs)
+
+
+def side_by_side(ranks: Ranks, side: int) -> tuple[Ranks, ...]:
+    """The ranks of each of the clips that run side by side."""
+    width = len(ranks) // side
+    return tuple(ranks[first : first + width] for first in range(0, len(ranks), width))
+
+
+def last_layer(stage: Stage) -> int:
+    """The number of the layer that holds what lies in no block."""
+    return len(layers_of(stage))
+
+
+def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
+    """Every layer's size, the last one's too. Frozen parameters count as spread evenly over the blocks."""
+    blocks = layers_of(stage)
+    trained = trained_count(stage)
+    frozen = max(0, count_in(stage, "params") - trained) / (len(blocks) or 1)
+    sizes = [LayerSize(count + frozen, count) for _, count in blocks]
+    outside = max(0, trained - sum(count for _, count in blocks))
+    return (*sizes, LayerSize(outside + (0 if blocks else frozen), outside))
+
+
+def gathered_gib(stage: Stage, held: int = HELD) -> float:
+    """GiB on a rank while a cascade runs: gathered layers, and gradients that are not reduce-scattered yet.
+
+    ``held`` times the largest layer, the gradients of two (one in the making, one on its way), and the last layer.
+    """
+    if cell_of(stage) is None:
+        return 0.0
+    *blocks, last = layer_sizes(stage)
+    whole, gradient = element_bytes(stage), gradient_element_bytes(stage)
+    largest = max((layer.parameters for layer in blocks), default=0.0)
+    trained = max((layer.trained for layer in blocks), default=0.0)
+    total = held * largest * whole + 2 * trained * gradient + last.parameters * whole + last.trained * gradient
+    return total / GIB

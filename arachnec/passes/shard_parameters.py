@@ -1,0 +1,109 @@
+"""Deal parameters, gradients and optimizer state of trained stages out over cells of ranks (``ir.parameter_cells``).
+
+Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; cells smaller than the world after Zhao et al., "PyTorch
+FSDP" (arXiv 2304.11277), section 3.2.2, "hybrid sharding". docs/sharded_parameters.md says when it pays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, integer, quantity
+from arachnec.ir.parameter_cells import cell_fits
+from arachnec.ir.values import Quantity
+from arachnec.passes.annotate import Annotate
+from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.partition import Partition
+from arachnec.passes.shard_optimizer import ShardOptimizer
+from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
+
+
+@dataclass(frozen=True)
+class NoSuchCell(Diagnostic):
+    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks"
+    help: ClassVar[str] = (
+        "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
+        "machine, `world` all, `auto` none unless the model does not fit otherwise"
+    )
+    cell: str
+    nodes: int
+    gpus: int
+    fitting: str
+
+
+@dataclass(frozen=True)
+class ShardParameters(Pass):
+    """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
+
+    ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
+    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none.
+    """
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
+
+    cell: str = "node"
+
+    def run(self, module: Module) -> Module:
+        if module.cluster is None:
+            return module
+        cell = self._size(module, module.cluster)
+        if cell == 1:
+            return module
+        stages = tuple(in_cells(stage, cell) for stage in module.stages)
+        return with_gradient_precision(replace(module, stages=stages))
+
+    def _size(self, module: Module, cluster: Cluster) -> int:
+        if self.cell == "auto":
+            return _shortest(module, cluster)
+        words = {"node": cluster.gpus, "world": cluster.world}
+        size = words.get(self.cell, int(self.cell) if self.cell.isdecimal() else 0)
+        if not cell_fits(size, cluster.nodes, cluster.gpus):
+            sizes = (n for n in range(1, cluster.world + 1) if cell_fits(n, cluster.nodes, cluster.gpus))
+            fitting = ", ".join(map(str, sizes))
+            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting))
+        return size
+
+
+def _shortest(module: Module, cluster: Cluster) -> int:
+    """The cell with which the first iteration is shortest; 1 for none, that of all ranks where no clip fits any.
+
+    Where a copy of the state on every rank takes less than half of a device, the others are not looked at.
+    """
+    replicated = ShardOptimizer().run(module)
+    if not any({"sharded", "cell"} & set(stage.attrs) for stage in replicated.stages):
+        return 1
+    best, least = cluster.world, _estimated(replicated) / (1 + WORTH)
+    if math.isfinite(least):
+        best = 1
+    for size in cell_sizes(cluster):
+        stages = tuple(in_cells(stage, size) for stage in module.stages)
+        estimate = _estimated(with_gradient_precision(replace(module, stages=stages)))
+        if estimate < least:
+            best, least = size, estimate
+    return best
+
+
+def _estimated(module: Module) -> float:
+    """ms of the first iteration, by the defaults of what follows; infinite where a clip fits nowhere."""
+    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
+    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
+    try:
+        return estimated_ms(Annotate().run(Partition().run(replace(module, clips=clips, graphs=()))))
+    except UserError:
+        return math.inf
+
+
+def in_cells(stage: Stage, cell: int) -> Stage:
+    """A trained stage with its state dealt out over cells of so many ranks; any other as it is."""
+    if not stage.trained or "cell" in stage.attrs or "sharded" in stage.attrs:
+        return stage
+    attrs = stage.attrs.updated(cell=cell)
+    if "state" in attrs:
+        attrs = attrs.updated(state=Quantity(quantity(attrs["state"]) / cell, "GiB"))
+    return replace(stage, attrs=attrs)

@@ -1,0 +1,65 @@
+"""Choose k of kFkB by the transfer times that were measured (Ada-Grouper, 2303.01675, section 4).
+
+Slow links: a larger k sends the next micro-batch of a group while this one computes. Every rank then holds k times as
+many. So k is the one with the shortest step, by the exact evaluation, of those that the memory holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.pipelining.errors import GroupExceedsMemory
+from arachnec.pipelining.evaluate import StageTimes, Table, evaluate
+from arachnec.pipelining.held import held
+from arachnec.pipelining.one_f_one_b import kfkb
+
+WORTH = 0.01  # of a step: less does not make it change its k
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The k to use, and the makespan of every k that the memory holds."""
+
+    k: int
+    makespans: dict[int, float]
+
+
+def choose_k(
+    times: StageTimes,
+    saved: Table,
+    limits: Sequence[float],
+    *,
+    now: int | None = None,
+    candidates: Sequence[int] | None = None,
+) -> Grouping:
+    """The shortest step, of equal ones the smallest k; ``now`` is kept unless another saves a hundredth of it.
+
+    ``times`` with the transfers as last measured, one stage a rank; ``limits`` for what every rank may save.
+    Candidates are the divisors of m where none are given. UserError if the memory does not hold even the smallest.
+    """
+    stages, count = len(times.forward), len(times.forward[0])
+    wanted = sorted(candidates or (k for k in range(1, count + 1) if count % k == 0))
+    fitting = [k for k in wanted if _overfull(k, saved, limits) is None]
+    if not fitting:
+        require_held(wanted[0], saved, limits)
+    makespans = {k: evaluate(kfkb(stages, count, k), times).makespan for k in fitting}
+    best = min(fitting, key=lambda k: (makespans[k], k))
+    if now in makespans and makespans[best] > makespans[now] * (1 - WORTH):
+        best = now
+    return Grouping(best, makespans)
+
+
+def require_held(k: int, saved: Table, limits: Sequence[float]) -> None:
+    """UserError if a rank's memory does not hold kFkB with this k."""
+    overfull = _overfull(k, saved, limits)
+    if overfull is not None:
+        rank, needed = overfull
+        raise UserError(GroupExceedsMemory(None, k, rank, f"{needed:.6g}", f"{limits[rank]:.6g}"))
+
+
+def _overfull(k: int, saved: Table, limits: Sequence[float]) -> tuple[int, float] | None:
+    """The first rank that would hold too much, and what it would hold."""
+    most = held(kfkb(len(saved), len(saved[0]), k), saved)
+    return next(((rank, needed) for rank, needed in enumerate(most) if needed > limits[rank]), None)

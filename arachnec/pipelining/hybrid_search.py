@@ -1,0 +1,227 @@
+"""Find a hybrid plan: DAPPLE's dynamic program, ours, and PipeDream's partition.
+
+The state is how many layers are placed, and how many devices of every machine are taken; the three placement policies
+say which devices the next stage may get. DAPPLE's program keeps the plan with the smallest block for each state. Ours
+keeps every plan that another does not beat in block, transfers and exposed all-reduce together, so that what is left at
+the end is the plan of least latency.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
+from arachnec.pipelining.placement_policies import allocations
+
+SLACK = 1e-9  # relative: what rounding may do to a comparison
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """One pipeline of several: how many there are, and the machines that one has."""
+
+    pipelines: int
+    apart: bool
+    machines: int
+    devices: int
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Stages for the first layers. ``longest`` and ``sends`` in ms of the whole batch; all-reduces as (stage, ms)."""
+
+    stages: tuple[Stage, ...]
+    used: Allocation
+    longest: float
+    sends: float
+    reduces: tuple[tuple[int, float], ...]
+
+
+def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
+    """The published dynamic program: of all cuts, replicas and placements by policy, the smallest block.
+
+    Its latency may be far above the best. Between the ``pipelines``, numbers of copies, the latency decides.
+    ValueError if none of them divides batch and cluster.
+    """
+    plans = [
+        hybrid_plan(instance, _smallest_block(instance, copies), copies.pipelines, copies.apart)
+        for copies in _copies(instance, pipelines)
+    ]
+    return min(plans, key=lambda plan: plan.latency)
+
+
+def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
+    """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
+    best = dapple_plan(instance, pipelines)
+    if 1 in pipelines:
+        best = min(best, pipedream_plan(instance), key=lambda plan: plan.latency)
+    for copies in _copies(instance, pipelines):
+        best = _least_latency(instance, copies, best)
+    return best
+
+
+def pipedream_plan(instance: Instance) -> HybridPlan:
+    """PipeDream's partition (1806.03377, section 3.1), run by the synchronous schedule.
+
+    It balances one micro-batch's time, or its all-reduce where that is longer, and the transfers, and knows nothing of
+    fill and drain. Devices are taken machine by machine.
+    """
+    machines, layers = instance.machines, instance.layers
+    count = machines.count * machines.devices
+    m = instance.batch // instance.micro_batch
+    least: list[list[tuple[float, tuple[tuple[int, int], ...]]]] = [[(math.inf, ())] * (count + 1)]
+    least[0][0] = (0.0, ())
+    for last in range(1, layers + 1):
+        row: list[tuple[float, tuple[tuple[int, int], ...]]] = [(math.inf, ())] * (count + 1)
+        for n in range(1, count + 1):
+            for replicas in range(1, n + 1):
+                for first in range(last):
+                    before, cuts = least[first][n - replicas]
+                    size = instance.parameters[last] - instance.parameters[first]
+                    reduce = 1e3 * 2 * (replicas - 1) * size / machines.reduce
+                    own = max(instance.time(first, last) / m, reduce) / replicas
+                    sent = (
+                        2e3 * instance.profile.cuts[first - 1] * instance.batch / instance.profile_batch if first else 0
+                    )
+                    bottleneck = max(before, own, sent / machines.send / m)
+                    if bottleneck < row[n][0]:
+                        row[n] = (bottleneck, (*cuts, (last, replicas)))
+        least.append(row)
+    _, parts = min(least[layers])
+    used: Allocation = (0,) * machines.count
+    stages: list[Stage] = []
+    for last, replicas in parts:
+        devices = _filled(used, machines.devices, replicas)
+        stages.append(Stage(stages[-1].last if stages else 0, last, devices))
+        used = _sum(used, devices)
+    return hybrid_plan(instance, tuple(stages))
+
+
+def _copies(instance: Instance, wanted: Sequence[int]) -> Iterator[_Copies]:
+    """Those numbers of pipelines that divide batch and cluster: on machines of their own, or inside every machine."""
+    machines, devices = instance.machines.count, instance.machines.devices
+    for pipelines in wanted:
+        if instance.micro_batches(pipelines) is None:
+            continue
+        if machines % pipelines == 0:
+            yield _Copies(pipelines, pipelines > 1, machines // pipelines, devices)
+        if devices % pipelines == 0 and pipelines > 1:
+            yield _Copies(pipelines, False, machines, devices // pipelines)
+
+
+def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
+    """DAPPLE's program over growing numbers of layers."""
+    none: Allocation = (0,) * copies.machines
+    states: list[dict[tuple[Allocation, Allocation], _Partial]] = [{} for _ in range(instance.layers)]
+    states[0][none, none] = _Partial((), none, 0.0, 0.0, ())
+    chosen: tuple[Stage, ...] = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
+    bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
+    for placed, partials in enumerate(states):
+        for partial in partials.values():
+            for longer in _next(instance, copies, partial, placed, bound):
+                stage = longer.stages[-1]
+                if stage.last == instance.layers:
+                    if longer.longest < bound:
+                        bound, chosen = longer.longest, longer.stages
+                    continue
+                key = (longer.used, stage.devices)
+                other = states[stage.last].get(key)
+                if other is None or longer.longest < other.longest:
+                    states[stage.last][key] = longer
+    return chosen
+
+
+def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> HybridPlan:
+    """The best plan with these copies, or ``best``."""
+    m = instance.micro_batches(copies.pipelines) or 1
+    way = instance.total / (copies.pipelines * m)
+    none: Allocation = (0,) * copies.machines
+    states: list[dict[tuple[Allocation, Allocation], list[_Partial]]] = [{} for _ in range(instance.layers)]
+    states[0][none, none] = [_Partial((), none, 0.0, 0.0, ())]
+
+    def most_block() -> float:
+        """The largest block times m with which a plan can still be better."""
+        return (best.latency - way) * m / (m - 1) * (1 + SLACK) if m > 1 else math.inf
+
+    for placed in range(instance.layers):
+        for partials in states[placed].values():
+            for partial in partials:
+                for longer in _next(instance, copies, partial, placed, most_block()):
+                    stage = longer.stages[-1]
+                    if stage.last == instance.layers:
+                        plan = hybrid_plan(instance, longer.stages, copies.pipelines, copies.apart)
+                        best = min(best, plan, key=lambda plan: plan.latency)
+                        continue
+                    least = longer.longest / m * (m - 1) + way + longer.sends / (copies.pipelines * m)
+                    if least < best.latency:
+                        _keep(states[stage.last].setdefault((longer.used, stage.devices), []), longer, m, copies)
+        states[placed].clear()
+    return best
+
+
+def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, most: float) -> Iterator[_Partial]:
+    """One stage more, of any length, on any number of devices by every policy, no stage longer than ``most``."""
+    free = copies.machines * copies.devices - sum(partial.used)
+    for replicas in range(1, free + 1):
+        shared = replicas * copies.pipelines
+        for devices in allocations(partial.used, copies.devices, replicas):
+            sent = instance.send(placed - 1, partial.stages[-1].devices, devices) if partial.stages else 0.0
+            if 2 * sent > most:
+                continue
+            left = (free - replicas) * copies.pipelines  # the rest must have room on what is left
+            first = bisect_left(instance.until, instance.total - most * left * (1 + SLACK)) if left else instance.layers
+            for last in range(max(placed + 1, first), instance.layers + 1):
+                length = instance.time(placed, last) / shared
+                if length > most:
+                    break
+                stage = Stage(placed, last, devices)
+                reduce = (len(partial.stages), instance.all_reduce(stage, copies.pipelines, copies.apart))
+                yield _Partial(
+                    (*partial.stages, stage),
+                    _sum(partial.used, devices),
+                    max(partial.longest, length, 2 * sent),
+                    partial.sends + sent,
+                    (*partial.reduces, reduce),
+                )
+
+
+def _keep(partials: list[_Partial], new: _Partial, m: int, copies: _Copies) -> None:
+    """Add the new one where none beats it, and drop those that it beats."""
+    deep = copies.machines * copies.devices > m
+    if not any(_beats(old, new, m, deep) for old in partials):
+        partials[:] = [old for old in partials if not _beats(new, old, m, deep)]
+        partials.append(new)
+
+
+def _beats(a: _Partial, b: _Partial, m: int, deep: bool) -> bool:
+    """Whether whatever ends ``b`` ends ``a`` at least as early.
+
+    The stages that follow count from the number of those before: more stages hide their all-reduces better. With more
+    stages than micro-batches (``deep``) a larger block may be the better one, as it hides more than it costs.
+    """
+    if a.longest > b.longest or a.sends > b.sends or len(a.stages) < len(b.stages):
+        return False
+    if deep and a.longest < b.longest:
+        return False
+    block = b.longest / m
+    return all(
+        reduce <= i * block or any(k <= i and other - k * block >= reduce - i * block for k, other in b.reduces)
+        for i, reduce in a.reduces
+    )
+
+
+def _filled(used: Allocation, devices: int, count: int) -> Allocation:
+    """Devices in order."""
+    taken = []
+    for there in used:
+        own = min(count, devices - there)
+        taken.append(own)
+        count -= own
+    return tuple(taken)
+
+
+def _sum(a: Allocation, b: Allocation) -> Allocation:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,80 @@
+"""Schedules that take a forward and a backward in turn: GPipe, 1F1B, kFkB, DAPPLE's.
+
+They differ in how many forwards a rank runs before its first backward, and in how many micro-batches go as one.
+One stage a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.pipelining.action import BACKWARD, FORWARD, Action, Kind, Order, PipelineSchedule
+from arachnec.pipelining.arguments import limits, require_positive
+from arachnec.pipelining.errors import UnknownWarmUpPolicy
+
+WarmUp = Literal["A", "B"]
+
+
+def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
+    """All forwards, then all backwards (Huang et al., 1811.06965). Every rank holds all micro-batches."""
+    return kfkb(stages, micro_batches, k=micro_batches)
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
+    """1F1B (PipeDream-flush, 2006.09503): rank r holds at most p - r micro-batches."""
+    return kfkb(stages, micro_batches, k=1)
+
+
+def kfkb(stages: int, micro_batches: int, k: int) -> PipelineSchedule:
+    """1F1B with ``k`` micro-batches in the place of one, the last group smaller (Ada-Grouper, 2303.01675)."""
+    require_positive(stages=stages, micro_batches=micro_batches, k=k)
+    return _schedule(stages, micro_batches, k, [stages - rank for rank in range(stages)])
+
+
+def dapple(
+    stages: int, micro_batches: int, policy: WarmUp = "A", most: int | Sequence[int] | None = None
+) -> PipelineSchedule:
+    """DAPPLE's early backward (2007.01045, section 4): K forwards, then backward and forward strictly in turn.
+
+    Policy A has K = min(p - r, D), policy B, for slow links, K = min(2 (p - r) - 1, D). D is how many micro-batches
+    the memory of a rank holds: ``most``, for all ranks or one number for each. UserError where that is none.
+    """
+    require_positive(stages=stages, micro_batches=micro_batches)
+    if policy not in ("A", "B"):
+        raise UserError(UnknownWarmUpPolicy(None, str(policy)))
+    behind = [stages - rank for rank in range(stages)]
+    wanted = behind if policy == "A" else [2 * count - 1 for count in behind]
+    held = limits(most, stages)
+    return _schedule(stages, micro_batches, 1, [min(pair) for pair in zip(wanted, held, strict=True)])
+
+
+def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Order:
+    """``ahead`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[max(0, len(forwards) - ahead) :])
+
+
+def _schedule(stages: int, micro_batches: int, k: int, warm_up: Sequence[int]) -> PipelineSchedule:
+    """``warm_up[r]`` groups of ``k`` go forward on rank r before the first goes backward."""
+    groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
+
+    def order(rank: int) -> Order:
+        if k == 1:  # the common case, without a tuple for every micro-batch
+            forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
+            backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
+            return in_turn(forwards, backwards, min(warm_up[rank], micro_batches) - 1)
+        ahead = min(warm_up[rank], len(groups)) - 1
+
+        def run(kind: Kind, group: range) -> list[Action]:
+            return [Action(rank, kind, m) for m in group]
+
+        turns = [run(FORWARD, group) for group in groups[:ahead]]
+        for done, group in enumerate(groups[ahead:]):
+            turns += [run(FORWARD, group), run(BACKWARD, groups[done])]
+        turns += [run(BACKWARD, group) for group in groups[len(groups) - ahead :]]
+        return tuple(chain.from_iterable(turns))
+
+    return PipelineSchedule(tuple(order(rank) for rank in range(stages)))

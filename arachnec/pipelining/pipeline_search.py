@@ -1,0 +1,155 @@
+"""Find partition, placement and schedule of a pipeline together (AdaPtis, 2509.23722, section 5).
+
+The search begins from several plans: one to three stages a rank, dealt out in turn (interleaved) or there and back
+(wave), each evenly and balanced. Then it repairs the bottleneck that the model names, move by move, from the best few.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.pipelining.errors import FitsNowhere, MoreRanksThanLayers
+from arachnec.pipelining.list_schedule import list_schedule
+from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
+from arachnec.pipelining.pipeline_model import Performance, PipelineInstance, PipelinePlan, order_problem, performance
+from arachnec.pipelining.problem import OrderProblem
+
+MOST_STAGES_A_RANK = 3
+SEEDS = 4  # plans that are repaired
+WARMTH = 0.001  # of the step: by how much a plan may be longer and still be kept in a third of all cases, at first
+SHARES = (1.0, 0.8, 0.65, 0.5)  # of its free memory that a rank may fill: less holds forwards back
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan before it is scheduled: with halved backwards or whole ones, and how much of the memory is used."""
+
+    sizes: tuple[int, ...]
+    placement: tuple[int, ...]
+    split: bool = True
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan, what it costs, and what the search called its bottleneck on the way, first to last."""
+
+    plan: PipelinePlan
+    performance: Performance
+    repaired: tuple[str, ...]
+
+
+def interleaved(ranks: int, stages_a_rank: int) -> tuple[int, ...]:
+    """Stage s on rank s mod p."""
+    return tuple(stage % ranks for stage in range(ranks * stages_a_rank))
+
+
+def wave(ranks: int, stages_a_rank: int) -> tuple[int, ...]:
+    """There and back: the last rank has two stages that follow each other, then the first."""
+    down = tuple(range(ranks))
+    return tuple(rank for turn in range(stages_a_rank) for rank in (down if turn % 2 == 0 else down[::-1]))
+
+
+def find_plan(instance: PipelineInstance, *, split: bool = True, tries: int = 250, seed: int = 0) -> FoundPlan:
+    """The best plan of ``tries`` repairs of each of the best seeds; ``split`` if backwards may be halved.
+
+    No rank ever holds more than its memory. Same instance, seed and number of tries, same plan. UserError if there are
+    more ranks than layers, or no seed fits into the memory.
+    """
+    if len(instance.layers) < instance.ranks:
+        raise UserError(MoreRanksThanLayers(None, instance.ranks, len(instance.layers)))
+    decoded = [found for candidate in _seeds(instance, split, seed) if (found := _decoded(instance, candidate))]
+    if not decoded:
+        raise UserError(FitsNowhere(None, len(instance.layers), instance.ranks))
+    best_first = sorted(decoded, key=lambda pair: pair[1].performance.makespan)
+    repaired = [
+        _repaired(instance, candidate, found, tries, seed + k)
+        for k, (candidate, found) in enumerate(best_first[:SEEDS])
+    ]
+    return min(repaired, key=lambda found: found.performance.makespan)
+
+
+def _seeds(instance: PipelineInstance, split: bool, seed: int) -> Iterator[Candidate]:
+    layers = len(instance.layers)
+    for stages_a_rank in range(1, MOST_STAGES_A_RANK + 1):
+        if instance.ranks * stages_a_rank > layers:
+            return
+        for placement in dict.fromkeys(
+            (interleaved(instance.ranks, stages_a_rank), wave(instance.ranks, stages_a_rank))
+        ):
+            for sizes in (balanced_sizes(instance, placement, seed), even_sizes(layers, len(placement))):
+                yield Candidate(sizes, placement, split)
+
+
+def _decoded(instance: PipelineInstance, candidate: Candidate) -> tuple[Candidate, FoundPlan] | None:
+    """The candidate with its list schedule; None if that does not fit."""
+    problem = order_problem(instance, candidate.sizes, candidate.placement)
+    shared = [limit * candidate.share for limit in problem.limits]
+    limited = OrderProblem(problem.times, problem.saved, shared, problem.placement)
+    try:
+        schedule = list_schedule(limited, range(instance.micro_batches), candidate.split)[1]
+    except ValueError:
+        return None
+    plan = PipelinePlan(candidate.sizes, candidate.placement, schedule)
+    return candidate, FoundPlan(plan, performance(instance, plan), ())
+
+
+def _repaired(instance: PipelineInstance, candidate: Candidate, found: FoundPlan, tries: int, seed: int) -> FoundPlan:
+    """Moves against the bottleneck; one that makes the step longer is kept now and then, at first."""
+    rng = random.Random(seed)
+    best, named = found, [str(found.performance.bottleneck)]
+    for step in range(tries):
+        moved = _move(instance, candidate, found.performance, rng)
+        decoded = _decoded(instance, moved) if moved != candidate else None
+        if decoded is None:
+            continue
+        worse = decoded[1].performance.makespan - found.performance.makespan
+        warmth = WARMTH * best.performance.makespan * (1 - step / tries)
+        if worse > 0 and rng.random() >= math.exp(-worse / warmth):
+            continue
+        candidate, found = decoded
+        if found.performance.bottleneck != named[-1]:
+            named.append(found.performance.bottleneck)
+        best = min(best, found, key=lambda plan: plan.performance.makespan)
+    return FoundPlan(best.plan, best.performance, tuple(named))
+
+
+def _move(instance: PipelineInstance, candidate: Candidate, costs: Performance, rng: random.Random) -> Candidate:
+    """One change that eases what is named: work or bytes leave the fullest rank, or stages and forwards move."""
+    if costs.bottleneck == "communication" and rng.random() < 0.5:
+        return _swapped(candidate, rng)
+    if costs.bottleneck in ("compute", "memory") and rng.random() < 0.7:
+        loads = costs.compute if costs.bottleneck == "compute" else costs.memory
+        fullest = max(range(instance.ranks), key=loads.__getitem__)
+        own = [stage for stage, rank in enumerate(candidate.placement) if rank == fullest]
+        others = [stage for stage, rank in enumerate(candidate.placement) if rank != fullest]
+        return _layer_moved(candidate, rng.choice(own), rng.choice(others)) if others else candidate
+    kind = rng.random()
+    if kind < 0.25:
+        return Candidate(candidate.sizes, candidate.placement, candidate.split, rng.choice(SHARES))
+    if kind < 0.6:
+        return _swapped(candidate, rng)
+    stages = range(len(candidate.sizes))
+    return _layer_moved(candidate, rng.choice(stages), rng.choice(stages))
+
+
+def _swapped(candidate: Candidate, rng: random.Random) -> Candidate:
+    """Two stages change their ranks."""
+    placement = list(candidate.placement)
+    a, b = rng.randrange(len(placement)), rng.randrange(len(placement))
+    placement[a], placement[b] = placement[b], placement[a]
+    return Candidate(candidate.sizes, tuple(placement), candidate.split, candidate.share)
+
+
+def _layer_moved(candidate: Candidate, giver: int, taker: int) -> Candidate:
+    """One layer less here and one more there; the stages between shift along."""
+    sizes = list(candidate.sizes)
+    if giver == taker or sizes[giver] == 1:
+        return candidate
+    sizes[giver] -= 1
+    sizes[taker] += 1
+    return Candidate(tuple(sizes), candidate.placement, candidate.split, candidate.share)

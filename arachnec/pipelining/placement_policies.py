@@ -1,0 +1,48 @@
+"""Which devices a stage gets: DAPPLE's three policies (2007.01045, section 5.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from arachnec.pipelining.hybrid_plan import Allocation
+
+POLICIES = ("fresh-first", "append-first", "scatter-first")
+
+
+def allocate(policy: str, used: Allocation, devices: int, count: int) -> Allocation:
+    """``count`` devices of machines of ``devices`` each, of which ``used`` are taken. ValueError if they are too few.
+
+    Fresh first takes machines that nothing is on, so that a stage stays in one. Append first fills those that have
+    begun. Scatter first takes from all that have begun in turn, or from all machines where none has.
+    """
+    begun = [k for k, taken in enumerate(used) if 0 < taken < devices]
+    fresh = [k for k, taken in enumerate(used) if not taken]
+    groups = {"fresh-first": (fresh, begun), "append-first": (begun, fresh), "scatter-first": (begun, fresh)}
+    taken = [0] * len(used)
+    left = count
+    for group in groups[policy]:
+        turns = _in_turn if policy == "scatter-first" else _one_by_one
+        for machine in turns(group, [devices - used[k] for k in group]):
+            if left:
+                taken[machine] += 1
+                left -= 1
+    if left:
+        raise ValueError("too few devices")
+    return tuple(taken)
+
+
+def allocations(used: Allocation, devices: int, count: int) -> list[Allocation]:
+    """What the policies say, each once."""
+    return list(dict.fromkeys(allocate(policy, used, devices, count) for policy in POLICIES))
+
+
+def _one_by_one(machines: list[int], free: list[int]) -> Iterator[int]:
+    """Every free device's machine, the first machine's first."""
+    for machine, count in zip(machines, free, strict=True):
+        yield from [machine] * count
+
+
+def _in_turn(machines: list[int], free: list[int]) -> Iterator[int]:
+    """Every free device's machine, one of each in turn."""
+    for turn in range(max(free, default=0)):
+        yield from (machine for machine, count in zip(machines, free, strict=True) if turn < count)

@@ -1,0 +1,139 @@
+"""Read a profile in the format of PipeDream and DAPPLE: a model's layers as a graph, with times and sizes.
+
+A line for every node, ``nodeN -- name -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes,
+parameter_size=bytes``, then one for every edge, which begins with a tab: ``nodeA -- nodeB``, A being read by B.
+
+Times are in ms and sizes in bytes, at the batch size of the profile. The file is data from a stranger: it is bounded,
+and everything that is wrong with it is an error with its line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import networkx as nx
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.span import Span
+from arachnec.pipelining.profile_errors import (
+    BadProfileLine,
+    BadProfileNumber,
+    CyclicProfile,
+    EmptyProfile,
+    RepeatedNode,
+    TooManyLayers,
+    UnknownNode,
+)
+
+MOST_LAYERS = 2048
+MOST_EDGES = 1 << 16
+LONGEST_LINE = 1 << 12
+FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_NODE = re.compile(r"(node\w{1,40}) -- (.*?) -- (\w+=.*)")
+_EDGE = re.compile(r"\s+(node\w{1,40}) -- (node\w{1,40})\s*")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Times in ms, sizes in bytes, of one batch of the profile."""
+
+    name: str
+    forward: float
+    backward: float
+    activation: float
+    parameters: float
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Layers in an order in which each comes behind all that it reads; ``cuts[c]`` is what crosses behind layer c.
+
+    What crosses is the activation of every layer before the cut that one behind it reads. Inputs of the model, which
+    read nothing themselves, are given to every stage and cross no cut.
+    """
+
+    layers: tuple[Layer, ...]
+    cuts: tuple[float, ...]
+
+
+def read_profile(text: str, file: str) -> LayerProfile:
+    """UserError for lines, numbers and graphs that are no profile."""
+    rows = text.split("\n", MOST_LAYERS + MOST_EDGES + 1)
+    if (
+        sum(1 for row in rows if row[:1] not in ("", "\t", " ", "\r")) > MOST_LAYERS
+        or len(rows) > MOST_LAYERS + MOST_EDGES
+    ):
+        raise UserError(TooManyLayers(Span(file, MOST_LAYERS + 1, 1, MOST_LAYERS + 1, 2), MOST_LAYERS, MOST_EDGES))
+    nodes: dict[str, Layer] = {}
+    edges: list[tuple[str, str, Span]] = []
+    wrong: list[Diagnostic] = []
+    for number, row in enumerate(rows, 1):
+        if not row.strip():
+            continue
+        span = Span(file, number, 1, number, len(row) + 1, text)
+        node, edge = (None, None) if len(row) > LONGEST_LINE else (_NODE.fullmatch(row.rstrip()), _EDGE.fullmatch(row))
+        if edge is not None:
+            edges.append((edge[1], edge[2], span))
+        elif node is None:
+            wrong.append(BadProfileLine(span))
+        elif node[1] in nodes:
+            wrong.append(RepeatedNode(span, node[1]))
+        else:
+            layer = _layer(node[2], node[3], span)
+            if isinstance(layer, Diagnostic):
+                wrong.append(layer)
+            else:
+                nodes[node[1]] = layer
+    if not wrong:
+        wrong += [UnknownNode(span, end) for *ends, span in edges for end in ends if end not in nodes]
+    if not (wrong or nodes):
+        wrong.append(EmptyProfile(Span(file, 1, 1, 1, 2, text)))
+    if wrong:
+        raise UserError(*wrong)
+    return _ordered(nodes, edges)
+
+
+def _layer(name: str, fields: str, span: Span) -> Layer | Diagnostic:
+    """One node's numbers, or what is wrong with them. A size may be a list, ``[16; 32]``: it is summed."""
+    given: dict[str, str] = {}
+    for field in fields.split(","):
+        key, _, value = field.partition("=")
+        given[key.strip()] = value.strip()
+    if set(given) != set(FIELDS):
+        return BadProfileLine(span)
+    numbers = []
+    for key in FIELDS:
+        words = given[key].removeprefix("[").removesuffix("]").split(";")
+        if not all(_NUMBER.fullmatch(word.strip()) for word in words):
+            return BadProfileNumber(span, key, given[key][:40], "no number")
+        number = sum(float(word) for word in words)
+        if not math.isfinite(number):
+            return BadProfileNumber(span, key, given[key][:40], "not finite")
+        if any(float(word) < 0 for word in words):
+            return BadProfileNumber(span, key, given[key][:40], "negative")
+        numbers.append(number)
+    return Layer(name, *numbers)
+
+
+def _ordered(nodes: dict[str, Layer], edges: list[tuple[str, str, Span]]) -> LayerProfile:
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from((a, b) for a, b, _ in edges)
+    place = {name: k for k, name in enumerate(nodes)}
+    try:
+        order = list(nx.lexicographical_topological_sort(graph, key=place.__getitem__))
+    except nx.NetworkXUnfeasible:
+        cycle = [a for a, _ in nx.find_cycle(graph)]
+        span = next(span for a, b, span in edges if a == cycle[-1] and b == cycle[0])
+        raise UserError(CyclicProfile(span, " -- ".join([*cycle[:8], cycle[0]]))) from None
+    at = {name: k for k, name in enumerate(order)}
+    cuts = [0.0] * (len(order) - 1)
+    for name in order:
+        readers = [at[reader] for reader in graph.successors(name)]
+        if readers and graph.in_degree(name):
+            for cut in range(at[name], max(readers)):
+                cuts[cut] += nodes[name].activation
+    return LayerProfile(tuple(nodes[name] for name in order), tuple(cuts))

@@ -1,0 +1,54 @@
+"""Clips to micro-batches that fill cells. In: clips and the size of a cell. Out: runs of clips of equal shape.
+
+A cascade of a stage that is dealt out takes whole cells, where its clips run side by side. So a micro-batch has a
+number of clips that divides the cell, or is a multiple of it: 11 equal clips on cells of 8 become 8, 2 and 1. Large
+ones need fewer collectives and no cutting up; but several are needed for each cell, to balance them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from arachnec.cost.memory import RESERVE
+from arachnec.ir.nodes import Clip, Module, Stage, quantity
+from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.values import Formula
+
+# That a cell has work for: more balance better, and cut up more (benchmarks/sharded/cells_makespan.py).
+MICRO_BATCHES_PER_CELL = 2
+
+
+def cell_batches(clips: Sequence[Clip], cell: int, limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
+    """Runs of clips of equal shape, the largest first that fit ``limit_of(clip)`` clips in a cascade (at least one)."""
+    shapes: dict[tuple[int, int, int, int], list[Clip]] = {}
+    for clip in clips:
+        shapes.setdefault((clip.frames, clip.height, clip.width, clip.text), []).append(clip)
+    batches: list[tuple[Clip, ...]] = []
+    for members in shapes.values():
+        first = 0
+        for count in counts(len(members), cell, limit_of(members[0])):
+            batches.append(tuple(members[first : first + count]))
+            first += count
+    return batches
+
+
+def counts(clips: int, cell: int, limit: float) -> Iterator[int]:
+    """Numbers that add up to ``clips``, each a divisor or a multiple of the cell and at most ``limit``, or one."""
+    while clips:
+        most = min(clips, max(1, math.floor(limit + 1e-9)))
+        count = most // cell * cell if most >= cell else max(n for n in range(1, most + 1) if cell % n == 0)
+        yield count
+        clips -= count
+
+
+def most_in_memory(module: Module, stage: Stage, clip: Clip, cell: int) -> float:
+    """How many such clips a cell holds side by side with nothing recomputed; infinite where the stage does not say."""
+    assert module.cluster is not None
+    parts = [value for name in ("saved", "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
+    needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in parts)
+    if needed <= 0:
+        return math.inf
+    state = sum(quantity(each.attrs["state"]) for each in module.stages if "state" in each.attrs)
+    room = (1 - RESERVE) * module.cluster.memory - state - gathered_gib(stage)
+    return room * cell / needed

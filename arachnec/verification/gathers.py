@@ -1,0 +1,211 @@
+"""Rule 5, of stages whose parameters are dealt out over cells: no layer is read where it is not whole.
+
+Every layer that a forward or backward reads is gathered by it or still whole. All members of a cell gather, release
+and reduce-scatter the same layers in the same order. They are all in the cascade, so these collectives are parts of an
+event at which they meet anyway: the rule on deadlocks, which orders those events, holds for them as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from arachnec.analysis.gathers import layers_listed
+from arachnec.analysis.uses import Values, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Instruction, Program, Stage, integers
+from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
+
+OPS = ("forward", "backward")
+LISTS = ("gather", "release", "scatter", "held")
+
+
+@dataclass(frozen=True)
+class NotGathered(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
+    label: ClassVar[str] = "reads layer {layer}"
+    help: ClassVar[str] = "name layer {layer} in its `gather`, or release it later"
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class GatheredTwice(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
+    label: ClassVar[str] = "gathers layer {layer} again"
+    help: ClassVar[str] = "release layer {layer} where it was read last, or do not gather it here"
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class NotReleasable(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
+    label: ClassVar[str] = "releases layer {layer}"
+    help: ClassVar[str] = "a layer is released once after each gather"
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class UnequalGathers(Diagnostic):
+    title: ClassVar[str] = (
+        "ranks {rank} and {other} are one cell of @{stage} and gather differently: `{instruction}` has {what} = "
+        "{found}, and {expected} on rank {rank}"
+    )
+    label: ClassVar[str] = "other layers, or another order"
+    help: ClassVar[str] = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
+    rank: int
+    other: int
+    stage: str
+    instruction: str
+    what: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class NotTheCell(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` with {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`"
+    rank: int
+    instruction: str
+    reason: str
+    stage: str
+    cell: str
+
+
+@dataclass(frozen=True)
+class NotScattered(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
+    label: ClassVar[str] = "layer {layer}"
+    help: ClassVar[str] = "each backward reduce-scatters every layer that trains, once: name it in `scatter`"
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WrongReplicas(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
+    label: ClassVar[str] = "not the ranks that hold this shard"
+    help: ClassVar[str] = "shards are summed between cells: write `on {ranks}`"
+    rank: int
+    instruction: str
+    stage: str
+    ranks: str
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """What is known of a stage that is dealt out."""
+
+    stage: Stage
+    cell: int
+    layers: int  # the last one included
+    trained: frozenset[int]
+
+
+Steps: TypeAlias = list[tuple[Instruction, _Sharded]]
+
+
+def check_gathers(values: Values) -> Iterator[Diagnostic]:
+    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if (cell_of(stage) or 1) > 1}
+    if not sharded:
+        return
+    world = len(values.module.programs)
+    first: dict[tuple[int, ...], tuple[int, Steps]] = {}
+    for program in values.module.programs:
+        steps = [(step, sharded[name]) for step, name in _of_stages(values, program) if name in sharded]
+        yield from _whole(program, steps)
+        yield from _groups(program, steps, world)
+        for one in sharded.values():
+            mine = [pair for pair in steps if pair[1] is one and pair[0].op in OPS]
+            rank, other = first.setdefault(own_cell(program.rank, one.cell), (program.rank, mine))
+            yield from _alike(rank, other, program, mine)
+
+
+def _sharded(stage: Stage) -> _Sharded:
+    sizes = layer_sizes(stage)
+    trained = frozenset(number for number, size in enumerate(sizes) if size.trained)
+    return _Sharded(stage, cell_of(stage) or 1, last_layer(stage) + 1, trained)
+
+
+def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, str]]:
+    for step in program.instructions:
+        if step.op in ("reduce", "step"):
+            yield step, step.target
+        elif step.op in OPS:
+            yield step, values.cascades[step.target].stage
+
+
+def _whole(program: Program, steps: Steps) -> Iterator[Diagnostic]:
+    """Follows which layers are whole on one rank."""
+    whole: dict[str, set[int]] = {}
+    for step, one in steps:
+        if step.op not in OPS:
+            continue
+        name, where = one.stage.name, (step.span, program.rank, written(step))
+        here = whole.setdefault(name, set())
+        for layer in layers_listed(step, "gather"):
+            if layer in here:
+                yield GatheredTwice(*where, layer, name)
+            here.add(layer)
+        for layer in range(one.layers):
+            if layer not in here:
+                yield NotGathered(*where, layer, name)
+                here.add(layer)  # one message for one mistake
+        for layer in layers_listed(step, "release"):
+            if layer not in here:
+                yield NotReleasable(*where, layer, name)
+            here.discard(layer)
+        if step.op == "backward":
+            counts = Counter(layers_listed(step, "scatter"))
+            for layer in range(one.layers):
+                if counts[layer] != (layer in one.trained):
+                    times = f"are reduce-scattered {counts[layer]} times"
+                    reason = times if counts[layer] else "are not reduce-scattered"
+                    yield NotScattered(*where, layer, name, reason)
+
+
+def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
+    """Every instruction names the rank's cell, runs on whole cells, and sums shards over the ranks that hold them."""
+    for step, one in steps:
+        cell = own_cell(program.rank, one.cell)
+        where = step.span, program.rank, written(step)
+        name, right = one.stage.name, rank_list(cell)
+        stated = step.peers if step.op == "step" else integers(step.attrs.get("cell", ()))
+        if stated != cell:
+            yield NotTheCell(*where, f"cell {rank_list(stated)}" if stated else "no cell", name, right)
+        elif step.op in OPS and not set(cell) <= set(step.peers):
+            yield NotTheCell(*where, "members of its cell missing", name, right)
+        elif step.op == "reduce" and step.peers != replicas(program.rank, one.cell, world):
+            yield WrongReplicas(*where, name, rank_list(replicas(program.rank, one.cell, world)))
+
+
+def _alike(rank: int, expected: Steps, program: Program, found: Steps) -> Iterator[Diagnostic]:
+    """The first difference between two members of a cell."""
+    for (a, one), (b, _) in zip(expected, found, strict=False):
+        if a is b:
+            continue
+        for word in LISTS:
+            if a.attrs.get(word) != b.attrs.get(word):
+                texts = (_text(step.attrs, word) for step in (b, a))
+                yield UnequalGathers(b.span, rank, program.rank, one.stage.name, written(b), word, *texts)
+                return
+
+
+def _text(attrs: Mapping[str, object], word: str) -> str:
+    value = attrs.get(word)
+    return rank_list(value) if isinstance(value, tuple) else "nothing" if value is None else str(value)

@@ -1,0 +1,190 @@
+"""Parameters dealt out over cells of ranks: gradients, steps and checkpoints are those of a model that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.data.clip import VideoClip
+from arachnec.executable.folder import write_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Module
+from arachnec.models.file import load_model_file
+from arachnec.passes.check import checked
+from tests.distributed.executor.test_executor_ncclish import train_ncclish
+from tests.distributed.executor_cases import (
+    MODEL,
+    Work,
+    assert_same_gradients,
+    clip,
+    losses,
+    lowered,
+    plain_loop,
+    traced,
+    train_on,
+)
+from tests.distributed.harness import run_ranks
+from tests.distributed.ncclish import Settings
+
+CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
+DOUBLE = """
+
+def build():
+    return Tiny().double()
+
+
+def sample(clip, generator):
+    s = tokens(clip)
+    noise = torch.randn(1, s, 4, generator=generator, dtype=torch.float64)
+    time = torch.rand(1, generator=generator, dtype=torch.float64)
+    return {"x": torch.ones(1, s, 4, dtype=torch.float64) + time * noise, "time": time}, noise
+
+
+def loss(prediction, target):
+    return nn.functional.mse_loss(prediction, target)
+"""
+ADAPTERS = (
+    DOUBLE
+    + """
+
+def build():
+    model = Tiny().double()
+    for name, value in model.named_parameters():
+        value.requires_grad_(name.startswith("blocks.1.out") or name == "blocks.0.norm.weight")
+    return model
+"""
+)
+TIED = (
+    DOUBLE
+    + """
+
+def build():
+    model = Tiny().double()
+    model.blocks[1].out.weight = model.blocks[0].out.weight
+    return model
+"""
+)
+LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
+
+
+def in_cells(module: Module, cell: int, layers: Sequence[tuple[str, int]] = LAYERS) -> Module:
+    attrs = {"layers": tuple(layers), "cell": cell if cell > 1 else None, "params": 2614}
+    return replace(
+        module, stages=tuple(replace(s, attrs=s.attrs.updated(**attrs)) if s.trained else s for s in module.stages)
+    )
+
+
+def executable(
+    folder: Path,
+    works: Sequence[Work],
+    world: int,
+    cell: int,
+    *,
+    more: str = DOUBLE,
+    layers: Sequence[tuple[str, int]] = LAYERS,
+    training: Training | None = None,
+    clips: Sequence[VideoClip] = CLIPS,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "source.py").write_text(MODEL + more)
+    module = in_cells(traced(world, [clips]), cell, layers)
+    return write_executable(
+        folder,
+        program=checked(lowered(module, works)),
+        traced=module,
+        pipeline="default",
+        model_file=load_model_file(folder / "source.py"),
+        clips=list(clips),
+        training=training,
+    )
+
+
+def ordered(*groups: tuple[tuple[int, ...], tuple[int, ...]], **attrs: object) -> list[Work]:
+    pairs = tuple(attrs.items())
+    return [Work(clips, ranks, float(at), attrs=pairs) for at, (clips, ranks) in enumerate(groups)]  # type: ignore[arg-type]
+
+
+PAIR, FOUR, LOW, HIGH = (0, 1), (0, 1, 2, 3), (0, 1), (2, 3)
+WHOLE_WORLD = ordered(((0, 1), FOUR), ((2,), FOUR), ((3,), FOUR), ((4,), FOUR))
+ONE_CELL = ordered(((0, 1), PAIR), ((2,), PAIR), ((3,), PAIR), ((4,), PAIR))
+UNEVEN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), LOW), ((4,), LOW))
+BOTH = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH))
+ALONE = (("degree", 1), ("side", 2), ("ulysses", None), ("ring", None))
+BESIDE = [replace(BOTH[0], attrs=ALONE), *BOTH[1:]]  # clips a and b, of one shape
+PAIRS = (("degree", 2), ("side", 2), ("ulysses", 2), ("ring", 1))
+TWO_BY_TWO = [replace(WHOLE_WORLD[0], attrs=PAIRS), *WHOLE_WORLD[1:]]
+AGAIN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell", "works", "more", "layers"),
+    [
+        pytest.param(2, 2, ONE_CELL, DOUBLE, LAYERS, id="one-cell"),
+        pytest.param(4, 4, WHOLE_WORLD, DOUBLE, LAYERS, id="all-ranks"),
+        pytest.param(4, 2, UNEVEN, DOUBLE, LAYERS, id="uneven-numbers-of-cascades"),
+        pytest.param(4, 2, BOTH, DOUBLE, LAYERS, id="one-cell-and-two"),
+        pytest.param(4, 2, BESIDE, DOUBLE, LAYERS, id="clips-side-by-side"),
+        pytest.param(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
+        pytest.param(4, 4, TWO_BY_TWO, DOUBLE, LAYERS, id="side-by-side-in-a-cell"),
+        pytest.param(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
+        pytest.param(4, 2, BOTH, ADAPTERS, (("blocks.0", 12), ("blocks.1", 156)), id="most-are-frozen"),
+        pytest.param(4, 2, BOTH, TIED, (("blocks.0", 1092), ("blocks.1", 1092)), id="two-layers-share-a-weight"),
+        pytest.param(4, 1, WHOLE_WORLD, DOUBLE, LAYERS, id="cells-of-one"),
+    ],
+)
+def test_gradients_are_those_of_a_plain_loop(
+    tmp_path: Path, ranks: int, cell: int, works: list[Work], more: str, layers: Sequence[tuple[str, int]]
+) -> None:
+    folder = executable(tmp_path, works, ranks, cell, more=more, layers=layers)
+    report = train_on(ranks, folder, save_gradients=tmp_path / "g.safetensors")
+    loss, gradients = plain_loop(folder, CLIPS)
+    assert abs(report["steps"][0]["loss"] - loss) <= 1e-9 * abs(loss)
+    trained = {name for name, count in gradients.items() if count is not None}
+    if more is ADAPTERS:
+        trained = {n for n in trained if n.startswith("blocks.1.out") or n == "blocks.0.norm.weight"}
+    assert_same_gradients(tmp_path / "g.safetensors", {n: g for n, g in gradients.items() if n in trained}, 1e-9)
+
+
+def test_a_step_over_nccls_semantics_has_the_gradients_of_a_plain_loop(tmp_path: Path) -> None:
+    """Gathers and reduce-scatters of a cell beside the cascades' own collectives, each host ahead of its device."""
+    folder, saved = executable(tmp_path, BOTH, 4, 2, more=""), tmp_path / "g.safetensors"
+    settings = Settings(eager=True, kernels=2, delay=1e-3)
+    for counts in run_ranks(4, train_ncclish, folder, RunOptions(save_gradients=saved), settings):
+        assert not counts.freed_in_flight and not counts.written_in_flight
+        assert counts.connected_in_use == 0
+    assert_same_gradients(saved, plain_loop(folder, CLIPS)[1])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_clip_and_average_as_a_model_that_is_whole(tmp_path: Path, dtype: str) -> None:
+    training = Training(lr=1e-2, ema=0.9, dtype=dtype, clip_norm=0.5)  # type: ignore[arg-type]
+    reports = []
+    for cell in (1, 2):
+        folder = executable(tmp_path / str(cell), BOTH, 4, cell, more="", training=training)
+        reports.append(train_on(4, folder, steps=3, report=tmp_path / f"{cell}.json"))
+    whole, dealt_out = ([(s["loss"], s["gradient_norm"]) for s in report["steps"]] for report in reports)
+    for (a, norm_a), (b, norm_b) in zip(whole, dealt_out, strict=True):
+        assert abs(a - b) <= (1e-5 if dtype == "fp32" else 2e-3) * abs(a)
+        assert abs(norm_a - norm_b) <= (1e-4 if dtype == "fp32" else 2e-2) * norm_a
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 2)), ((2, 2), (4, 4)), ((4, 4), (2, 1)), ((2, 1), (4, 2))])
+def test_a_checkpoint_resumes_with_other_cells_on_another_number_of_ranks(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    training = Training(lr=1e-2, ema=0.9, clip_norm=0.5)
+    plans = {4: WHOLE_WORLD, 2: ONE_CELL}
+    folders = [
+        executable(tmp_path / str(at), plans[ranks], ranks, cell, training=training)
+        for at, (ranks, cell) in enumerate((before, after))
+    ]
+    straight = train_on(before[0], folders[0], steps=3, report=tmp_path / "straight.json")
+    train_on(before[0], folders[0], steps=1, checkpoint=tmp_path / "kept")
+    train_on(after[0], folders[1], steps=2, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "rest.json")
+    whole = [step["loss"] for step in straight["steps"]]
+    for resumed, expected in zip(losses(tmp_path / "rest.json"), whole[1:], strict=True):
+        assert abs(resumed - expected) <= 1e-9 * abs(expected)

@@ -1,0 +1,186 @@
+"""Schedules go to torch and come back; every way to write a bad one has its own error, with its place."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arachnec.ir.diagnostic import UserError, render
+from arachnec.pipelining import errors
+from arachnec.pipelining.action import Action, PipelineSchedule
+from arachnec.pipelining.csv_format import from_csv, to_csv
+from arachnec.pipelining.interleaved import interleaved_1f1b
+from arachnec.pipelining.one_f_one_b import one_f_one_b
+from arachnec.pipelining.schedule_rules import require_valid
+from arachnec.pipelining.zb_v import zb_v
+from arachnec.pipelining.zero_bubble import zb_h1
+from tests.pipelining.torch_orders import Stage, orders_of, planned, schedules
+
+
+@pytest.mark.parametrize(
+    ("kind", "v", "ours"),
+    [
+        ("Interleaved1F1B", 2, interleaved_1f1b(2, 4, 2)),
+        ("ZBVZeroBubble", 2, zb_v(2, 4)),
+        ("InterleavedZeroBubble", 1, zb_h1(2, 4)),
+    ],
+)
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+def test_what_torch_writes_is_read(kind: str, v: int, ours: PipelineSchedule, format: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    planned(kind, 2, v, 4)._dump_csv(file, format=format)
+    text = file.read_text()
+    assert ("REDUCE_GRAD" in text and "SEND_F" in text) == (format == "compute_comms")
+    assert from_csv(text, "schedule.csv", stages=2 * v, micro_batches=4) == ours
+
+
+def test_the_printed_tables_with_their_reduce_grad_are_read() -> None:
+    printed = schedules.ScheduleGPipe(Stage(0, 3, 3, 0), 4)._get_pipeline_order()
+    text = "\n".join(",".join("" if cell is None else str(cell) for cell in printed[rank]) for rank in range(3))
+    assert "0REDUCE_GRAD" in text
+    assert from_csv(text, "gpipe.csv").micro_batches == 4
+
+
+@pytest.mark.parametrize(("kind", "v"), [("Interleaved1F1B", 2), ("InterleavedZeroBubble", 1), ("DualPipeV", 2)])
+def test_torch_reads_what_is_written(kind: str, v: int, tmp_path: Path) -> None:
+    """As ``compute_only``, checked and lowered by torch itself."""
+    theirs = planned(kind, 2, v, 4)
+    theirs._dump_csv(tmp_path / "theirs.csv", format="compute_only")
+    ours = from_csv((tmp_path / "theirs.csv").read_text(), "theirs.csv")
+    (tmp_path / "ours.csv").write_text(to_csv(ours))
+    before = {rank: [a for a in order if a is not None] for rank, order in theirs.pipeline_order.items()}
+    theirs.pipeline_order = {}
+    theirs._load_csv(tmp_path / "ours.csv")
+    assert theirs.pipeline_order == before
+
+
+def test_dual_pipe_v_keeps_its_pairs(tmp_path: Path) -> None:
+    planned("DualPipeV", 2, 2, 6)._dump_csv(tmp_path / "dual.csv", format="compute_only")
+    schedule = from_csv((tmp_path / "dual.csv").read_text(), "dual.csv", stages=4, micro_batches=6)
+    assert schedule.overlapped
+    assert from_csv(to_csv(schedule), "again.csv") == schedule
+    for order in schedule.orders:
+        for action, after in pairwise(order):
+            assert action not in schedule.overlapped or (action.kind, after.kind) == ("F", "B")
+
+
+def test_all_of_torchs_classes_are_valid() -> None:
+    for kind, v in (("LoopedBFS", 3), ("InterleavedZeroBubble", 2), ("Interleaved1F1B", 4)):
+        require_valid(orders_of(planned(kind, 4, v, 8)), 4 * v, 8)
+
+
+GOOD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+BAD = {
+    "": errors.EmptySchedule,
+    "0F0,0X1\n": errors.UnknownAction,
+    "0F0,(0F1;0F2)OVERLAP_F_B\n": errors.UnknownAction,
+    "0F0,0F1,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n": errors.RepeatedAction,
+    "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
+    "0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n": errors.MissingAction,
+    "0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
+    "0F0,0F1,0B0,0W1\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
+    "0F0,0F1,0B0,0B1\n2F0,2B0,2F1,2B1\n": errors.MissingStage,
+    "0F0,0B0,1F0\n1B0\n": errors.StageOnTwoRanks,
+    "0F0,0B0,0I0,0W0\n": errors.BackwardTwice,
+    "0B0,0F0\n": errors.ActionTooEarly,
+    "0F0,0W0,0I0\n": errors.ActionTooEarly,
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": errors.DeadlockedSchedule,
+    "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n": errors.RankWithoutActions,
+    "0F0,0B0,0F999999999,0B999999999\n": errors.MissingAction,
+    "999999999F0,999999999B0\n": errors.MissingStage,
+    "0F0\n" * 5000: errors.ScheduleTooLarge,
+    "," * 2**21: errors.ScheduleTooLarge,
+}
+
+
+def refusal(text: str, **expected: int) -> tuple[errors.Diagnostic, ...]:
+    with pytest.raises(UserError) as refused:
+        from_csv(text, "bad.csv", **expected)
+    return refused.value.diagnostics
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:40]))
+def test_every_mistake_has_its_own_error_and_a_remedy(text: str) -> None:
+    diagnostics = refusal(text)
+    assert type(diagnostics[0]) is BAD[text]
+    assert all(diagnostic.help for diagnostic in diagnostics)
+    if not isinstance(diagnostics[0], errors.ScheduleTooLarge):
+        assert diagnostics[0].span is not None
+
+
+def test_a_good_one_is_good() -> None:
+    assert from_csv(GOOD, "good.csv", 2, 2).orders[1][0] == Action(1, "F", 0)
+    assert from_csv(GOOD.replace("\n", "\r\n").replace("0F1", '"0F1" '), "quoted.csv") == from_csv(GOOD, "good.csv")
+
+
+@pytest.mark.parametrize("expected", [{"stages": 3}, {"micro_batches": 4}])
+def test_a_schedule_for_others_is_refused(expected: dict[str, int]) -> None:
+    assert [type(diagnostic) for diagnostic in refusal(GOOD, **expected)] == [errors.ScheduleForOthers]
+
+
+def test_a_deadlock_shows_who_waits_for_whom() -> None:
+    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+    assert render(refusal(text)[0], text) == (
+        "error: the schedule deadlocks: rank 0 waits at `0B0` for `1B0`, rank 1 waits at `1F1` for `0F1`\n"
+        "  --> bad.csv:1:5\n"
+        "   |\n"
+        " 1 | 0F0,0B0,0F1,0B1\n"
+        "   |     ^^^ never runs\n"
+        "  help: move `0F1` before `0B0` on rank 0"
+    )
+
+
+def test_a_missing_action_shows_its_row() -> None:
+    text = "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n"
+    assert render(refusal(text)[0], text) == (
+        "error: stage 0 has no backward of micro-batch 1\n"
+        "  --> bad.csv:1:1\n"
+        "   |\n"
+        " 1 | 0F0,0F1,0B0\n"
+        "   | ^^^ the row of rank 0 lacks it\n"
+        "  help: add `0B1` to the row of rank 0"
+    )
+
+
+@given(st.data())
+def test_any_two_actions_that_change_places_are_refused_or_run_to_the_end(data: st.DataObject) -> None:
+    """Against a plain simulation that stops where nothing moves."""
+    schedule = data.draw(st.sampled_from([one_f_one_b(3, 4), interleaved_1f1b(2, 4, 2)]))
+    rank = data.draw(st.integers(0, len(schedule.orders) - 1))
+    order = list(schedule.orders[rank])
+    a, b = (data.draw(st.integers(0, len(order) - 1)) for _ in range(2))
+    order[a], order[b] = order[b], order[a]
+    orders = [*schedule.orders[:rank], tuple(order), *schedule.orders[rank + 1 :]]
+    text = to_csv(PipelineSchedule(tuple(orders)))
+    try:
+        from_csv(text, "swapped.csv")
+        runs = True
+    except UserError:
+        runs = False
+    assert runs == _reaches_the_end(orders)
+
+
+def _reaches_the_end(orders: list[tuple[Action, ...]]) -> bool:
+    """By trying every rank again and again until nothing moves."""
+    stages = 1 + max(action.stage for order in orders for action in order)
+    left = [list(order) for order in orders]
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for order in left:
+            while order:
+                stage, kind, micro_batch = order[0]
+                needs = [Action(stage - 1, "F", micro_batch)] if kind == "F" and stage else []
+                if kind == "B":
+                    needs = [Action(stage, "F", micro_batch)]
+                    needs += [Action(stage + 1, "B", micro_batch)] if stage + 1 < stages else []
+                if not done.issuperset(needs):
+                    break
+                done.add(order.pop(0))
+                moved = True
+    return not any(left)
