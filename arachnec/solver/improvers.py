@@ -81,7 +81,7 @@ class Annealing:
         return Improvement((best,))
 
     def _tries(self, warmth: int) -> int:
-        return TRIES * len(self.problem.jobs) // 4 ** (2 - warmth)
+        return int(TRIES * len(self.problem.jobs) / 4.0 ** (2 - warmth))
 
     def _run_ms(self, warmth: int) -> float:
         """A try decodes half of the jobs."""
