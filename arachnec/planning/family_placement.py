@@ -8,6 +8,7 @@ shorter. In the end cascades that are still outside are moved (``planning.rank_t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,12 +81,13 @@ def priced_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Casca
 def _candidates(cascades: Sequence[Cascade], cost: CostModel, *, one: bool) -> Iterator[list[Cascade]]:
     """First ranks that are free, then aligned groups, then what idles least; of one alone the aligned groups."""
     quick = quick_placements(cascades, cost)
+    waiting = (family_placements(cascades, cost, worth) for worth in (math.inf, PRICE * end_of(cascades)))
     if one:
-        yield family_placement(cascades, cost)
+        yield next(waiting)
     first = next(quick)
     yield first
     if outside(first, cost):
-        yield family_placement(cascades, cost)
+        yield from waiting
     yield from quick
 
 
@@ -95,8 +97,8 @@ def markup(placed: Sequence[Cascade], cost: CostModel) -> float:
     return 1 + PRICE * len(groups)
 
 
-def family_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """Every cascade on the aligned group that is free first.
+def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float) -> list[Cascade]:
+    """Every cascade on the aligned group that is free first, or on any ranks where it ends ``worth`` ms earlier.
 
     Where devices differ, on the kind of device on which it ends first. A degree that is none of the family has any
     ranks.
@@ -111,6 +113,9 @@ def family_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Casca
         groups = [choice.first_free(cascade, inputs, free) for choice in _pools_of_groups(cascade, cost)]
         if groups:
             placed = min((on(cascade, ranks, inputs, times, cost) for ranks in groups), key=_end)
+            waits = placed.start - float(np.partition(free, cascade.degree - 1)[cascade.degree - 1])
+            if waits >= worth and (other := _anywhere(cascade, inputs, times, cost)).end + worth <= placed.end:
+                placed = other
         else:
             placed = _anywhere(cascade, inputs, times, cost)
         done[cascade.name] = placed
