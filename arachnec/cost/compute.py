@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
@@ -27,10 +28,10 @@ PASSES = {
 }
 
 
-def passes_of(cascade: Cascade, recompute: bool) -> tuple[float, float]:
-    """How many forwards and backwards of its stage a cascade computes; recomputing repeats the forward."""
+def passes_of(cascade: Cascade, stage: Stage, recompute: int) -> tuple[float, float]:
+    """How many forwards and backwards of its stage a cascade computes; recomputing repeats a part of the forward."""
     forward, backward = PASSES[cascade.phase]
-    return forward * 2 if recompute and backward else forward, backward
+    return forward * (1 + share_recomputed(stage, recompute)) if backward else forward, backward
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class Compute:
     stages: Mapping[str, Stage]
     _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
 
-    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float) -> float:
+    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float) -> float:
         """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
         return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown))
 
     def halves(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float
     ) -> tuple[float, float]:
         """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
-        forward, backward = passes_of(cascade, recompute)
+        forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
         once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
         back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backward else 0.0
         first = min(1.0, forward)

@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integer, integers, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.span import Span
@@ -145,6 +146,23 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
             yield errors.PartOfACell(_at(cascade, "ranks"), label(cascade), ranks, size, symbol(cascade.stage))
 
 
+def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
+    """Of cascades and of their forward instructions."""
+    stages = {cascade.name: index.stages.get(cascade.stage) for cascade in index.module.cascades}
+    nodes: list[tuple[str, Cascade | Instruction]] = [(cascade.name, cascade) for cascade in index.module.cascades]
+    for program in index.module.programs:
+        nodes += [(step.target, step) for step in program.instructions if step.op == "forward"]
+    for name, node in nodes:
+        count, stage = node.attrs.get("recompute"), stages.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or not count or stage is None:
+            continue
+        blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
+        if not blocks:
+            yield errors.UnknownBlocks(span, label(node), count, symbol(stage.name))
+        elif not 0 < count <= blocks:
+            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(stage.name))
+
+
 def _shards(cascade: Cascade) -> Problems:
     if "shards" not in cascade.attrs:
         return
@@ -206,6 +224,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     ranks_are_there,
     groups_fit_the_degree,
     cells_are_whole,
+    recomputed_blocks_are_there,
     a_rank_does_one_thing,
     trained_stages_step,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,13 @@ class Execution:
     """How the blocks of one model run at the moment."""
 
     shard: SequenceShard | None = None
-    recompute: bool = False
+    recompute: bool | Set[str] = False  # of all blocks, or the paths of some
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
+
+    def recomputes(self, path: str) -> bool:
+        """Whether the block keeps its inputs alone and runs again in the backward."""
+        some = self.recompute
+        return torch.is_grad_enabled() and (some if isinstance(some, bool) else path in some)
 
     def shard_of(self, length: int) -> SequenceShard:
         """The shard of ``length`` tokens: the cascade's own, or one with the same shares where text was joined."""
@@ -76,7 +81,7 @@ class BlockForward:
             inputs = self._arguments.tensors(args, kwargs)
             return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
         if execution.shard is None:
-            if execution.recompute and torch.is_grad_enabled():
+            if execution.recomputes(self.path):
                 return checkpoint(self.original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             return self.original(*args, **kwargs)
         return self._sharded(self._arguments.tensors(args, kwargs))
@@ -94,7 +99,7 @@ class BlockForward:
         return self.block.captured.unflatten(outputs)
 
     def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
-        if self.execution.recompute and torch.is_grad_enabled():
+        if self.execution.recomputes(self.path):
             recomputed: Sequence[Tensor] = checkpoint(module, *values, use_reentrant=False, preserve_rng_state=False)
             return recomputed
         outputs: Sequence[Tensor] = module(*values)

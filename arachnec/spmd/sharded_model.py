@@ -8,7 +8,7 @@ the outputs of the last are gathered, and what lies between needs no knowledge o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,11 @@ class SequenceModel:
         module.forward = BlockForward(path, module, block, self._execution, forms)
 
     @contextmanager
-    def use(self, shard: SequenceShard | None, recompute: bool = False) -> Iterator[nn.Module]:
+    def use(self, shard: SequenceShard | None, recompute: bool | Set[str] = False) -> Iterator[nn.Module]:
         """Inside, the model's forward and backward run on this rank's tokens; unchanged for None and for one rank.
 
-        ``recompute`` keeps only the inputs of a block and runs its forward again in the backward.
+        Blocks that ``recompute``, all or those at some paths, keep only their inputs and run their forward again in the
+        backward.
         """
         execution = self._execution
         before = execution.shard, execution.recompute, execution._lengths
