@@ -253,6 +253,16 @@ class UnknownBlocks(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongSpared(Diagnostic):
+    title: ClassVar[str] = "{node} says of {count} layers what recomputing them saves, and has {layers}"
+    label: ClassVar[str] = "runs of {count} layers together"
+    help: ClassVar[str] = "every layer is in one run, in the order of `layers`"
+    node: str
+    count: int
+    layers: int
+
+
+@dataclass(frozen=True)
 class WrongCell(Diagnostic):
     title: ClassVar[str] = "{node} is dealt out over cells of {cell} ranks, and there are {nodes} x {gpus}"
     label: ClassVar[str] = "cells of {cell}"

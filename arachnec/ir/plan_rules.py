@@ -18,6 +18,7 @@ from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
+from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -147,20 +148,25 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
 
 
 def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
-    """Of cascades and of their forward instructions."""
+    """Of cascades and of their forward instructions; and a stage says of all of them what that saves, or of none."""
+    for stage in index.module.stages:
+        runs, layers = saved_by_recomputing(stage), len(layers_of(stage))
+        count = sum(run for run, _ in runs)
+        if stage.attrs.get("spared") and (count != layers or min(run for run, _ in runs) < 1):
+            yield errors.WrongSpared(stage.attrs.span("spared") or stage.span, label(stage), count, layers)
     stages = {cascade.name: index.stages.get(cascade.stage) for cascade in index.module.cascades}
     nodes: list[tuple[str, Cascade | Instruction]] = [(cascade.name, cascade) for cascade in index.module.cascades]
     for program in index.module.programs:
         nodes += [(step.target, step) for step in program.instructions if step.op == "forward"]
     for name, node in nodes:
-        count, stage = node.attrs.get("recompute"), stages.get(name)
-        if isinstance(count, bool) or not isinstance(count, int) or not count or stage is None:
+        count, of = node.attrs.get("recompute"), stages.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or not count or of is None:
             continue
-        blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
+        blocks, span = len(layers_of(of)), node.attrs.span("recompute") or node.span
         if not blocks:
-            yield errors.UnknownBlocks(span, label(node), count, symbol(stage.name))
+            yield errors.UnknownBlocks(span, label(node), count, symbol(of.name))
         elif not 0 < count <= blocks:
-            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(stage.name))
+            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(of.name))
 
 
 def _shards(cascade: Cascade) -> Problems:

@@ -115,7 +115,8 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     """The degrees worth considering: they fit the memory, and each is faster than every smaller one.
 
     Where it fits only with recomputation it recomputes as few blocks as that takes. ``held`` GiB of other encoders'
-    outputs are co-resident. They may take what cascades leave free of a device. Raises UserError where there is no degree at all.
+    outputs are co-resident. They may take what cascades leave free of a device. Raises UserError where there is no
+    degree at all.
     """
     legal = cost.legal_degrees(cascade)
     if not legal:

@@ -88,7 +88,7 @@ def test_a_degree_that_does_not_fit_is_said_not_to() -> None:
 def test_recomputing_cascades_are_named_with_what_they_would_need() -> None:
     module = plan()
     said = {section.title: section.sentences for section in explain(module)}["Recomputation"]
-    again = [cascade for cascade in module.cascades if cascade.recompute]
+    again = [cascade for cascade in module.cascades if cascade.recomputes]
     assert [line.split()[0] for line in said[1:]] == [f"%{cascade.name}" for cascade in again]
     need = CostModel(module).memory(again[0], again[0].degree)
     assert f"needs {need:.3g} GiB" in said[1]
