@@ -72,7 +72,9 @@ def test_degrees_are_explained_by_what_the_cost_model_says_of_the_next_ones() ->
             continue
         for degree in (cascade.degree - 1, cascade.degree + 1):
             if degree in cost.legal_degrees(cascade) and (again := cost.recompute_at(cascade, degree)) is not None:
-                assert f"At {degree}{', recomputing,' if again and not cascade.recomputes else ''} it would take" in line
+                assert (
+                    f"At {degree}{', recomputing,' if again and not cascade.recomputes else ''} it would take" in line
+                )
                 assert ms(cost.time(cascade, degree, recompute=again)) in line
 
 
