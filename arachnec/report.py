@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module, Phase, quantity
+from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
 
 
@@ -105,11 +106,16 @@ def busy_ms(module: Module) -> list[float]:
 
 
 def synchronisation_ms(module: Module, cost: CostModel) -> float:
-    """ms of the gradient all-reduces and the optimizer's steps, one after another behind the last cascade."""
-    everyone = tuple(range(cost.cluster.world))
-    return math.fsum(
-        cost.reduce_time(stage, everyone) + cost.step_time(stage) for stage in module.stages if stage.trained
-    )
+    """ms of the gradient all-reduces and the optimizer's steps, one after another behind the last cascade.
+
+    Stages of a pipeline on other ranks than each other's do theirs at the same time.
+    """
+    places, by_place = stage_places(module), defaultdict[tuple[int, ...], float](float)
+    for stage in module.stages:
+        if stage.trained:
+            ranks = places[stage.name]
+            by_place[ranks] += cost.reduce_time(stage, ranks) + cost.step_time(stage)
+    return max(by_place.values(), default=0.0)
 
 
 def peak_memory(module: Module, cost: CostModel) -> float:
@@ -120,5 +126,7 @@ def peak_memory(module: Module, cost: CostModel) -> float:
 
 
 def clips_trained(module: Module) -> Counter[int]:
-    """How often each clip of the module is trained."""
-    return Counter(clip for cascade in module.cascades if cascade.phase is Phase.TRAIN for clip in cascade.clips)
+    """How often each clip of the module is trained; by a pipeline, as often as it goes through the last stage."""
+    last = next((stage.name for stage in reversed(module.stages) if "part_of" in stage.attrs), None)
+    counted = (c for c in module.cascades if c.phase is Phase.TRAIN or (c.stage, c.phase) == (last, Phase.FORWARD))
+    return Counter(clip for cascade in counted for clip in cascade.clips)

@@ -92,7 +92,12 @@ def batch_loss(model: nn.Module, model_file: ModelFile, kwargs: Mapping[str, Any
     """The mean loss of one prepared micro-batch, a scalar with its graph."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
-    loss = model_file.loss(prediction_of(output), target)
+    return loss_of(model_file, prediction_of(output), target)
+
+
+def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor) -> Tensor:
+    """The mean loss of a prediction, a scalar with its graph."""
+    loss = model_file.loss(prediction, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))

@@ -18,6 +18,7 @@ from arachnec.backends.cascade_step import (
     gradients_of,
     trained_parameters,
 )
+from arachnec.backends.stages_in_turn import StagesInTurn
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -28,7 +29,7 @@ from arachnec.models.file import ModelFile
 @dataclass(frozen=True)
 class NotTraining(Diagnostic):
     title: ClassVar[str] = "%{cascade} is a `{phase}` cascade, which the reference does not run"
-    help: ClassVar[str] = "the reference runs `encode` and `train` cascades"
+    help: ClassVar[str] = "the reference runs `encode` and `train` cascades, and those of the stages that `stages` made"
     cascade: str
     phase: str
 
@@ -73,6 +74,7 @@ def run_reference(
     parameters = trained_parameters(model)
     drop_gradients(parameters)
     values: dict[str, Tensor] = {}
+    pipeline = StagesInTurn(module, model, model_file, training)
     total = 0.0
     for cascade in module.cascades:
         chosen = [clips[clip] for clip in cascade.clips]
@@ -84,6 +86,9 @@ def run_reference(
             loss = cascade_loss(model, model_file, chosen, encoded, training, step, device) * weight
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        elif pipeline.runs(cascade):
+            encoded = encoded_inputs(module, cascade, values)
+            total += pipeline.run(cascade, chosen, encoded, step, device)
         else:
             raise UserError(NotTraining(cascade.span, cascade.name, cascade.phase.value))
     gradients = gradients_of(parameters)
@@ -100,6 +105,8 @@ def encoded_inputs(module: Module, cascade: Cascade, values: Mapping[str, Tensor
     rows: dict[str, dict[int, Tensor]] = {}
     for name in cascade.inputs:
         producer = producers[name]
+        if producer.phase is not Phase.ENCODE:  # of a pipeline, the stage before
+            continue
         held = rows.setdefault(producer.stage, {})
         held |= {clip: values[name][index : index + 1] for index, clip in enumerate(producer.clips)}
     return {stage: _in_order(held, cascade.clips) for stage, held in rows.items()}

@@ -8,6 +8,7 @@ from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
+from arachnec.cost.table import split_backwards
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.values import Formula
 from arachnec.simulation.events import Engine
@@ -64,8 +65,11 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     if len(peaks) < len(specs) or iteration_ms <= 0:
         return None
     stages = {stage.name: stage for stage in module.stages}
+    split = split_backwards(module)
     needed = [
-        _tflop(cascade, stages[cascade.stage]) for cascade in module.cascades if cascade.phase is not Phase.ENCODE
+        _tflop(cascade, stages[cascade.stage], cascade.name in split)
+        for cascade in module.cascades
+        if cascade.phase is not Phase.ENCODE
     ]
     if not needed or None in needed:
         return None
@@ -73,8 +77,10 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     return total / (iteration_ms / 1e3 * module.cluster.gpus * sum(peaks))
 
 
-def _tflop(cascade: Cascade, stage: Stage) -> float | None:
+def _tflop(cascade: Cascade, stage: Stage, split: bool) -> float | None:
+    """``split``: a backward that leaves its weight gradients to another cascade."""
     flops = stage.attrs.get("flops")
     if not isinstance(flops, Formula):
         return None
-    return FORWARDS.get(cascade.phase, 1.0) * flops(B=cascade.batch, S=cascade.tokens, T=cascade.text)
+    forwards = 1.0 if split else FORWARDS.get(cascade.phase, 1.0)
+    return forwards * flops(B=cascade.batch, S=cascade.tokens, T=cascade.text)

@@ -9,7 +9,7 @@ cascade's ``per_clip``, where that was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
@@ -17,21 +17,22 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
 
-# Forwards and backwards of its stage that a cascade is.
+# Forwards and backwards of its stage in which the ranks of a cascade meet. A weight gradient needs no other rank.
 PASSES = {
     Phase.ENCODE: (1.0, 0.0),
     Phase.FORWARD: (1.0, 0.0),
     Phase.DENOISE: (1.0, 0.0),
     Phase.BACKWARD: (0.0, 1.0),
-    Phase.WEIGHT: (0.0, 0.5),
+    Phase.WEIGHT: (0.0, 0.0),
     Phase.TRAIN: (1.0, 1.0),
 }
 
 
 def passes_of(cascade: Cascade, stage: Stage, recompute: int) -> tuple[float, float]:
-    """How many forwards and backwards of its stage a cascade computes; recomputing repeats a part of the forward."""
+    """How many forwards and backwards of its stage a cascade runs; recomputing repeats a part of the forward in the
+    backward."""
     forward, backward = PASSES[cascade.phase]
-    return forward * (1 + share_recomputed(stage, recompute)) if backward else forward, backward
+    return forward + share_recomputed(stage, recompute) if backward else forward, backward
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,23 @@ class Sizes:
     linear: float  # tokens divide it
     pairwise: float  # pairs of tokens divide it
 
+    def part(self, products: float, pairwise: float) -> Sizes:
+        """So much of the products with parameters, and so much of what pairs of tokens take."""
+        return Sizes(self.fixed * products, self.caption * products, self.linear * products, self.pairwise * pairwise)
+
+
+# Of a split backward. A product with a parameter has two gradients that cost the same, one of them the parameter's.
+# Attention has no parameters.
+WEIGHT_PART = (0.5, 0.0)
+ACTIVATION_PART = (0.5, 1.0)
+
 
 @dataclass(frozen=True)
 class Compute:
     """Compute times in ms of cascades of these stages."""
 
     stages: Mapping[str, Stage]
+    split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
 
     def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float) -> float:
@@ -61,9 +73,10 @@ class Compute:
         """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
         forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
         once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
-        back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backward else 0.0
-        first = min(1.0, forward)
-        return first * once, (forward - first) * once + backward * back
+        backs = backward or cascade.phase is Phase.WEIGHT
+        back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backs else 0.0
+        first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
+        return first * once, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:
@@ -73,6 +86,10 @@ class Compute:
             sizes = self._sizes_of(busiest, name)
             return sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * slowdown
         sizes = self._sizes_of(cascade, name)
+        if name == "backward" and cascade.phase is Phase.WEIGHT:
+            sizes = sizes.part(*WEIGHT_PART)
+        elif name == "backward" and cascade.name in self.split:
+            sizes = sizes.part(*ACTIVATION_PART)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
         divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + sizes.pairwise * pairs

@@ -18,6 +18,7 @@ from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, unev
 from arachnec.ir.values import Formula
 
 GIB = 2**30
+GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 RESERVE = 0.06  # of a device's memory: communicators, fragmentation, what no formula knows
 
 
@@ -39,32 +40,74 @@ class Memory:
         if cascade.phase is Phase.ENCODE:
             return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
         received = self.received(cascade)
+        if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
+            return received
         cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
-        total = gathered_gib(stage)
-        if cascade.phase in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
+        total = gathered_gib(stage) + received
+        if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
             total += saved_for_backward(stage, cascade, share, recompute)
             # what lies outside the blocks runs on whole sequences
             total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
-        total += divided(stage, "workspace", cascade, share)
-        return total + evaluated(stage, "batch", cascade) + received
+            total += evaluated(stage, "batch", cascade)
+        if cascade.phase is Phase.FORWARD:
+            total += self.output(cascade)
+        if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
+            again = divided(stage, "recomputing", cascade, share)
+            part = share_saved(runs_on(stage, cascade, share), recompute)
+            total += again if cascade.phase is Phase.BACKWARD else -again * part
+        return total + divided(stage, "workspace", cascade, share)
+
+    def kept(self, cascade: Cascade, degree: int, recompute: int) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        workspace = divided(self.stages[cascade.stage], "workspace", cascade, uneven(cascade.tokens, degree))
+        return self.of(cascade, degree, recompute) - workspace
 
     def received(self, cascade: Cascade) -> float:
-        """GiB of what its inputs hand off to each of its ranks."""
-        return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
+        """GiB of what its inputs hand off to each of its ranks; what the stage itself has saved is no handoff."""
+        if cascade.phase not in GRADIENT:
+            return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
+        return sum(self.handed(self._named[name], cascade) for name in cascade.inputs if name in self._named)
+
+    def handed(self, producer: Cascade, consumer: Cascade) -> float:
+        """GiB that ``consumer`` reads of ``producer``'s value.
+
+        A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage.
+        """
+        if consumer.phase in GRADIENT and producer.stage == consumer.stage and producer.phase is not Phase.ENCODE:
+            return 0.0
+        return self.output(consumer if producer.phase in GRADIENT else producer)
+
+    @cached_property
+    def _named(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
 
     @cached_property
     def _outputs(self) -> dict[str, float]:
         return {cascade.name: self.output(cascade) for cascade in self.module.cascades}
 
     def output(self, cascade: Cascade) -> float:
-        """GiB of what an encoder hands off to each rank of a consumer."""
+        """GiB of what a stage hands off to each rank of a consumer."""
         return evaluated(self.stages[cascade.stage], "output", cascade)
 
     @cached_property
+    def _everywhere(self) -> float:
+        """GiB of the stages that lie on every rank."""
+        return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages if stage.name not in self._apart)
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        """Stages that lie on the ranks of their cascades alone."""
+        return stages_apart(self.module)
+
+    def resident_with(self, stage: str) -> float:
+        """GiB always on the ranks that hold this stage."""
+        return self._everywhere + (gib(self.stages[stage].attrs.get("state")) if stage in self._apart else 0.0)
+
+    @cached_property
     def resident(self) -> float:
-        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
-        return math.fsum(gib(stage.attrs.get("state")) for stage in self.module.stages)
+        """GiB always on the ranks that hold most: parameters, gradients and optimizer state of their stages."""
+        return max((self.resident_with(stage.name) for stage in self.module.stages), default=0.0)
 
     @cached_property
     def prepared(self) -> float:
@@ -87,7 +130,7 @@ class Memory:
 
     @cached_property
     def state(self) -> float:
-        """GiB on every rank that no cascade may use: ``resident``, the next batch and a reserve."""
+        """GiB that no cascade may use on the ranks that hold most: ``resident``, the next batch and a reserve."""
         return self.resident + self.prepared + self.reserve(self.devices.cluster.memory)
 
     @cached_property
@@ -95,12 +138,15 @@ class Memory:
         """GiB that cascades may use on every rank."""
         return self.devices.cluster.memory - self.state
 
-    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
-        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
+    def room_on(self, ranks: Sequence[int] | None, degree: int, stage: str | None = None) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory, where they hold a
+        ``stage``; without it, where they hold most."""
+        resident = self.resident if stage is None else self.resident_with(stage)
         if not self.devices.kinds:
-            return self.room
+            memory = self.devices.cluster.memory
+            return memory - (resident + self.prepared + self.reserve(memory))
         memory = self.devices.memory_of(ranks, degree)
-        return memory - self.reserve(memory) - self.resident - self.prepared
+        return memory - self.reserve(memory) - resident - self.prepared
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return cascade.phase in (Phase.TRAIN, Phase.FORWARD) and "saved_recompute" in self.stages[cascade.stage].attrs
@@ -112,7 +158,7 @@ class Memory:
 
         Without ``ranks`` those with most memory count.
         """
-        room, most = self.room_on(ranks, degree), self.of(cascade, degree, 0, side)
+        room, most = self.room_on(ranks, degree, cascade.stage), self.of(cascade, degree, 0, side)
         if most <= room:
             return 0
         stage = self.stages[cascade.stage]
@@ -141,6 +187,21 @@ def runs_on(stage: Stage, cascade: Cascade, share: float) -> Runs:
 def on_one_side(cascade: Cascade, side: int) -> Cascade:
     """What the ranks of one of ``side`` clips run, or of one share of the clips."""
     return replace(cascade, batch=cascade.batch // side) if side > 1 else cascade
+
+
+def stages_apart(module: Module) -> frozenset[str]:
+    """Stages of a pipeline or a sampling chain: their parameters lie where their cascades run, and nowhere else.
+
+    Encoders and stages of ``train`` cascades lie on every rank, so that the next iteration may place these anywhere.
+    """
+    phases: dict[str, set[Phase]] = {stage.name: set() for stage in module.stages}
+    for cascade in module.cascades:
+        phases.setdefault(cascade.stage, set()).add(cascade.phase)
+    return frozenset(
+        stage.name
+        for stage in module.stages
+        if "part_of" in stage.attrs or (phases[stage.name] and not phases[stage.name] & {Phase.TRAIN, Phase.ENCODE})
+    )
 
 
 def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:

@@ -26,7 +26,7 @@ from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of
-from arachnec.cost.table import CostTable
+from arachnec.cost.table import CostTable, split_backwards
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count, recomputed_blocks
@@ -55,7 +55,7 @@ class CostModel:
 
     @cached_property
     def table(self) -> CostTable:
-        return CostTable(self.stages, self.devices, self._memory)
+        return CostTable(self.stages, self.devices, self._memory, split_backwards(self.module))
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:
@@ -154,13 +154,21 @@ class CostModel:
         entry = self.table.fitting(cascade, ranks)
         return 1 if entry is None else entry.strategy.side or 1
 
+    def kept(self, cascade: Cascade, degree: int, recompute: int = 0) -> float:
+        """GiB of this that stay until the backward of a cascade of phase forward has ended."""
+        return self._memory.kept(cascade, degree, recompute)
+
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
         return self._memory.received(cascade)
 
     def output(self, cascade: Cascade) -> float:
-        """GiB of what an encoder hands off to each rank of a consumer."""
+        """GiB of what a stage hands off to each rank of a consumer."""
         return self._memory.output(cascade)
+
+    def handed(self, producer: Cascade, consumer: Cascade) -> float:
+        """GiB that each rank of ``consumer`` reads of ``producer``'s value."""
+        return self._memory.handed(producer, consumer)
 
     @property
     def state(self) -> float:
@@ -169,8 +177,12 @@ class CostModel:
 
     @property
     def resident(self) -> float:
-        """GiB on every rank, always: parameters, gradients and optimizer state of all stages."""
+        """GiB always on the ranks that hold most: parameters, gradients and optimizer state of their stages."""
         return self._memory.resident
+
+    def resident_with(self, stage: str) -> float:
+        """GiB always on the ranks that hold this stage."""
+        return self._memory.resident_with(stage)
 
     @property
     def prepared(self) -> float:
@@ -191,9 +203,10 @@ class CostModel:
         """GiB that cascades leave free of a device of so many, where values may wait."""
         return self._memory.spare(memory)
 
-    def room_on(self, ranks: Sequence[int] | None, degree: int) -> float:
-        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory."""
-        return self._memory.room_on(ranks, degree)
+    def room_on(self, ranks: Sequence[int] | None, degree: int, stage: str | None = None) -> float:
+        """GiB that a cascade may use on these ranks, or on the ``degree`` ranks with most memory, where they hold a
+        ``stage``; without it, where they hold most."""
+        return self._memory.room_on(ranks, degree, stage)
 
     @cached_property
     def largest_memory(self) -> float:

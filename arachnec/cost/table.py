@@ -16,7 +16,7 @@ they are first asked for, and cascades of one shape share them. A new dimension 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,8 +28,15 @@ from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
-from arachnec.ir.nodes import Cascade, Stage
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+
+
+def split_backwards(module: Module) -> frozenset[str]:
+    """The cascades of phase backward that leave their weight gradients to a cascade of phase weight."""
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    weights = (cascade for cascade in module.cascades if cascade.phase is Phase.WEIGHT)
+    return frozenset(name for weight in weights for name in weight.inputs if phases.get(name) is Phase.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,21 @@ class CostTable:
     stages: Mapping[str, Stage]
     devices: Devices
     memory: Memory
+    split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict, repr=False, compare=False)
     _options: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def compute(self) -> Compute:
-        return Compute(self.stages)
+        return Compute(self.stages, self.split)
 
     @cached_property
     def communication(self) -> Communication:
         return Communication(self.stages, self.devices.cluster)
+
+    def shape(self, cascade: Cascade) -> tuple[object, ...]:
+        """The key under which cascades have the same rows."""
+        return (*shape_of(cascade), cascade.name in self.split, self.memory.received(cascade))
 
     @cached_property
     def gathering(self) -> Gathering:
@@ -84,7 +96,7 @@ class CostTable:
             packed = (self.entry(cascade, degree, group, strategy) for group in self.devices.packed(degree))
             return min(packed, key=lambda entry: entry.time)
         ranks = self._alike(ranks, degree)
-        key = (*shape_of(cascade), self.memory.received(cascade), degree, ranks, strategy)
+        key = (*self.shape(cascade), degree, ranks, strategy)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._new(cascade, degree, ranks, strategy)
@@ -102,7 +114,7 @@ class CostTable:
 
     def options(self, cascade: Cascade) -> Mapping[int, Entry]:
         """Rows by degree, ascending: of the legal degrees those that fit and beat every smaller one."""
-        key = (*shape_of(cascade), self.memory.received(cascade))
+        key = self.shape(cascade)
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = {}

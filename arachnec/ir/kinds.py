@@ -64,7 +64,10 @@ _NAMES = {
     "[[int, ms]]": "a list of `[degree, time in ms]`",
     "[[str, int]]": "a list of `[path, number]`",
     "[[int, str, GiB, TFLOP/s, GB/s]]": "a list of `[machines, device, memory, flops, intra]`",
+    "[TFLOP formula]": "a list of formulas in `TFLOP`",
+    "[GiB formula]": "a list of formulas in `GiB`",
     "[[int, GiB formula]]": "a list of `[layers, formula in GiB]`",
+    "[[int, int]]": "a list of pairs of integers",
     "[[@graph, int]]": "a list of `[@graph, count]`",
 }
 

@@ -148,25 +148,30 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
 
 
 def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
-    """Of cascades and of their forward instructions; and a stage says of all of them what that saves, or of none."""
-    for stage in index.module.stages:
-        runs, layers = saved_by_recomputing(stage), len(layers_of(stage))
-        count = sum(run for run, _ in runs)
-        if stage.attrs.get("spared") and (count != layers or min(run for run, _ in runs) < 1):
-            yield errors.WrongSpared(stage.attrs.span("spared") or stage.span, label(stage), count, layers)
+    """Of cascades and of their forward instructions."""
     stages = {cascade.name: index.stages.get(cascade.stage) for cascade in index.module.cascades}
     nodes: list[tuple[str, Cascade | Instruction]] = [(cascade.name, cascade) for cascade in index.module.cascades]
     for program in index.module.programs:
         nodes += [(step.target, step) for step in program.instructions if step.op == "forward"]
     for name, node in nodes:
-        count, of = node.attrs.get("recompute"), stages.get(name)
-        if isinstance(count, bool) or not isinstance(count, int) or not count or of is None:
+        count, stage = node.attrs.get("recompute"), stages.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or not count or stage is None:
             continue
-        blocks, span = len(layers_of(of)), node.attrs.span("recompute") or node.span
+        blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
         if not blocks:
-            yield errors.UnknownBlocks(span, label(node), count, symbol(of.name))
+            yield errors.UnknownBlocks(span, label(node), count, symbol(stage.name))
         elif not 0 < count <= blocks:
-            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(of.name))
+            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(stage.name))
+
+
+def all_layers_say_what_they_spare(index: ModuleIndex) -> Problems:
+    """What recomputing a layer saves is said of all of a stage's layers, or of none."""
+    for stage in index.module.stages:
+        if not stage.attrs.get("spared"):
+            continue
+        counts, layers = [count for count, _ in saved_by_recomputing(stage)], len(layers_of(stage))
+        if sum(counts) != layers or min(counts) < 1:
+            yield errors.WrongSpared(stage.attrs.span("spared") or stage.span, label(stage), sum(counts), layers)
 
 
 def _shards(cascade: Cascade) -> Problems:
@@ -231,6 +236,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     groups_fit_the_degree,
     cells_are_whole,
     recomputed_blocks_are_there,
+    all_layers_say_what_they_spare,
     a_rank_does_one_thing,
     trained_stages_step,
 )

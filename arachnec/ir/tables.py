@@ -74,6 +74,7 @@ STAGE = table("""
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
     spared          | [[int, GiB formula]] | traced | optional | layers that save alike if recomputed; absent = all do
+    recomputing     | GiB formula    | traced | optional | the part of that for the block that is run again, not kept
     shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
     batch           | GiB formula    | traced | optional | what a forward is given on its device: arguments and target
@@ -84,7 +85,22 @@ STAGE = table("""
     cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
-    output          | GiB formula    | traced | optional | what an encoder hands off
+    output          | GiB formula    | traced | optional | what it hands off
+    part_of         | str            | traced | optional | the stage of which it runs some of the blocks
+    classes         | [int]          | traced | optional | block class of each layer, by its place in `blocks`
+    layer_params    | [int]          | traced | optional | parameters of each layer
+    block_flops     | [TFLOP formula] | traced | optional | one forward of a block, class by class
+    block_saved     | [GiB formula]  | traced | optional | kept for the backward by a block, class by class
+    block_inputs    | [GiB formula]  | traced | optional | of that its inputs, kept if it is recomputed
+    block_shared    | [GiB formula]  | traced | optional | inputs that all blocks read, kept once
+    block_workspace | [GiB formula]  | traced | optional | needed while it runs, beyond what is kept
+    block_traffic   | [GiB formula]  | traced | optional | q, k, v and output of its attentions
+    block_attentions | [int]         | traced | optional | its self-attention calls
+    block_heads     | [int]          | traced | optional | of its attentions, the least
+    end_params      | [[int, int]]   | traced | optional | embedding, then head: parameters, and how many train
+    end_flops       | [TFLOP formula] | traced | optional | one forward of the embedding, and of the head
+    end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
+    cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     update          | ms             | costed | optional | the optimizer's step, measured
@@ -218,3 +234,9 @@ INSTRUCTION = {
 """),
     "free": {},
 }
+
+# What `trace` says of the parts of a stage, for cutting it. A plan does not repeat it.
+FIGURES = (
+    "classes", "layer_params", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace",
+    "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
+)  # fmt: skip

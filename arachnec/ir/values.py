@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
@@ -108,3 +108,12 @@ class Attributes(Mapping[str, Value]):
         kept = tuple((k, values.get(k, v)) for k, v in self.pairs)
         new = tuple((k, v) for k, v in values.items() if k not in self)
         return Attributes(tuple((k, v) for k, v in kept + new if v is not None))
+
+
+def formula_sum(parts: Iterable[tuple[float, Formula]], unit: str) -> Formula:
+    """The sum of formulas of one unit, each so many times."""
+    total: dict[tuple[tuple[str, int], ...], float] = {}
+    for count, formula in parts:
+        for term in formula.terms:
+            total[term.powers] = total.get(term.powers, 0.0) + count * term.coefficient
+    return Formula(tuple(Term(value, powers) for powers, value in total.items() if value), unit)

@@ -174,12 +174,24 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
                 if target in producer.ranks or (p, target) in sent:
                     continue
                 source = min(
-                    producer.ranks, key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r)
+                    _holders(producer, cascade, target),
+                    key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r),
                 )
                 load[p, source] += 1
                 sent.add((p, target))
                 handoffs.append(Handoff(p, source, target, slot, size))
     return sorted(handoffs, key=lambda h: (h.slot, order[h.producer].end, h.producer))
+
+
+def _holders(producer: Cascade, consumer: Cascade, target: int) -> tuple[int, ...]:
+    """The ranks of ``producer`` that have what ``target`` reads.
+
+    All ranks of an encoder have all of its output. Of a stage's gradient every rank has a part that is its own
+    (docs/sequence_parallel.md), so those of one stage and of the next go in pairs.
+    """
+    if producer.phase not in (Phase.FORWARD, Phase.BACKWARD) or len(producer.ranks) != len(consumer.ranks):
+        return producer.ranks
+    return (producer.ranks[consumer.ranks.index(target)],)
 
 
 def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -> float:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.memory import divided
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     Cascade,
@@ -25,6 +26,7 @@ from arachnec.ir.nodes import (
     quantity,
 )
 from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank
@@ -123,8 +125,13 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
             Instruction("backward", cascade.name, group, backward),
         )
     if cascade.phase is Phase.FORWARD:
-        return (Instruction("forward", cascade.name, group, _forward_attrs(cascade, clips, duration, own)),)
+        # several micro-batches are held at once, and one of them runs
+        running = min(own, divided(stage, "workspace", cascade, uneven(cascade.tokens, cascade.degree)))
+        attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
+        return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)
+    if cascade.phase is Phase.BACKWARD:
+        attrs = attrs.updated(workspace=_some(own))
     if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
         output = evaluate(stage.attrs.get("output"), cascade)
         attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))

@@ -25,6 +25,7 @@ from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
@@ -73,6 +74,9 @@ class Partition(Pass):
     ``tokens`` is M_mem, the most tokens of a micro-batch; by default those of the longest clip. ``p`` is the exponent
     of ``dual``: a number, ``profile`` to take the one fitted from the file ``profile``, or by default that one where
     the file has several lengths, else one fitted to the stage's FLOPs over the lengths at hand.
+
+    Of a model in stages every micro-batch has a forward and a backward for each stage; with ``split_backward``, which a
+    schedule that needs it switches on, weight gradients are cascades of their own.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -82,6 +86,7 @@ class Partition(Pass):
     tokens: int | None = None
     p: str | None = None
     profile: str | None = None
+    split_backward: bool = False
 
     def run(self, module: Module) -> Module:
         if not module.clips:
@@ -90,7 +95,14 @@ class Partition(Pass):
         if not trained:
             raise UserError(NothingToTrain(None))
         batches = self._batches(module, trained[0])
-        return replace(module, level=Level.PARTITIONED, cascades=cascades(batches, module.stages))
+        stages = tuple(without_figures(stage) for stage in module.stages)
+        return replace(
+            module, level=Level.PARTITIONED, stages=stages, cascades=cascades(batches, stages, self.split_backward)
+        )
+
+    def informed(self, following: tuple[Pass, ...]) -> Partition:
+        split = any(getattr(step, "splits_backward", False) for step in following)
+        return replace(self, split_backward=True) if split else self
 
     def _batches(self, module: Module, stage: Stage) -> list[tuple[Clip, ...]]:
         if self.policy == "single":
@@ -154,31 +166,51 @@ def micro_batches(clips: Sequence[Clip], limit_of: Callable[[Clip], float]) -> l
     return batches
 
 
-def cascades(batches: Sequence[tuple[Clip, ...]], stages: Sequence[Stage]) -> tuple[Cascade, ...]:
-    """One `encode` per encoder and micro-batch, then one `train` per trained stage, which reads them."""
-    encoders = [stage for stage in stages if not stage.trained and "output" in stage.attrs]
-    trained = [stage for stage in stages if stage.trained]
+def cascades(
+    batches: Sequence[tuple[Clip, ...]], stages: Sequence[Stage], split_backward: bool = False
+) -> tuple[Cascade, ...]:
+    """One `encode` per encoder and micro-batch, then one `train` per trained stage, which reads them.
+
+    The parts of a stage are a pipeline instead: a forward of each, which reads the one before it, then the backwards in
+    the other order. Every forward reads the encoders, because it makes the micro-batch's arguments itself.
+    """
+    encoders = [stage for stage in stages if not stage.trained and "output" in stage.attrs and not _is_part(stage)]
+    trained = [stage for stage in stages if stage.trained and not _is_part(stage)]
+    parts = [stage for stage in stages if _is_part(stage)]
     nodes: list[Cascade] = []
     for batch in batches:
-        first = batch[0]
-        inputs: list[str] = []
-        for stage in [*encoders, *trained]:
-            name = str(len(nodes))
-            nodes.append(
-                Cascade(
-                    name=name,
-                    phase=Phase.TRAIN if stage.trained else Phase.ENCODE,
-                    stage=stage.name,
-                    clips=tuple(clip.id for clip in batch),
-                    batch=len(batch),
-                    tokens=first.tokens,
-                    text=first.text,
-                    inputs=tuple(inputs) if stage.trained else (),
-                )
-            )
+
+        def add(phase: Phase, stage: Stage, *inputs: str | None, batch: tuple[Clip, ...] = batch) -> str:
+            name, first = str(len(nodes)), batch[0]
+            clips, reads = tuple(clip.id for clip in batch), tuple(name for name in inputs if name is not None)
+            nodes.append(Cascade(name, phase, stage.name, clips, len(batch), first.tokens, first.text, reads))
+            return name
+
+        encoded = [add(Phase.ENCODE, stage) for stage in encoders]
+        for stage in trained:
+            add(Phase.TRAIN, stage, *encoded)
+        forwards: list[str] = []
+        for stage in parts:
+            forwards.append(add(Phase.FORWARD, stage, *encoded, *forwards[-1:]))
+        gradient: str | None = None
+        for stage, forward in reversed(list(zip(parts, forwards, strict=True))):
             if not stage.trained:
-                inputs.append(name)
+                break
+            gradient = add(Phase.BACKWARD, stage, forward, gradient)
+            if split_backward:
+                add(Phase.WEIGHT, stage, forward, gradient)
     return tuple(nodes)
+
+
+def _is_part(stage: Stage) -> bool:
+    return "part_of" in stage.attrs
+
+
+def without_figures(stage: Stage) -> Stage:
+    """A stage without what is only of use for cutting it."""
+    if not any(name in stage.attrs for name in FIGURES):
+        return stage
+    return replace(stage, attrs=stage.attrs.updated(**dict.fromkeys(FIGURES)))
 
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:

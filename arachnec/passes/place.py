@@ -15,6 +15,7 @@ from arachnec.planning.formulate import problem_of
 from arachnec.planning.mixed_bound import bound_of
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.rank_choice import TOLERANCE
+from arachnec.planning.staged_placement import is_pipeline, stage_places, staged_placements
 from arachnec.solver.problem import TICKS
 
 
@@ -24,6 +25,8 @@ class Place(Pass):
 
     Without ``topology`` a cascade is spread over the ranks on which it can start first, as over a mesh whose innermost
     dimension is data parallel. It is there to be compared with.
+
+    The stages of a pipeline have a place (``planning.staged_placement``): there, and as scheduled, run their cascades.
     """
 
     needs: ClassVar[Level] = Level.SCHEDULED
@@ -32,10 +35,14 @@ class Place(Pass):
     topology: bool = True
 
     def run(self, module: Module) -> Module:
-        cost = CostModel(module)
-        named = {cascade.name: cascade for cascade in self._placements(module.cascades, cost)}
+        cost, places = CostModel(module), stage_places(module)
+        placed = (
+            staged_placements(module.cascades, cost, places)
+            if is_pipeline(module)
+            else self._placements(module.cascades, cost)
+        )
+        named = {cascade.name: cascade for cascade in placed}
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
-        everyone = tuple(range(cost.cluster.world))
         makespan = max((cascade.end for cascade in cascades), default=0.0)
         as_planned = makespan <= quantity(module.attrs["makespan"]) + TOLERANCE
         attrs = module.attrs
@@ -46,7 +53,9 @@ class Place(Pass):
             module,
             level=Level.PLACED,
             cascades=cascades,
-            reductions=tuple(replace(node, attrs=node.attrs.updated(ranks=everyone)) for node in module.reductions),
+            reductions=tuple(
+                replace(node, attrs=node.attrs.updated(ranks=places[node.stage])) for node in module.reductions
+            ),
             attrs=attrs.updated(
                 makespan=Quantity(makespan, "ms"), proved=as_planned and module.attrs["proved"] is True
             ),

@@ -6,16 +6,20 @@ FSDP" (arXiv 2304.11277), section 3.2.2, "hybrid sharding". docs/sharded_paramet
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.ir.values import Quantity
+from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.partition import Partition
+from arachnec.passes.shard_optimizer import ShardOptimizer
 from arachnec.planning.gradient_precision import with_gradient_precision
-from arachnec.planning.sharding_choice import least_cell
+from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ShardParameters(Pass):
     """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
-    or ``auto`` for the fewest with which every clip fits, and none where the model fits whole.
+    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -56,7 +60,7 @@ class ShardParameters(Pass):
 
     def _size(self, module: Module, cluster: Cluster) -> int:
         if self.cell == "auto":
-            return least_cell(module, in_cells)
+            return _shortest(module, cluster)
         words = {"node": cluster.gpus, "world": cluster.world}
         size = words.get(self.cell, int(self.cell) if self.cell.isdecimal() else 0)
         if not cell_fits(size, cluster.nodes, cluster.gpus):
@@ -64,6 +68,35 @@ class ShardParameters(Pass):
             fitting = ", ".join(map(str, sizes))
             raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting))
         return size
+
+
+def _shortest(module: Module, cluster: Cluster) -> int:
+    """The cell with which the first iteration is shortest; 1 for none, that of all ranks where no clip fits any.
+
+    Where a copy of the state on every rank takes less than half of a device, the others are not looked at.
+    """
+    replicated = ShardOptimizer().run(module)
+    if not any({"sharded", "cell"} & set(stage.attrs) for stage in replicated.stages):
+        return 1
+    best, least = cluster.world, _estimated(replicated) / (1 + WORTH)
+    if math.isfinite(least):
+        best = 1
+    for size in cell_sizes(cluster):
+        stages = tuple(in_cells(stage, size) for stage in module.stages)
+        estimate = _estimated(with_gradient_precision(replace(module, stages=stages)))
+        if estimate < least:
+            best, least = size, estimate
+    return best
+
+
+def _estimated(module: Module) -> float:
+    """ms of the first iteration, by the defaults of what follows; infinite where a clip fits nowhere."""
+    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
+    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
+    try:
+        return estimated_ms(Annotate().run(Partition().run(replace(module, clips=clips, graphs=()))))
+    except UserError:
+        return math.inf
 
 
 def in_cells(stage: Stage, cell: int) -> Stage:

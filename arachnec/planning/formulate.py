@@ -13,7 +13,7 @@ from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
 from arachnec.ir.recomputation import recompute_value
-from arachnec.ir.stage_sizes import shape_of, times_of
+from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.handoff_memory import in_turn
 from arachnec.planning.validate import validate_schedule
@@ -91,7 +91,7 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     jobs = []
     for cascade in module.cascades:
         held = co_resident.get(cascade.name, 0.0)
-        key = (*shape_of(cascade), cost.received(cascade), held)
+        key = (*cost.table.shape(cascade), held)
         if key not in choices:
             choices[key] = choices_of(cascade, cost, held)
         jobs.append(Job(choices[key], tuple(index[name] for name in cascade.inputs if name in index)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arachnec.cost.memory import RESERVE
+from arachnec.cluster.device_kinds import Devices
+from arachnec.cost.memory import RESERVE, Memory
 from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import element_bytes, trained_count
@@ -35,8 +36,7 @@ def with_gradient_precision(module: Module) -> Module:
 def least_degrees(module: Module) -> tuple[int | None, ...]:
     """For every clip, on how many ranks it fits beside the state, with every block recomputed; None where on none."""
     assert module.cluster is not None
-    state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
-    room = (1 - RESERVE) * module.cluster.memory - state
+    room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident
     return tuple(_least_degree(module, clip, room) for clip in module.clips)
 
 

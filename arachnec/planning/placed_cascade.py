@@ -66,8 +66,8 @@ def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, c
 
 
 def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
-    """ms after the producer's end at which the consumer's last rank has its output."""
-    size = cost.output(producer) * GIB
+    """ms after the producer's end at which the consumer's last rank has what it reads of it."""
+    size = cost.handed(producer, consumer) * GIB
     if not size:
         return 0.0
     source = producer.ranks[0]

@@ -1,57 +1,50 @@
-"""Whether a model's parameters are dealt out over cells, and over how large ones. In: a traced module. Out: the size.
+"""Whether a model's parameters are dealt out over cells, and over how large ones. In: a costed module. Out: ms.
 
-Replicated, cascades may take any ranks, and nothing is gathered. So cells are the answer where that does not fit: for
-some clip there is no room beside the state, however many ranks share it. Then the smallest cells are taken with which
-every clip fits, those within a machine first: the smaller a cell, the fewer ranks wait for each other.
+What tells them apart is known before anything is scheduled. Replicated, cascades may take any ranks, nothing is
+gathered, and the state leaves less room, so that more is recomputed and short clips are cut up. In cells it is the
+other way round. The bound on the makespan holds all of it: it knows which degrees fit, and what recomputing and
+gathering cost. With the end of the iteration beside it, alternatives are compared by a sum that takes milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 
-from arachnec.ir.nodes import Module, Stage, quantity
-from arachnec.ir.parameter_cells import cell_fits, gathered_gib
-from arachnec.ir.values import Quantity
-from arachnec.planning.gradient_precision import least_degrees, with_gradient_precision
+from arachnec.cost.model import CostModel
+from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.parameter_cells import cell_fits, cell_of, replicas
+from arachnec.planning.formulate import problem_of
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import TICKS
+
+WORTH = 0.03  # of the iteration, that cells must save where the model fits without
 
 
-def least_cell(module: Module, in_cells: Callable[[Stage, int], Stage]) -> int:
-    """1 where every clip fits with the optimizer alone dealt out, else the smallest cell with which every clip fits.
+def estimated_ms(module: Module) -> float:
+    """ms of an iteration of a costed module, at least: its cascades, and what follows them.
 
-    Where none is large enough, that of all ranks.
+    Raises UserError where a clip fits nowhere.
     """
-    cluster = module.cluster
-    assert cluster is not None
-    if None not in least_degrees(with_gradient_precision(_optimizer_dealt_out(module))):
-        return 1
-    sizes = [size for size in range(2, cluster.world + 1) if cell_fits(size, cluster.nodes, cluster.gpus)]
-    for size in sizes:
-        stages = tuple(_with_gathered(in_cells(stage, size)) for stage in module.stages)
-        dealt_out = with_gradient_precision(replace(module, stages=stages))
-        if None not in least_degrees(dealt_out):
-            return size
-    return cluster.world
+    cost = CostModel(module)
+    makespan = lower_bound(problem_of(module, cost)) / TICKS
+    return makespan + sum(_end(module, cost, name) for name in (s.name for s in module.stages if s.trained))
 
 
-def _optimizer_dealt_out(module: Module) -> Module:
-    """The least state that a replicated model has on every rank."""
-    assert module.cluster is not None
-    ranks = module.cluster.world
-    return replace(module, stages=tuple(_least_state(stage, ranks) for stage in module.stages))
+def _end(module: Module, cost: CostModel, name: str) -> float:
+    """Shards are summed between cells when all backwards have ended; whole gradients beside them, in buckets."""
+    stage, world = cost.stages[name], cost.cluster.world
+    cell = cell_of(stage) or 1
+    summed = cost.reduce_time(stage, replicas(0, cell, world)) if cell > 1 else 0.0
+    return summed + cost.step_time(stage)
 
 
-def _least_state(stage: Stage, ranks: int) -> Stage:
-    if not stage.trained or not {"state", "optimizer"} <= set(stage.attrs) or "sharded" in stage.attrs:
-        return stage
-    spared = quantity(stage.attrs["optimizer"]) * (1 - 1 / ranks)
-    state = Quantity(quantity(stage.attrs["state"]) - spared, "GiB")
-    return replace(stage, attrs=stage.attrs.updated(state=state, sharded=ranks))
-
-
-def _with_gathered(stage: Stage) -> Stage:
-    """A stage whose state counts what is gathered at once, too."""
-    if "state" not in stage.attrs:
-        return stage
-    state = quantity(stage.attrs["state"]) + gathered_gib(stage)
-    return replace(stage, attrs=stage.attrs.updated(state=Quantity(state, "GiB")))
+def cell_sizes(cluster: Cluster) -> Iterator[int]:
+    """The sizes of cells that are worth a comparison: parts of a machine, machines by doubling, and all ranks."""
+    doubled = cluster.gpus
+    for size in range(2, cluster.world + 1):
+        if not cell_fits(size, cluster.nodes, cluster.gpus):
+            continue
+        while doubled < size:
+            doubled *= 2
+        if size <= cluster.gpus or size in (doubled, cluster.world):
+            yield size

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ class Execution:
 
     shard: SequenceShard | None = None
     recompute: bool | Set[str] = False  # of all blocks, or the paths of some
+    recomputing: AbstractContextManager[object] | None = None  # a block that is run again runs inside it
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
 
     def recomputes(self, path: str) -> bool:
@@ -82,7 +84,7 @@ class BlockForward:
             return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
         if execution.shard is None:
             if execution.recomputes(self.path):
-                return checkpoint(self.original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                return _checkpoint(self.original, execution, args, kwargs)
             return self.original(*args, **kwargs)
         return self._sharded(self._arguments.tensors(args, kwargs))
 
@@ -100,7 +102,7 @@ class BlockForward:
 
     def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
         if self.execution.recomputes(self.path):
-            recomputed: Sequence[Tensor] = checkpoint(module, *values, use_reentrant=False, preserve_rng_state=False)
+            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {})
             return recomputed
         outputs: Sequence[Tensor] = module(*values)
         return outputs
@@ -121,6 +123,20 @@ class BlockForward:
             constant = self.block.captured.exported.constants[name]
             self._constants[name, device] = constant if constant.ndim == 0 else constant.to(device)
         return self._constants[name, device]
+
+
+def _checkpoint(
+    function: Callable[..., Any], execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    again = execution.recomputing
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), nullcontext() if again is None else again),
+        **kwargs,
+    )
 
 
 def _arriving(x: Tensor, dim: int | None, shard: SequenceShard) -> Tensor:

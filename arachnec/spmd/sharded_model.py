@@ -9,7 +9,7 @@ the outputs of the last are gathered, and what lies between needs no knowledge o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -43,20 +43,25 @@ class SequenceModel:
         module.forward = BlockForward(path, module, block, self._execution, forms)
 
     @contextmanager
-    def use(self, shard: SequenceShard | None, recompute: bool | Set[str] = False) -> Iterator[nn.Module]:
+    def use(
+        self,
+        shard: SequenceShard | None,
+        recompute: bool | Set[str] = False,
+        recomputing: AbstractContextManager[object] | None = None,
+    ) -> Iterator[nn.Module]:
         """Inside, the model's forward and backward run on this rank's tokens; unchanged for None and for one rank.
 
         Blocks that ``recompute``, all or those at some paths, keep only their inputs and run their forward again in the
-        backward.
+        backward, inside ``recomputing``: autograd runs it without the modes that were on in the forward.
         """
         execution = self._execution
-        before = execution.shard, execution.recompute, execution._lengths
+        before = execution.shard, execution.recompute, execution.recomputing, execution._lengths
         execution.shard = None if shard is None or shard.degree == 1 else shard
-        execution.recompute, execution._lengths = recompute, {}
+        execution.recompute, execution.recomputing, execution._lengths = recompute, recomputing, {}
         try:
             yield self.model
         finally:
-            execution.shard, execution.recompute, execution._lengths = before
+            execution.shard, execution.recompute, execution.recomputing, execution._lengths = before
 
     def restore(self) -> None:
         """Give every block its own forward back."""

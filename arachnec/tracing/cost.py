@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -13,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
-from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
+from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import layer_of_parameters
 from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.shell import measure_encoder, measure_shell
+from arachnec.tracing.stage_figures import stage_figures
 
-GIB = 2**30
-TERA = 10**12
 MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32 (arXiv 1412.6980)
 MASTER = 8  # of parameters below fp32: the fp32 copy that is updated, and the gradient it is updated with
 
@@ -39,6 +38,7 @@ def trained_stage(
     numbers = _numbers(captured)
     shell = [measure_shell(model, captured, call) for call in calls]
     points = [size.values for size in captured.sizes]
+    figures = stage_figures(model, captured, calls, shell, memories, numbers)
     outside = {field: fit_polynomial([getattr(m, field) for m in shell], points) for field in ("flops", "saved")}
     flops = sum((n * block_flops(block) for n, block in zip(counts, captured.blocks, strict=True)), outside["flops"])
     every = [cost for n, costs in zip(counts, attentions, strict=True) for cost in costs * n]
@@ -68,6 +68,7 @@ def trained_stage(
             traffic=_traffic(every, numbers),
             state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
             optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
+            **figures,
         ),
     )
 
@@ -214,19 +215,3 @@ def _spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> l
     distinct = sorted({clip.shape: clip for clip in clips}.values(), key=lambda clip: (tokens(clip), clip.text_tokens))
     count = min(6, len(distinct))
     return [distinct[round(i * (len(distinct) - 1) / max(1, count - 1))] for i in range(count)]
-
-
-def polynomial(expression: sympy.Expr, unit: str, scale: int) -> Formula:
-    """A sympy polynomial in B, S and T, divided by ``scale``, as the IR's formula; highest powers first."""
-    expression = sympy.expand(expression)
-    if not expression.is_polynomial(B, S, T):  # sizes that were divided and rounded: what it comes to at even ones
-        points = [{B: b, S: s, T: t} for b in (1, 2) for s in (4096, 5120, 7168) for t in (64, 224)]
-        expression = fit_polynomial([float(expression.subs(point)) for point in points], points)
-    poly = sympy.Poly(expression, B, S, T)
-    terms = []
-    for powers, coefficient in sorted(poly.terms(), key=lambda term: (-sum(term[0][1:]), [-p for p in term[0][1:]])):
-        value = float(coefficient) / scale
-        if value and math.isfinite(value):
-            named = tuple((name, power) for name, power in zip("BST", powers, strict=True) if power)
-            terms.append(Term(value, named))
-    return Formula(tuple(terms), unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Measured:
     saved: int
     peak: int
     output: int = 0
+    flops_before: int = 0  # of them what comes before the first block
+    saved_before: int = 0
 
 
 def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
@@ -39,23 +41,31 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
+    def bytes_kept() -> int:
+        return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+
     counter, alive = FlopCounterMode(display=False), PeakBytes()
+    before: list[tuple[int, int]] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(training_mode(model))
-        stack.enter_context(_without_blocks(model, captured, call))
+        stack.enter_context(
+            without_blocks(model, captured, call, lambda: before.append((counter.get_total_flops(), bytes_kept())))
+        )
         stack.enter_context(next(model.parameters()).device)
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(alive)
         stack.enter_context(counter)
         output = model(**call.arguments)
     assert output is not None
-    saved = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
-    return Measured(counter.get_total_flops(), saved, alive.peak)
+    flops_before, saved_before = before[0] if before else (0, 0)
+    return Measured(counter.get_total_flops(), bytes_kept(), alive.peak, 0, flops_before, saved_before)
 
 
 @contextlib.contextmanager
-def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Iterator[None]:
-    """Every captured block replaced by one that returns zeros of the right shape."""
+def without_blocks(
+    model: nn.Module, captured: CapturedModel, call: ExampleCall, reached: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Every captured block replaced by one that returns zeros of the right shape; each call is ``reached`` first."""
     changed = []
     device = next(model.parameters()).device
     recorded = [(size.clip, size.batch, size.text) for size in captured.sizes]
@@ -66,6 +76,7 @@ def _without_blocks(model: nn.Module, captured: CapturedModel, call: ExampleCall
         types = [node.meta["val"].dtype for node in block.exported.graph.output_node().args[0]]
 
         def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
+            reached()
             outputs = [
                 torch.zeros(s, dtype=t, device=device, requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.verification.deadlock import Deadlock, GroupIncomplete, PrefetchDeadlock, StartsApart
 from arachnec.verification.device_limits import TooManyPending
 from arachnec.verification.handoffs import SwappedHandoff, UnmatchedReceive, UnmatchedSend
 from tests.emulator.machine import Machine, Standstill
-from tests.emulator.plans import PIPELINES, plan
+from tests.emulator.plans import PIPELINES, costed, plan
 from tests.emulator.translate import Backend, actions_of
 from tests.passes.plans import bucket_sizes, placed_modules
 from tests.passes.test_bucket import LAYERS, with_buckets
@@ -149,3 +151,19 @@ def test_a_plan_on_64_ranks_goes_through() -> None:
     assert len(module.programs) == 64
     assert emulate(module, HOST_HANDOFFS, 8, 0.3, 0) is None
     assert emulate(module, FORMER, 8, 1.0, 0) is not None
+
+
+@pytest.mark.parametrize("cell", [2, 4])
+def test_plans_in_cells_go_through(cell: int) -> None:
+    whole = costed(2, 2, 4, seed=1)
+    dit = replace(whole.stages[1], attrs=whole.stages[1].attrs.updated(cell=cell, layers=LAYERS))
+    module = lower(Pipeline.parse(PIPELINES[1]).run(replace(whole, stages=(whole.stages[0], dit))))
+    assert not find_problems(module)
+    for model in (HOST_HANDOFFS, DEVICE_HANDOFFS):
+        for pool, waits in ((1, 1.0), (8, 0.3)):
+            assert emulate(module, model, pool, waits, seed=3) is None
+
+
+def test_members_that_gather_in_two_orders_stand_still() -> None:
+    text = (GOLDEN / "check" / "cell_gathers_in_two_orders.cascade").read_text(encoding="utf-8")
+    assert emulate(parse_module(text), DEVICE_HANDOFFS, 8, 1.0, seed=1) is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import Posted
 from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
-from arachnec.ir.nodes import Instruction, Program, integer
+from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send
 
 LAYERS = 2  # of a model's blocks that are told apart
@@ -68,6 +68,7 @@ class _Host:
             case "reduce":
                 yield from self._reduce(index)
             case "step":
+                yield from self._meet(step, "cell", step.peers)
                 for stream in {name for number in self.reduced for name in self._streams_of(number)}:
                     yield Fence(self._text(step), COMPUTE, stream)
                 yield Launch(self._text(step))
@@ -76,6 +77,10 @@ class _Host:
 
     def _compute(self, step: Instruction, inside: list[int]) -> Iterator[Action]:
         """Blocks and their collectives in turn; a gradient all-reduce starts as soon as a part of them is through."""
+        cell, backward = integers(step.attrs.get("cell", ())), step.op == "backward"
+        gathered = integers(step.attrs.get("gather", ()))[:: -1 if backward else 1]
+        for layer in gathered:  # one ahead of the blocks, whose order is the same
+            yield from self._meet(step, "cell", cell, named=("gather", layer))
         for part in range(len(inside) + 1):
             for _ in range(LAYERS):
                 yield Launch(self._text(step))
@@ -85,26 +90,32 @@ class _Host:
             if part < len(inside):
                 yield from self._reduce(inside[part])
         yield Launch(self._text(step))
+        for layer in integers(step.attrs.get("scatter", ()))[::-1]:
+            yield from self._meet(step, "cell", cell, awaited=False, named=("scatter", layer))
 
     def _groups(self, step: Instruction) -> list[tuple[int, ...]]:
         """Rows of ranks that exchange heads and columns that pass keys round, this rank's."""
         forward = next((s for s in self.program.instructions if (s.op, s.target) == ("forward", step.target)), step)
-        degree = len(step.peers)
+        degree = len(step.peers) // integer(forward.attrs.get("side", 1))
         if degree < 2:
             return []
         ring = integer(forward.attrs.get("ring", 1))
         width = integer(forward.attrs.get("ulysses", degree // ring))
-        own = step.peers.index(self.rank)
-        row = step.peers[own // width * width : (own // width + 1) * width]
-        return [row, step.peers[own % width :: width]]
+        first = step.peers.index(self.rank) // degree * degree
+        clip = step.peers[first : first + degree]
+        own = clip.index(self.rank)
+        row = clip[own // width * width : (own // width + 1) * width]
+        return [row, clip[own % width :: width]]
 
-    def _meet(self, step: Instruction, kind: str, ranks: tuple[int, ...], awaited: bool = True) -> Iterator[Action]:
+    def _meet(
+        self, step: Instruction, kind: str, ranks: tuple[int, ...], awaited: bool = True, named: Hashable = None
+    ) -> Iterator[Action]:
         if len(ranks) < 2:
             return
         stream = (kind, frozenset(ranks))
         text = self._text(step)
         yield from self._connect(text, stream, ranks)
-        what = (step.op, step.target, stream, bucket_of(step))
+        what = (step.op, step.target, stream, bucket_of(step), named)
         self.times[what] += 1
         yield Fence(text, stream, COMPUTE)
         yield Launch(text, stream, (*what, self.times[what]), tuple(sorted(ranks)))

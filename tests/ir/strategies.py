@@ -100,6 +100,11 @@ def _sample(kind: str) -> st.SearchStrategy[Value]:
         return st.lists(_positive_terms, max_size=3).map(lambda found: Formula(tuple(found), unit))
     if kind in UNITS:
         return st.floats(0, 1e6).map(lambda value: Quantity(value, kind))
+    if kind.startswith("[[") and kind not in _SAMPLES:
+        parts = [_sample(part.strip()) for part in kind[2:-2].split(",")]
+        return st.lists(st.tuples(*parts), max_size=2).map(tuple)
+    if kind.endswith(" formula]"):
+        return st.lists(_sample(kind[1:-1]), max_size=2).map(tuple)
     return _SAMPLES[kind]
 
 

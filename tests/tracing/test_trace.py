@@ -13,8 +13,12 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from arachnec.passes.trace import trace_model
+from arachnec.planning.stage_cuts import parts_of
+from arachnec.tracing.cuts import Cut, single_blocks
+from arachnec.tracing.dataflow import record_dataflow
 from tests.commands.small_model import MODEL as SMALL_MODEL
 
 CLIPS = [
@@ -287,3 +291,36 @@ def test_a_model_that_cannot_run_is_one_message():
 
     with pytest.raises(UserError, match="cannot be run on a small clip"):
         trace_model(source(broken), CLIPS)
+
+
+def test_the_parts_of_a_stage_add_up_to_it(traced):
+    """Parameters, state, FLOPs and what is kept, embedding with the first part and head with the last."""
+    whole = traced.stages[-1]
+    parts = parts_of(whole, (1,))
+    assert [part.name for part in parts] == ["dit_0", "dit_1"]
+    for name in ("params", "state"):
+        values = [part.attrs[name] for part in (*parts, whole)]
+        numbers = [value.value if isinstance(value, Quantity) else value for value in values]
+        assert sum(numbers[:-1]) == pytest.approx(numbers[-1])
+    sizes = {"B": 2, "S": 5040, "T": 64}
+    assert sum(part.attrs["flops"](**sizes) for part in parts) == pytest.approx(whole.attrs["flops"](**sizes))
+    shared = whole.attrs["block_shared"][0](**sizes)  # kept once by each part
+    kept = sum(part.attrs["saved"](**sizes) for part in parts)
+    assert kept == pytest.approx(whole.attrs["saved"](**sizes) + shared)
+    assert sum(len(part.attrs["layers"]) for part in parts) == len(whole.attrs["layers"])
+    assert parts[0].attrs["output"](**sizes) > 0
+    assert "output" not in parts[1].attrs
+
+
+def test_what_goes_between_stages_is_what_the_later_ones_read():
+    """Of the model by hand: the tokens, and what the embedding made of the text and every block reads; no table."""
+    model = Model()
+    arguments = {"video": torch.randn(1, 3, 2, 4, 4), "text": torch.randn(1, 6, 16)}
+    paths = [name for name, block in model.named_modules() if type(block).__name__ == "Block"]
+    flow = record_dataflow(model, paths, arguments, lambda output: output)
+    cut = Cut(flow, single_blocks(paths))
+    for stage in (0, 1):
+        handed = [(flow.calls[output.call].path, flow.form(output).shape) for output in cut.handed_on(stage)]
+        assert sorted(handed) == [(paths[stage], (1, 8, WIDTH)), ("text", (1, 6, WIDTH))]
+    owned = [sorted(names) for names in cut.parameters]
+    assert sorted(name for names in owned for name in names) == sorted(name for name, _ in model.named_parameters())

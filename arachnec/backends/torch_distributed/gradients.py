@@ -9,7 +9,7 @@ the backward"). Nothing here makes the host wait for its device: who had a gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,7 @@ class GradientSynchronisation:
     host_groups: ProcessGroups | None = None
     sharded: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
+    of_stages: Mapping[str, Collection[str]] | None = None  # the parameters of each stage; None: all are one stage's
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
     _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
@@ -162,10 +163,11 @@ class GradientSynchronisation:
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
+        own = self.parameters if self.of_stages is None else self.of_stages[reduce.target]
         if bucket is None:
-            return dict(self.parameters)
+            return {name: value for name, value in self.parameters.items() if name in own}
         layers, rest = set(bucket[0]), bucket[1]
-        places = ((name, self.layers.get(name)) for name in self.parameters)
+        places = ((name, self.layers.get(name)) for name in self.parameters if name in own)
         return {n: self.parameters[n] for n, layer in places if (rest if layer is None else layer in layers)}
 
 

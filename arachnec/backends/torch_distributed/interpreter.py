@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, Ten
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
+from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
+from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer, integers
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
@@ -53,7 +55,12 @@ POLL_S = 2e-4
 class SequenceParallel(Protocol):
     """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
 
-    def use(self, shard: SequenceShard | None, recompute: bool | Set[str]) -> AbstractContextManager[object]: ...
+    def use(
+        self,
+        shard: SequenceShard | None,
+        recompute: bool | Set[str],
+        recomputing: AbstractContextManager[object] | None = None,
+    ) -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class RankContext:
     loads: LoadAhead
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
+    pipeline: PipelineRank | None = None  # where the model is cut into stages
 
     @property
     def device(self) -> torch.device:
@@ -155,6 +163,7 @@ def run_iteration(
             walk.wait_for_inputs(instruction, clock)
             with clock.measure(instruction.op, instruction.target):
                 walk.execute(instruction)
+    walk.end_step()
     handoffs.finish()
     run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
     return run
@@ -166,8 +175,9 @@ def _gradients(context: RankContext, module: Module) -> GradientSynchronisation 
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
     sharded = context.optimizer.sharded
+    stages = None if context.pipeline is None else context.pipeline.of_stages
     return GradientSynchronisation(
-        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded, of_stages=stages
     )
 
 
@@ -183,6 +193,7 @@ class _Walk:
     ahead: Ahead | None
     shares: list[Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
+    stepped: bool = False
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -195,9 +206,9 @@ class _Walk:
             with clock.measure("reduce", instruction.target):
                 self.gradients.wait()
             return
-        if instruction.op == "forward":
+        if instruction.op in ("forward", "backward"):
             for name in self.cascades[instruction.target].inputs:
-                value = self.run.values[name]
+                value = self.run.values.get(name)  # none of what the stage itself has saved
                 if isinstance(value, Received) and name not in self.arrived:
                     self.arrived.add(name)
                     with clock.measure("wait", name):
@@ -237,7 +248,9 @@ class _Walk:
 
     @cached_property
     def batches(self) -> BatchPreparation:
-        forwards = [self.cascades[step.target] for step in self.iteration.program.instructions if step.op == "forward"]
+        named = [self.cascades[step.target] for step in self.iteration.program.instructions if step.op == "forward"]
+        # what another stage hands on is no part of a batch
+        forwards = [replace(cascade, inputs=tuple(encoders_of(cascade, self.cascades))) for cascade in named]
         return BatchPreparation(self.context.threads.batches, self._batch, forwards)
 
     def _batch(self, cascade: Cascade) -> DeviceCopy:
@@ -251,16 +264,53 @@ class _Walk:
     def _forward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
+        share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        if cascade.phase is Phase.FORWARD:
+            self._forward_stage(instruction, cascade, kwargs, target, share)
+            return
         gathered = self.context.cells.gathering.forward(instruction) if self.context.cells else nullcontext()
         with self._sharded(instruction, cascade), gathered:
-            loss = batch_loss(self.context.model, self.context.model_file, kwargs, target)
-        degree = max(1, len(instruction.peers))
-        share = loss * (len(cascade.clips) / len(self.iteration.module.clips) / degree)
-        self.run.losses[cascade.name] = share
-        self.shares.append(share.detach())
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
+        self.run.losses[cascade.name] = objective
+        self.shares.append(objective.detach())
+
+    def _forward_stage(
+        self, instruction: Instruction, cascade: Cascade, kwargs: Mapping[str, Any], target: Tensor, share: float
+    ) -> None:
+        context = self.context
+        message = self._message(self.staged.before(cascade))
+        with self._sharded(instruction, cascade):
+            objective, made = self.staged.forward(
+                cascade, context.model, context.model_file, kwargs, target, message, share
+            )
+        if objective is not None:
+            self.shares.append(objective.detach())
+        if made is not None:
+            self.run.values[cascade.name] = context.runtime.to_host(made)
+
+    def _message(self, name: str | None) -> Tensor | None:
+        """What another stage handed on, on the device."""
+        if name is None:
+            return None
+        message: Tensor = self.context.runtime.to_device(self.run.values[name].wait()).ready()
+        return message
+
+    @cached_property
+    def staged(self) -> StageCascades:
+        assert self.context.pipeline is not None
+        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips)
+
+    def _weight(self, instruction: Instruction) -> None:
+        self.staged.weight(self.cascades[instruction.target])
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
+        if cascade.phase is Phase.BACKWARD:
+            with self._sharded(instruction, cascade):
+                made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
+            if made is not None:
+                self.run.values[cascade.name] = self.context.runtime.to_host(made)
+            return
         gathered = self.context.cells.gathering.backward(instruction) if self.context.cells else nullcontext()
         with (
             self._sharded(instruction, cascade),
@@ -279,8 +329,23 @@ class _Walk:
         self.gradients.start(instruction)  # `step` waits for it
 
     def _step(self, instruction: Instruction) -> None:
+        self._step_once()
+
+    def end_step(self) -> None:
+        """A rank whose stages are frozen takes part in the step of the others."""
+        if self.context.pipeline is not None:
+            self._step_once()
+
+    def _step_once(self) -> None:
+        """The update of all stages on this rank, whose gradients are whole by the first ``step``."""
+        if self.stepped:
+            return
+        self.stepped = True
+        if self.context.pipeline is not None:
+            self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
         if self.before_step is not None:
-            self.before_step(self.gradients.complete())
+            own, pipeline = self.gradients.complete(), self.context.pipeline
+            self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
         self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
         self.gradients.drop()
 
@@ -302,6 +367,8 @@ class _Walk:
     @contextmanager
     def _sharded(self, instruction: Instruction, cascade: Cascade) -> Iterator[None]:
         # Only the forward's instruction states the grid; its backward, which may compute blocks again, shares it.
+        if cascade.phase is Phase.BACKWARD:
+            cascade = self.cascades[self.staged.forward_of(cascade)]
         forward, context = self._forward_of(cascade), self.context
         stage = next(stage for stage in self.iteration.module.stages if stage.name == cascade.stage)
         family = attention_of(forward, stage, context.training.dtype, context.device)
@@ -313,7 +380,8 @@ class _Walk:
                 shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
                 shard = shard and replace(shard, attention=family)
                 recompute = recomputed_layers(forward.attrs.get("recompute"), stage)
-                stack.enter_context(context.sequence.use(shard, recompute))
+                again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
+                stack.enter_context(context.sequence.use(shard, recompute, again))
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:

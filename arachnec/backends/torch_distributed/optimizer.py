@@ -29,7 +29,7 @@ class Optimizer:
     same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
     that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
     method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
-    makes the norm of all from that of the share.
+    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
     """
 
     def __init__(
@@ -40,10 +40,12 @@ class Optimizer:
         sharded: bool = False,
         piece_bytes: int = SMALLEST_PIECE,
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
+        norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
         self._norm_of_all = norm_of_all
+        self._norm = norm
         self._parts = Parts.of() if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
@@ -76,7 +78,7 @@ class Optimizer:
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
-        norm = global_norm(given, across=self.sharded)
+        norm = global_norm(given, across=self.sharded) if self._norm is None else self._norm(given)
         if self._norm_of_all is not None:
             norm = self._norm_of_all(norm)
         limit = self._training.clip_norm

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from arachnec.backends.cast_samples import CastSamples
 from arachnec.backends.torch_distributed.interpreter import SequenceParallel, needs_sequence
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Graph, Module
@@ -46,7 +47,7 @@ class Sequences:
         from arachnec.tracing.sample import example_calls
 
         model = self.model if self.shapes is None else _on_meta(self.shapes)
-        calls = example_calls(model, _Cast(self.model_file, self.dtype), self.clips)
+        calls = example_calls(model, CastSamples(self.model_file, self.dtype), self.clips)
         # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
         captured = capture_blocks(model, calls, verify=False)
         return install(self.model, captured, fuse_as_planned(self.planned) if self.planned else None)
@@ -74,28 +75,3 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
         return FusedForms(fuse_block(block.captured, graph, **how), fuse_sharded(block, graph, **how))
 
     return fused
-
-
-@dataclass(frozen=True)
-class _Cast:
-    """A model file whose samples have the precision that the run gives them."""
-
-    model_file: ModelFile
-    dtype: torch.dtype | None
-
-    @property
-    def build(self) -> Callable[[], nn.Module]:
-        return self.model_file.build
-
-    @property
-    def encoders(self) -> Callable[[], dict[str, nn.Module]] | None:
-        return self.model_file.encoders
-
-    def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
-        kwargs, target = self.model_file.sample(clip, generator)
-        return {name: self._cast(value) for name, value in kwargs.items()}, target
-
-    def _cast(self, value: object) -> object:
-        """By the rule of ``make_batch``: batched arguments of two or more dimensions, not timesteps, not tables."""
-        batched = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
-        return value.to(self.dtype) if batched and isinstance(value, Tensor) and self.dtype is not None else value

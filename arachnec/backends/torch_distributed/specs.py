@@ -11,7 +11,7 @@ from torch import nn
 from arachnec.backends.cascade_step import encode
 from arachnec.backends.torch_distributed.handoffs import TensorSpec
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Module, Program
+from arachnec.ir.nodes import Module, Phase, Program
 from arachnec.models.file import ModelFile
 from arachnec.tracing.needs_values import needs_values
 
@@ -27,12 +27,12 @@ class Specs:
     _known: dict[tuple[object, ...], TensorSpec] = field(default_factory=dict)
 
     def received(self, module: Module, program: Program, clips: Mapping[int, VideoClip]) -> dict[str, TensorSpec]:
-        """The spec of every value this rank receives, by cascade."""
+        """The spec of every encoder's value this rank receives, by cascade."""
         names = {step.target for step in program.instructions if step.op == "receive"}
         return {
             cascade.name: self._of(cascade.stage, [clips[clip] for clip in cascade.clips])
             for cascade in module.cascades
-            if cascade.name in names
+            if cascade.name in names and cascade.phase is Phase.ENCODE
         }
 
     def _of(self, stage: str, clips: Sequence[VideoClip]) -> TensorSpec:

@@ -24,22 +24,24 @@ class NotExecutable(Diagnostic):
 
 @dataclass(frozen=True)
 class SeveralTrainedStages(Diagnostic):
-    title: ClassVar[str] = "this back end trains a model as one stage, and {stages} are trained"
+    title: ClassVar[str] = "this back end trains a model as one stage or cut by `stages`, and {stages} are trained"
     label: ClassVar[str] = "the second one"
     help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
     stages: str
 
 
-# A forward runs the whole model to its loss, so it takes a cascade of phase `train`. What is handed on is one tensor
-# of an encoder.
+# A forward runs the whole model to its loss in a cascade of phase `train`, and in one of phase `forward` a stage of a
+# model that `stages` cut. What is handed on is an encoder's tensor, or all that goes between two stages.
 PHASES: dict[str, tuple[Phase, ...]] = {
     "encode": (Phase.ENCODE,),
-    "forward": (Phase.TRAIN,),
-    "backward": (Phase.TRAIN,),
-    "send": (Phase.ENCODE,),
-    "receive": (Phase.ENCODE,),
-    "free": (Phase.ENCODE, Phase.TRAIN),
+    "forward": (Phase.TRAIN, Phase.FORWARD),
+    "backward": (Phase.TRAIN, Phase.BACKWARD),
+    "weight": (Phase.WEIGHT,),
+    "send": (Phase.ENCODE, Phase.FORWARD, Phase.BACKWARD),
+    "receive": (Phase.ENCODE, Phase.FORWARD, Phase.BACKWARD),
+    "free": (Phase.ENCODE, Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD),
 }
+STAGED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 OF_STAGES = ("reduce", "step")
 
 
@@ -50,15 +52,17 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
     """
     trained = [stage for stage in module.stages if stage.trained]
     problems: list[Diagnostic] = []
-    if len(trained) > 1:
+    if len(trained) > 1 and len({stage.attrs.get("part_of", stage.name) for stage in trained}) > 1:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
         problems.append(SeveralTrainedStages(trained[1].span, names))
+    parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
     phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}
     refused: dict[tuple[str, Phase | None], NotExecutable] = {}
     for program in programs:
         for instruction in program.instructions:
             phase = phases.get(instruction.target)
-            if not _known(instruction.op, phase):
+            if not _known(instruction.op, phase) or instruction.target in apart:
                 refused.setdefault((instruction.op, phase), _refusal(instruction, phase, program.rank))
     if problems or refused:
         raise UserError(*problems, *refused.values())
@@ -71,9 +75,12 @@ def _known(op: str, phase: Phase | None) -> bool:
 def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExecutable:
     op = instruction.op
     known = ", ".join(f"`{name}` of {' or '.join(p.value for p in phases)}" for name, phases in PHASES.items())
-    reason = (
-        "it does not know the operation" if op not in PHASES else f"its cascade is of phase `{phase and phase.value}`"
-    )
+    if op not in PHASES:
+        reason = "it does not know the operation"
+    elif phase in STAGED:
+        reason = f"its cascade is of phase `{phase.value}`, and its stage was not made by `stages`"
+    else:
+        reason = f"its cascade is of phase `{phase and phase.value}`"
     return NotExecutable(
         instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and `reduce`, `step`"
     )

@@ -32,18 +32,20 @@ from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import handoff_pairs
+from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
+from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
+from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -143,10 +145,11 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
+        pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
         stage = dealt_out_stage(first)
         cells: CellParameters | None = None
         if stage is None:
-            model = shared_model(model_file, training, device)
+            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
         else:
             model, cells = CellParameters.of(model_file, training, device, stage)
         encoders = shared_encoders(model_file, training, device)
@@ -168,6 +171,7 @@ class Trainer:
                 sharded=sharded,
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
                 norm_of_all=None if cells is None else cells.norm,
+                norm=None if pipeline is None else pipeline.norm,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -177,6 +181,7 @@ class Trainer:
             loads=LoadAhead(threads.loads, encoders, runtime),
             training=training,
             cells=cells,
+            pipeline=pipeline,
         )
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
@@ -216,7 +221,7 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._specs.received(self.module, program_of(self.module, context.rank), self._clips)
+        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
         own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
         self._load(number, own.program, self.module)
@@ -234,6 +239,16 @@ class Trainer:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _received(self, program: Program) -> dict[str, TensorSpec]:
+        """The spec of every value this rank receives, by cascade."""
+        specs = self._specs.received(self.module, program, self._clips)
+        pipeline = self._context.pipeline
+        if pipeline is not None:
+            staged = StageCascades(pipeline, self.module, self._clips)
+            names = {step.target for step in program.instructions if step.op == "receive"}
+            specs |= {name: staged.spec(name) for name in names - set(specs)}
+        return specs
 
     def _enter_step(self, number: int) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
@@ -312,6 +327,8 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
+        if context.pipeline is not None:
+            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
@@ -345,7 +362,9 @@ class Trainer:
     def _state(self) -> State:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
-        state, cells = self._context.optimizer.tensors(), self._context.cells
+        state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
+        if pipeline is not None:
+            return {**pipeline.written(state), **buffers}
         return {**(state if cells is None else cells.parts(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
+# Parameters as well, where a copy on every rank leaves no room for some clip.
+_OUR_STATE = f"shard-parameters{{cell=auto}},{_STATE}"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # Every baseline all-reduces its gradients in buckets behind its last backward, as PyTorch's DDP does. Which backward
 # is the last one follows from the schedule.
@@ -14,9 +16,9 @@ NOT_COMPARED = frozenset({"fused"})
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
-    "default": f"{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "default": f"{_OUR_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # ours, and the memory-bound operations of every block run as few kernels: apart, until the kernels ran on a GPU
-    "fused": f"fuse,{_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "fused": f"fuse,{_OUR_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
     "data-parallel": f"{_EQUAL},schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them
@@ -33,6 +35,8 @@ PIPELINES = {
     "flexsp": f"{_STATE},partition,annotate,schedule-flexsp,{_END}",
     # KnapFormer: bags of fixed sizes, filled greedily to equal load
     "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
+    # PipeDream's 1F1B: the fewest stages that hold the longest clip; a stage's gradients end with its last backward
+    "pipeline-1f1b": "stages,partition{policy=dual},annotate,schedule-pipeline,lower,check",
     # FSDP: parameters, gradients and optimizer dealt out over all ranks, one layer whole at a time
     "fsdp": f"shard-parameters{{cell=world}},partition,annotate,schedule-static,{_END}",
     # FSDP's hybrid sharding: dealt out within a machine, replicated between machines

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
+from tests.distributed.executor.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import (
     MODEL,
     Work,
@@ -25,6 +27,8 @@ from tests.distributed.executor_cases import (
     traced,
     train_on,
 )
+from tests.distributed.harness import run_ranks
+from tests.distributed.ncclish import Settings
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
 DOUBLE = """
@@ -145,6 +149,16 @@ def test_gradients_are_those_of_a_plain_loop(
     if more is ADAPTERS:
         trained = {n for n in trained if n.startswith("blocks.1.out") or n == "blocks.0.norm.weight"}
     assert_same_gradients(tmp_path / "g.safetensors", {n: g for n, g in gradients.items() if n in trained}, 1e-9)
+
+
+def test_a_step_over_nccls_semantics_has_the_gradients_of_a_plain_loop(tmp_path: Path) -> None:
+    """Gathers and reduce-scatters of a cell beside the cascades' own collectives, each host ahead of its device."""
+    folder, saved = executable(tmp_path, BOTH, 4, 2, more=""), tmp_path / "g.safetensors"
+    settings = Settings(eager=True, kernels=2, delay=1e-3)
+    for counts in run_ranks(4, train_ncclish, folder, RunOptions(save_gradients=saved), settings):
+        assert not counts.freed_in_flight and not counts.written_in_flight
+        assert counts.connected_in_use == 0
+    assert_same_gradients(saved, plain_loop(folder, CLIPS)[1])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

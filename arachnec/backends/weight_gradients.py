@@ -1,0 +1,83 @@
+"""Weight gradients apart from activation gradients, each product computed once.
+
+A linear layer's backward is two products: the gradient of its input, which the stage before waits for, and that of its
+weight, which nobody waits for (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.1). Inside
+``Deferred`` a linear layer computes the first in the backward and keeps what the second needs, until ``run``. All other
+parameters, of norms, convolutions and tables, have their gradients in the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
+
+LINEAR = (functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """What the gradients of one linear layer in one micro-batch need."""
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    input: Tensor
+    gradient: Tensor
+
+
+@dataclass
+class Deferred(TorchFunctionMode):
+    """The weight gradients of one micro-batch on one stage. Entered for its forward, and where blocks are run again."""
+
+    products: list[_Product] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LINEAR:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            value, weight, bias = given["input"], given["weight"], given.get("bias")
+            plain = type(value) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad
+            if plain and torch.is_grad_enabled() and (bias is None or isinstance(bias, nn.Parameter)):
+                result: Tensor = _Linear.apply(value, weight, bias, self.products)  # type: ignore[no-untyped-call]
+                return result
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Add all weight gradients to their parameters."""
+        while self.products:
+            product = self.products.pop()
+            gradient = product.gradient.reshape(-1, product.gradient.shape[-1])
+            _add(product.weight, gradient.t() @ product.input.reshape(-1, product.input.shape[-1]))
+            if product.bias is not None and product.bias.requires_grad:
+                _add(product.bias, gradient.sum(0))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward leaves its parameters' gradients for later."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: nn.Parameter, bias: Tensor | None, products: list[_Product]) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.weight, ctx.bias, ctx.products = weight, bias, products
+        return functional.linear(value, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (value,), gradient = ctx.saved_tensors, gradients[0]
+        ctx.products.append(_Product(ctx.weight, ctx.bias, value, gradient))
+        return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    kept, dtype = gradient_of(parameter), gradient_dtype(parameter)
+    set_gradient(parameter, gradient.to(dtype) if kept is None else kept.add_(gradient))

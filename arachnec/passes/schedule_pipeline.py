@@ -1,0 +1,38 @@
+"""``schedule-pipeline``: stages on ranks, and every rank's order (``arachnec.planning.pipeline_plan``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.nodes import Level, Module
+from arachnec.passes.infra.base import Pass
+from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName
+from arachnec.planning.pipeline_plan import Options, pipelined
+
+
+@dataclass(frozen=True)
+class SchedulePipeline(Pass):
+    """Runs the stages that ``stages`` made by a fixed ``schedule``, as often side by side as there are ranks for.
+
+    ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel
+    degree of every stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at
+    which the micro-batches fit, recomputing where that is faster.
+    """
+
+    needs: ClassVar[Level] = Level.COSTED
+    gives: ClassVar[Level] = Level.PLACED
+
+    schedule: ScheduleName = "1f1b"
+    k: int = 1
+    v: int = 2
+    degree: int | None = None
+    recompute: bool | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients must be cascades of their own."""
+        return self.schedule in SPLITTING
+
+    def run(self, module: Module) -> Module:
+        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute))

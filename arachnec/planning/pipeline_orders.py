@@ -1,0 +1,60 @@
+"""Pipeline schedules for any number of micro-batches. In: a name, ranks and micro-batches. Out: the orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.pipelining.action import PipelineSchedule
+from arachnec.pipelining.interleaved import interleaved_1f1b
+from arachnec.pipelining.one_f_one_b import gpipe, kfkb, one_f_one_b
+from arachnec.pipelining.zb_v import zb_v
+from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
+
+ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "kfkb", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "planned"]
+SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients are actions of their own
+
+
+@dataclass(frozen=True)
+class ScheduleForOtherStages(Diagnostic):
+    title: ClassVar[str] = "`{schedule}` puts {each} stages on every rank, and the model has {stages}"
+    help: ClassVar[str] = "give `stages` a p that {each} divides"
+    schedule: str
+    each: int
+    stages: int
+
+
+def stages_each(name: ScheduleName, v: int) -> int:
+    """Stages on every rank."""
+    return {"interleaved-1f1b": v, "zb-v": 2}.get(name, 1)
+
+
+def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
+    """Ranks of one pipeline. Raises UserError where its stages do not go on them evenly."""
+    each = stages_each(name, v)
+    if stages % each:
+        raise UserError(ScheduleForOtherStages(None, name, each, stages))
+    return stages // each
+
+
+def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, k: int, v: int) -> PipelineSchedule:
+    """The orders of a schedule that has a rule. What micro-batches lack of whole rounds is left out of the last."""
+    if name == "interleaved-1f1b":
+        whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
+        return _without(interleaved_1f1b(ranks, whole, v), micro_batches)
+    plain: dict[str, Callable[[int, int], PipelineSchedule]] = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "kfkb": lambda ranks, count: kfkb(ranks, count, k),
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+    }
+    return plain[name](ranks, micro_batches)
+
+
+def _without(schedule: PipelineSchedule, micro_batches: int) -> PipelineSchedule:
+    orders = (tuple(a for a in order if a.micro_batch < micro_batches) for order in schedule.orders)
+    return PipelineSchedule(tuple(orders))

@@ -1,0 +1,363 @@
+"""Stages on ranks, and the times of a pipeline. In: a costed module in stages and a schedule. Out: the placed module.
+
+The ranks are cut into as many runs as a pipeline has ranks: one run holds one stage, or a few, for all replicas. So
+gradients are all-reduced within a run, and only activations cross from run to run. Micro-batches are dealt out over the
+replicas, longest first, each to the one with the least work so far.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+from arachnec.cluster.topology import handoff_time
+from arachnec.cost.memory import GIB
+from arachnec.cost.model import CostModel
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.recomputation import block_count
+from arachnec.ir.stage_sizes import gib
+from arachnec.ir.values import Attributes, Quantity
+from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
+from arachnec.pipelining.evaluate import StageTimes
+from arachnec.pipelining.held import held
+from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.problem import OrderProblem
+from arachnec.planning.formulate import decided, has_gradient, problem_of
+from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
+from arachnec.planning.placed_cascade import on
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import TICKS
+
+TRIES = 400  # orders of entry that `planned` looks at for each replica
+
+
+@dataclass(frozen=True)
+class NoStages(Diagnostic):
+    title: ClassVar[str] = "the module has no pipeline to schedule"
+    help: ClassVar[str] = "put `stages{{p=4}}` before `partition`"
+
+
+@dataclass(frozen=True)
+class RanksDoNotDivide(Diagnostic):
+    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
+    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
+    world: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class DegreeDoesNotDivide(Diagnostic):
+    title: ClassVar[str] = "degree {degree} does not divide the {ranks} ranks of each stage"
+    help: ClassVar[str] = "give a degree that divides {ranks}, or leave it out"
+    degree: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class PipelineDoesNotFit(Diagnostic):
+    title: ClassVar[str] = (
+        "schedule `{schedule}` needs {needed:.1f} GiB on the ranks of @{stage}, their devices have {memory:.1f}"
+    )
+    help: ClassVar[str] = (
+        "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
+        "tokens in each"
+    )
+    schedule: str
+    needed: float
+    stage: str
+    memory: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
+
+    schedule: ScheduleName
+    k: int = 1
+    v: int = 2
+    degree: int | None = None
+    recompute: bool | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The cascades of one micro-batch by stage and phase."""
+
+    encoders: tuple[Cascade, ...]
+    cascades: Mapping[tuple[int, Phase], Cascade]
+
+
+def pipelined(module: Module, options: Options) -> Module:
+    """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory."""
+    cost = CostModel(module)
+    parts = [stage for stage in module.stages if "part_of" in stage.attrs]
+    if not parts:
+        raise UserError(NoStages(None))
+    world = cost.cluster.world
+    ranks = pipeline_ranks(options.schedule, len(parts), options.v)
+    if ranks > world or world % ranks:
+        raise UserError(RanksDoNotDivide(None, world, ranks))
+    run = world // ranks
+    if options.degree is not None and (options.degree < 1 or run % options.degree):
+        raise UserError(DegreeDoesNotDivide(None, options.degree, run))
+    batches = micro_batches(module, parts)
+    degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
+    most = max(block_count(part) for part in parts)
+    ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
+    plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
+    fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
+    offered = [plan for plan in fitting.values() if plan is not None]
+    if options.recompute is None:
+        offered = [fewest_blocks(plan) for plan in offered]
+    if not offered:
+        least = min(plans, key=lambda plan: max(plan.needed))
+        worst = max(range(ranks), key=lambda rank: least.needed[rank])
+        stage = parts[least.stages_on[worst][0]].name
+        raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
+    placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
+    return _at_level_placed(module, cost, placed, offered[0].places)
+
+
+def fewest_blocks(plan: _Plan) -> _Plan:
+    """The plan with as few blocks recomputed as fit; it fits."""
+    counts = range(1, plan.recompute)
+    first = bisect_left(counts, True, key=lambda count: replace(plan, recompute=count).fits)
+    return replace(plan, recompute=counts[first]) if first < len(counts) else plan
+
+
+def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
+    """What belongs together, in the order in which it stands in the module."""
+    number = {part.name: index for index, part in enumerate(parts)}
+    named = {cascade.name: cascade for cascade in module.cascades}
+    batches: dict[tuple[int, ...], dict[tuple[int, Phase], Cascade]] = {}
+    for cascade in module.cascades:
+        if cascade.stage in number:
+            batches.setdefault(cascade.clips, {})[number[cascade.stage], cascade.phase] = cascade
+    return [
+        MicroBatch(tuple(named[n] for n in of[0, Phase.FORWARD].inputs if named[n].phase is Phase.ENCODE), of)
+        for of in batches.values()
+    ]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One degree, and a number of blocks that every stage recomputes, or all where it has fewer."""
+
+    module: Module
+    cost: CostModel
+    parts: Sequence[Stage]
+    batches: Sequence[MicroBatch]
+    options: Options
+    ranks: int  # of a pipeline
+    degree: int
+    recompute: int
+
+    @property
+    def run(self) -> int:
+        """Ranks that hold the same stages."""
+        return self.cost.cluster.world // self.ranks
+
+    @cached_property
+    def replicas(self) -> list[list[MicroBatch]]:
+        """The micro-batches of each replica of the pipeline, longest first."""
+        count = self.run // self.degree
+        loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
+        for batch in sorted(self.batches, key=self._work, reverse=True):
+            replica = loads.index(min(loads))
+            loads[replica] += self._work(batch)
+            dealt[replica].append(batch)
+        return dealt
+
+    def _blocks(self, cascade: Cascade) -> int:
+        return min(self.recompute, self.cost.blocks(cascade))
+
+    def _work(self, batch: MicroBatch) -> float:
+        return sum(self._time(cascade) for cascade in batch.cascades.values())
+
+    def _time(self, cascade: Cascade) -> float:
+        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade))
+
+    @cached_property
+    def orders(self) -> list[PipelineSchedule]:
+        """Of every replica; one without micro-batches has none."""
+        return [self._order(batches) if batches else PipelineSchedule(((),) * self.ranks) for batches in self.replicas]
+
+    def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
+        options = self.options
+        if options.schedule != "planned":
+            return orders_of(options.schedule, self.ranks, len(batches), k=min(options.k, len(batches)), v=options.v)
+        stages = range(len(self.parts))
+        kept = [[self._kept(batch, stage) for batch in batches] for stage in stages]
+        limits = [limit_of(self.cost) - self._state([stage]) - self._running(batches, [stage]) for stage in stages]
+        if any(max(row) > limit for row, limit in zip(kept, limits, strict=True)):
+            return orders_of("1f1b", self.ranks, len(batches), k=1, v=1)  # which does not fit either, and says so
+        problem = OrderProblem(self._times(batches), kept, limits, tuple(stages))
+        return plan_order(problem, split=True, tries=TRIES).schedule
+
+    def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
+        """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
+
+        def table(phase: Phase) -> list[list[float]]:
+            rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
+            return [[0.0 if cascade is None else self._time(cascade) for cascade in row] for row in rows]
+
+        def sent(phase: Phase, step: int) -> list[list[float]]:
+            rows = []
+            for cut in range(len(self.parts) - 1):
+                source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
+                pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
+                sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
+                first, second = source * self.run, target * self.run
+                rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
+            return rows
+
+        return StageTimes(
+            table(Phase.FORWARD),
+            table(Phase.BACKWARD),
+            table(Phase.WEIGHT),
+            send_forward=sent(Phase.FORWARD, 1),
+            send_backward=sent(Phase.BACKWARD, -1),
+        )
+
+    @cached_property
+    def stages_on(self) -> list[list[int]]:
+        """The stages of every rank of a pipeline."""
+        placement = next(order for order in self.orders if order.stages).placement
+        return [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(self.ranks)]
+
+    @property
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of every stage."""
+        return {
+            self.parts[stage].name: tuple(range(rank * self.run, (rank + 1) * self.run))
+            for rank, stages in enumerate(self.stages_on)
+            for stage in stages
+        }
+
+    @cached_property
+    def needed(self) -> list[float]:
+        """GiB on the ranks of each run: state, what the most micro-batches at once have saved, and workspace."""
+        totals = []
+        for rank, stages in enumerate(self.stages_on):
+            most = 0.0
+            for batches, order in zip(self.replicas, self.orders, strict=True):
+                kept = [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
+                most = max(most, held(order, kept)[rank] + self._running(batches, stages))
+            totals.append(self._state(stages) + most)
+        return totals
+
+    def _state(self, stages: Sequence[int]) -> float:
+        """GiB that always lie on the ranks of these stages."""
+        everywhere = sum(gib(stage.attrs.get("state")) for stage in self.module.stages if stage not in self.parts)
+        return everywhere + sum(gib(self.parts[stage].attrs.get("state")) for stage in stages)
+
+    def _kept(self, batch: MicroBatch, stage: int) -> float:
+        """GiB from the forward of a micro-batch to its last gradient."""
+        forward = batch.cascades[stage, Phase.FORWARD]
+        return self.cost.kept(forward, self.degree, self._blocks(forward))
+
+    def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
+        """GiB that a forward or backward needs while it runs, beyond what is kept."""
+        most = 0.0
+        for batch in batches:
+            for stage in stages:
+                begun = batch.cascades[stage, Phase.FORWARD]
+                forward = self.cost.memory(begun, self.degree, self._blocks(begun))
+                backward = batch.cascades.get((stage, Phase.BACKWARD))
+                most = max(most, forward - self._kept(batch, stage))
+                if backward is not None:
+                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward)))
+        return most
+
+    @property
+    def fits(self) -> bool:
+        return max(self.needed) <= limit_of(self.cost)
+
+    def placed(self) -> list[Cascade]:
+        """Every cascade on its ranks, as early as its inputs, their handoffs and its rank's order allow."""
+        lanes: list[tuple[tuple[int, ...], list[Cascade]]] = []
+        for replica, (batches, order) in enumerate(zip(self.replicas, self.orders, strict=True)):
+            for rank, actions in enumerate(order.orders):
+                first = rank * self.run + replica * self.degree
+                lanes.append((tuple(range(first, first + self.degree)), list(self._lane(batches, rank, actions))))
+        free = [0.0] * self.cost.cluster.world
+        done: dict[str, Cascade] = {}
+        at = [0] * len(lanes)
+        moved = True
+        while moved:
+            moved = False
+            for number, (ranks, cascades) in enumerate(lanes):
+                while at[number] < len(cascades):
+                    cascade = cascades[at[number]]
+                    if any(name not in done for name in cascade.inputs):
+                        break
+                    inputs = [done[name] for name in cascade.inputs]
+                    done[cascade.name] = placed = self._on(cascade, ranks, inputs, free)
+                    for rank in placed.ranks:
+                        free[rank] = placed.end
+                    at[number] += 1
+                    moved = True
+        waiting = [cascades[at[n]].name for n, (_, cascades) in enumerate(lanes) if at[n] < len(cascades)]
+        assert not waiting, f"the pipeline waits for itself at {waiting}"
+        return [done[cascade.name] for cascade in self.module.cascades]
+
+    def _on(
+        self, cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], free: Sequence[float]
+    ) -> Cascade:
+        if cascade.phase is Phase.ENCODE:
+            ranks = ranks[: min(self.degree, max(self.cost.legal_degrees(cascade)))]
+        degree, again = len(ranks), self.cost.can_recompute(cascade) or cascade.phase is Phase.BACKWARD
+        recompute = self._blocks(cascade) if again else 0
+        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute)
+        begun = decided(cascade, self.cost, degree, recompute, 0.0, time)
+        return on(begun, ranks, inputs, free, self.cost)
+
+    def _lane(self, batches: Sequence[MicroBatch], rank: int, actions: Sequence[Action]) -> Iterator[Cascade]:
+        """The cascades of one rank of a pipeline in its order, and among them its share of the encoders.
+
+        The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's
+        input longest; a later one a round ahead of its forward.
+        """
+        encoded = 0
+        mine = [number for number in range(len(batches)) if number % self.ranks == self.ranks - 1 - rank]
+        for action in actions:
+            while encoded < len(mine) and mine[encoded] <= action.micro_batch + self.ranks:
+                yield from batches[mine[encoded]].encoders
+                encoded += 1
+            yield from self._cascades(batches[action.micro_batch], action)
+        for number in mine[encoded:]:
+            yield from batches[number].encoders
+
+    def _cascades(self, batch: MicroBatch, action: Action) -> Iterator[Cascade]:
+        phases = {FORWARD: (Phase.FORWARD,), ACTIVATION_GRADIENT: (Phase.BACKWARD,), WEIGHT_GRADIENT: (Phase.WEIGHT,)}
+        for phase in phases.get(action.kind, (Phase.BACKWARD, Phase.WEIGHT)):
+            cascade = batch.cascades.get((action.stage, phase))
+            if cascade is not None:
+                yield cascade
+
+
+def limit_of(cost: CostModel) -> float:
+    """GiB for stages and cascades on a rank."""
+    return cost.room + cost.resident
+
+
+def _at_level_placed(
+    module: Module, cost: CostModel, cascades: Sequence[Cascade], places: Mapping[str, tuple[int, ...]]
+) -> Module:
+    trained = [stage.name for stage in module.stages if stage.trained]
+    readers = {name: tuple(c.name for c in cascades if c.stage == name and has_gradient(c)) for name in trained}
+    makespan = max(cascade.end for cascade in cascades)
+    problem = problem_of(module, cost)
+    bound = min(makespan, max(0, lower_bound(problem) - len(problem.jobs)) / TICKS)
+    return replace(
+        module,
+        level=Level.PLACED,
+        cascades=tuple(cascades),
+        reductions=tuple(Reduce(name, readers[name], Attributes.of(ranks=places[name])) for name in trained),
+        steps=tuple(Step(name) for name in trained),
+        attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), bound=Quantity(bound, "ms"), proved=False),
+    )

@@ -1,0 +1,246 @@
+"""A traced stage cut into runs of its blocks. In: the stage and the first layer of every part. Out: the parts.
+
+The embedding goes with the first blocks and the head with the last, as the model's own forward comes to them
+(``tracing.cuts``). Every part has its own costs, memory and parameters, by the figures per block class of ``trace``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Clip, Stage, formula, integer, integers, quantity
+from arachnec.ir.tables import FIGURES
+from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
+
+
+@dataclass(frozen=True)
+class NotCuttable(Diagnostic):
+    title: ClassVar[str] = "stage @{stage} cannot be cut: `trace` found no figures for its parts"
+    label: ClassVar[str] = "has no `cuts`"
+    help: ClassVar[str] = "its model calls a block twice, or passes on what cannot be followed; leave `stages` out"
+    stage: str
+
+
+@dataclass(frozen=True)
+class TooManyStages(Diagnostic):
+    title: ClassVar[str] = "`stages{{p={stages}}}` of @{stage}, which has {layers} blocks"
+    label: ClassVar[str] = "{layers} blocks"
+    help: ClassVar[str] = "every stage runs at least one block: give p from 1 to {layers}"
+    stage: str
+    stages: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class CutsOutOfOrder(Diagnostic):
+    title: ClassVar[str] = "the cuts {cuts} of @{stage} are not in order: {after} stands behind {before}"
+    label: ClassVar[str] = "has blocks 0 to {last}"
+    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
+    stage: str
+    cuts: list[int]
+    before: int
+    after: int
+    last: int
+
+
+@dataclass(frozen=True)
+class CutOutside(Diagnostic):
+    title: ClassVar[str] = "cut {cut} of @{stage} leaves a stage without blocks"
+    label: ClassVar[str] = "has blocks 0 to {last}"
+    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
+    stage: str
+    cut: int
+    last: int
+
+
+@dataclass(frozen=True)
+class CutsForOtherStages(Diagnostic):
+    title: ClassVar[str] = "{cuts} cuts make {made} stages, and p is {stages}"
+    help: ClassVar[str] = "give `cuts` or `p`"
+    cuts: int
+    made: int
+    stages: int
+
+
+def demand_cuttable(stage: Stage) -> None:
+    """Raises UserError for a stage without figures for its parts."""
+    if any(name not in stage.attrs for name in FIGURES):
+        raise UserError(NotCuttable(stage.span, stage.name))
+
+
+def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
+    """Raises UserError where a cut is out of order or leaves a stage without blocks."""
+    layers = len(layers_of(stage))
+    for before, after in pairwise(cuts):
+        if after <= before:
+            raise UserError(CutsOutOfOrder(stage.span, stage.name, list(cuts), before, after, layers - 1))
+    for cut in cuts:
+        if not 0 < cut < layers:
+            raise UserError(CutOutside(stage.span, stage.name, cut, layers - 1))
+
+
+def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int, ...]:
+    """The cuts with the least work in the largest stage, embedding and head counted; of these the evenest.
+
+    Work is the FLOPs of one forward of all ``clips``. Exact, by dynamic programming over (layer, stages).
+    """
+    work = layer_work(stage, clips)
+    layers = len(work)
+    if not 1 <= stages <= layers:
+        raise UserError(TooManyStages(stage.span, stage.name, stages, layers))
+    before = [0.0]
+    for amount in work:
+        before.append(before[-1] + amount)
+    # best[i]: largest stage, sum of squares, and cuts, of the first i layers in so many stages
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
+    best = {i: (before[i], before[i] ** 2, ()) for i in range(1, layers + 1)}
+    for count in range(2, stages + 1):
+        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for i in range(count, layers + 1):
+            following[i] = min(
+                (max(largest, last := before[i] - before[j]), squares + last**2, (*cuts, j))
+                for j, (largest, squares, cuts) in ((j, best[j]) for j in range(count - 1, i))
+            )
+        best = following
+    return best[layers][2]
+
+
+def layer_work(stage: Stage, clips: Sequence[Clip]) -> list[float]:
+    """TFLOP of one forward of all clips by layer; the embedding with the first, the head with the last."""
+    sizes = [(clip.tokens, clip.text) for clip in clips] or [(32760, 512)]
+
+    def total(formula: Formula) -> float:
+        return sum(formula(B=1, S=tokens, T=text) for tokens, text in sizes)
+
+    by_class = [total(formula) for formula in _formulas(stage, "block_flops")]
+    work = [by_class[number] for number in integers(stage.attrs["classes"])]
+    embedding, head = (total(formula) for formula in _formulas(stage, "end_flops"))
+    work[0] += embedding
+    work[-1] += head
+    return work
+
+
+def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
+    bounds = [0, *cuts, len(layers_of(stage))]
+    parts = [_part(stage, number, a, b) for number, (a, b) in enumerate(pairwise(bounds))]
+    first = next((i for i, part in enumerate(parts) if _trained(part)), 0)
+    return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
+
+
+def _trained(part: Stage) -> int:
+    return integer(part.attrs.get("trained", part.attrs["params"]))
+
+
+def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
+    """The stage that runs layers ``begin`` to ``end``, the last one excluded."""
+    attrs, layers = stage.attrs, layers_of(stage)
+    last = end == len(layers)
+    ends = [i for i, there in enumerate((begin == 0, last)) if there]
+    classes = integers(attrs["classes"])[begin:end]
+    counts = {kind: classes.count(kind) for kind in dict.fromkeys(classes)}
+
+    def blocks(name: str, unit: str, times: Sequence[tuple[int, int]]) -> Formula:
+        formulas = _formulas(stage, name)
+        return formula_sum([(count, formulas[kind]) for kind, count in times], unit)
+
+    def outside(name: str, unit: str) -> Formula:
+        formulas = _formulas(stage, name)
+        return formula_sum([(1, formulas[i]) for i in ends], unit)
+
+    each, once = list(counts.items()), [(kind, 1) for kind in counts]
+    kept = formula_sum([(1, outside("end_saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
+    recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", each)), (1, _largest(stage, "block_saved", once))]
+    params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
+    trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
+    state, optimizer = _state(stage, params, trained)
+    attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in each)
+    names = attrs["blocks"]
+    assert isinstance(names, tuple)
+    return Stage(
+        f"{stage.name}_{number}",
+        trained=stage.trained,
+        attrs=Attributes.of(
+            source=attrs.get("source"),
+            params=params,
+            dtype=attrs.get("dtype"),
+            trained=None if trained == params else trained,
+            blocks=tuple((names[kind][0], count) for kind, count in each),  # type: ignore[index]
+            layers=tuple(layers[begin:end]),
+            hidden=attrs.get("hidden"),
+            heads=min((integers(attrs["block_heads"])[kind] for kind in counts), default=None),
+            attentions=attentions or None,
+            joint=attrs.get("joint"),
+            flops=formula_sum([(1, blocks("block_flops", "TFLOP", each)), (1, outside("end_flops", "TFLOP"))], "TFLOP"),
+            recomputing=_largest(stage, "block_saved", once),
+            spared=_spared(stage, classes),
+            shell=outside("end_saved", "GiB"),
+            batch=attrs.get("batch"),
+            saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", each))], "GiB"),
+            saved_recompute=formula_sum(recomputed, "GiB"),
+            workspace=_largest(stage, "block_workspace", once),
+            traffic=blocks("block_traffic", "GiB", each) if attentions else None,
+            state=Quantity(state, "GiB"),
+            optimizer=Quantity(optimizer, "GiB"),
+            degrees=attrs.get("degrees"),
+            output=None if last else _handed_on(stage, end - 1),
+            part_of=stage.name,
+        ),
+    )
+
+
+def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
+    """Runs of layers of these classes, and what recomputing each saves; None where all save the same."""
+    pairs = zip(_formulas(stage, "block_saved"), _formulas(stage, "block_inputs"), strict=True)
+    saves = [formula_sum([(1, saved), (-1, inputs)], "GiB") for saved, inputs in pairs]
+    runs = [(len(list(run)), saves[kind]) for kind, run in groupby(classes)]
+    return tuple(runs) if len(runs) > 1 else None
+
+
+def _handed_on(stage: Stage, layer: int) -> Formula:
+    """GiB that go on behind a layer."""
+    runs = stage.attrs["cuts"]
+    assert isinstance(runs, tuple)
+    for run in runs:
+        assert isinstance(run, tuple)
+        layer -= integer(run[0])
+        if layer < 0:
+            return formula(run[1])
+    raise ValueError(f"@{stage.name} says of no such layer what goes on behind it")
+
+
+def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
+    """GiB of a part's state, and of that what the optimizer needs: its share of the parameters, and of those that
+    train. Where the optimizer's part was dealt out, it is whole again."""
+    attrs = stage.attrs
+    every = integer(attrs["params"])
+    every_trained = integer(attrs.get("trained", every))
+    optimizer = quantity(attrs["optimizer"]) if "optimizer" in attrs else 0.0
+    ranks = integer(attrs.get("sharded", 1))
+    rest = (quantity(attrs["state"]) if "state" in attrs else 0.0) - optimizer / ranks
+    own = optimizer * trained / max(1, every_trained)
+    return rest * (params + trained) / max(1, every + every_trained) + own, own
+
+
+def _ends(stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:
+    pairs = stage.attrs["end_params"]
+    assert isinstance(pairs, tuple)
+    first, second = (integers(pair) for pair in pairs)
+    return (first[0], first[1]), (second[0], second[1])
+
+
+def _formulas(stage: Stage, name: str) -> list[Formula]:
+    values: Value = stage.attrs[name]
+    assert isinstance(values, tuple)
+    return [formula(value) for value in values]
+
+
+def _largest(stage: Stage, name: str, once: Sequence[tuple[int, int]]) -> Formula:
+    """The class that needs most for one long clip."""
+    formulas = _formulas(stage, name)
+    return max((formulas[kind] for kind, _ in once), key=lambda size: size(B=1, S=32760, T=512))

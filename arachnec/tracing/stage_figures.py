@@ -1,0 +1,106 @@
+"""What a stage that is cut needs to know of its parts. In: a captured model. Out: the stage's attributes by name.
+
+Figures are per block class, for the embedding and the head, and for what goes on behind every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import sympy
+from torch import nn
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.values import Formula, Value
+from arachnec.models.batch import prediction_of
+from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.cuts import Cut, single_blocks
+from arachnec.tracing.dataflow import Dataflow, record_dataflow
+from arachnec.tracing.flops import block_flops, token_attentions
+from arachnec.tracing.formulas import GIB, TERA, polynomial
+from arachnec.tracing.memory import BlockMemory, fit_polynomial
+from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.shell import Measured, without_blocks
+
+
+def stage_figures(
+    model: nn.Module,
+    captured: CapturedModel,
+    calls: Sequence[ExampleCall],
+    shell: Sequence[Measured],
+    memories: Sequence[BlockMemory],
+    numbers: dict[sympy.Symbol, int],
+) -> dict[str, Value | None]:
+    """Attributes of ``ir.tables.FIGURES``; none for a model that cannot be cut, because it calls a block twice or what
+    its units make cannot be followed."""
+    paths = [call.path for call in captured.calls]
+    if len(set(paths)) < len(paths):
+        return {}
+    try:
+        flows = [
+            record_dataflow(model, paths, call.arguments, prediction_of, without_blocks(model, captured, call))
+            for call in calls
+        ]
+        cuts = [Cut(flow, single_blocks(paths)) for flow in flows]
+        handed = [[cut.bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
+    except UserError:
+        return {}
+    points = [size.values for size in captured.sizes]
+
+    def formula(expression: sympy.Expr, unit: str, scale: int) -> Formula:
+        return polynomial(sympy.expand(expression).subs(numbers), unit, scale)
+
+    def measured(values: Sequence[int], unit: str, scale: int) -> Formula:
+        return polynomial(fit_polynomial(values, points), unit, scale)
+
+    attentions = [token_attentions(block) for block in captured.blocks]
+    before, after = _ends(model, flows[0])
+    return {
+        "classes": tuple(call.block for call in captured.calls),
+        "layer_params": tuple(_count(model.get_submodule(path).parameters()) for path in paths),
+        "block_flops": tuple(formula(block_flops(block), "TFLOP", TERA) for block in captured.blocks),
+        "block_saved": tuple(formula(memory.saved, "GiB", GIB) for memory in memories),
+        "block_inputs": tuple(formula(memory.chained, "GiB", GIB) for memory in memories),
+        "block_shared": tuple(formula(memory.shared, "GiB", GIB) for memory in memories),
+        "block_workspace": tuple(formula(memory.workspace, "GiB", GIB) for memory in memories),
+        "block_traffic": tuple(
+            formula(sum((cost.traffic for cost in costs), sympy.Integer(0)), "GiB", GIB) for costs in attentions
+        ),
+        "block_attentions": tuple(len(costs) for costs in attentions),
+        "block_heads": tuple(
+            min((int(cost.heads) for cost in costs if cost.heads.is_Integer), default=1) for costs in attentions
+        ),
+        "end_params": (before, after),
+        "end_flops": (
+            measured([run.flops_before for run in shell], "TFLOP", TERA),
+            measured([run.flops - run.flops_before for run in shell], "TFLOP", TERA),
+        ),
+        "end_saved": (
+            measured([run.saved_before for run in shell], "GiB", GIB),
+            measured([run.saved - run.saved_before for run in shell], "GiB", GIB),
+        ),
+        "cuts": tuple(
+            (len(list(run)), measured(series, "GiB", GIB)) for series, run in groupby(zip(*handed, strict=True))
+        ),
+    }
+
+
+def _ends(model: nn.Module, flow: Dataflow) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Parameters, and how many train, of what runs with all blocks but the last, and of the rest; blocks apart."""
+    parameters = dict(model.named_parameters())
+    blocks = {name for call in flow.calls if call.is_block for name in call.parameters}
+    last = next(call.path for call in reversed(flow.calls) if call.is_block)
+    first = tuple(call.path for call in flow.calls if call.is_block and call.path != last)
+    cut = Cut(flow, (first, (last,)))
+    tail = cut.parameters[1] - blocks
+    head = [parameters[name] for name in parameters if name not in blocks and name not in tail]
+    return _counts(head), _counts([parameters[name] for name in sorted(tail)])
+
+
+def _counts(parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+    return _count(parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

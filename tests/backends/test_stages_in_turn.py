@@ -1,0 +1,34 @@
+"""The reference runs the stages of a pipeline, one after the other, and gets plain PyTorch's gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arachnec.backends.reference import run_reference
+from arachnec.executable.folder import read_executable
+from tests.distributed.executor_cases import clip, plain_loop
+from tests.distributed.pipeline_cases import executable, pipeline_of
+
+CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "encoder"),
+    [("p=2", "schedule=1f1b", False), ("p=4", "schedule=zb-h1", True), ("cuts=[1,3]", "schedule=gpipe", False)],
+)
+def test_stages_in_turn_have_the_gradients_of_plain_pytorch(
+    tmp_path: Path, stages: str, schedule: str, encoder: bool
+) -> None:
+    """With a skip connection, a weight and a table of two stages, an unused parameter, mixed lengths, in float64."""
+    world = 3 if "cuts" in stages else 4
+    folder = executable(tmp_path, world, [CLIPS], pipeline_of(stages, schedule), encoder=encoder)
+    read = read_executable(folder)
+    outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
+    loss, expected = plain_loop(folder, CLIPS)
+    assert abs(outcome.loss - loss) <= 1e-12 * abs(loss)
+    assert set(outcome.gradients) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)

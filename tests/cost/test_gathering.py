@@ -1,0 +1,50 @@
+"""What gathering shows: nothing that compute covers but the ends of each pass, and all of it where nothing computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.gathering import Gathering
+from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.values import Attributes
+
+LAYERS = tuple((f"blocks.{number}", 100_000_000) for number in range(10))
+CASCADE = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0)
+
+
+def stage(cell: int | None) -> Stage:
+    return Stage("dit", True, Attributes.of(params=1_100_000_000, dtype="bf16", layers=LAYERS, cell=cell))
+
+
+def gathering(cell: int | None) -> Gathering:
+    return Gathering({"dit": stage(cell)}, parse_cluster("2x8:h100-80g"))
+
+
+def test_a_stage_that_is_whole_everywhere_gathers_nothing() -> None:
+    assert gathering(None).exposed(CASCADE, 1.0, 1.0) == 0
+    assert gathered_gib(stage(None)) == 0
+
+
+def test_long_compute_leaves_the_ends_of_each_pass() -> None:
+    model = gathering(8)
+    times = model.layer_times(stage(8))
+    ends = times.last_gather + 2 * times.gather + times.scatter + times.last_scatter
+    assert model.exposed(CASCADE, 1e6, 1e6) == pytest.approx(ends)
+
+
+def test_without_compute_two_gathers_and_a_scatter_of_every_layer_show() -> None:
+    model = gathering(8)
+    times = model.layer_times(stage(8))
+    everything = 10 * (2 * times.gather + times.scatter) + times.last_gather + times.last_scatter
+    assert model.exposed(CASCADE, 0.0, 0.0) == pytest.approx(everything)
+
+
+def test_a_cell_of_two_machines_gathers_over_the_slower_link() -> None:
+    assert gathering(16).layer_times(stage(16)).gather > 4 * gathering(8).layer_times(stage(8)).gather
+
+
+def test_two_layers_their_gradients_and_the_last_layer_are_whole_at_once() -> None:
+    gib = 2**30
+    assert gathered_gib(stage(8)) == pytest.approx((2 * 2 + 2 * 2) * 1e8 / gib + (2 + 2) * 1e8 / gib)

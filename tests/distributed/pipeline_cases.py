@@ -1,0 +1,176 @@
+"""A model that is hard to cut, in float64, and its plans as pipelines, for the tests of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from arachnec.data.clip import VideoClip
+from arachnec.driver import plan_iteration, plan_model
+from arachnec.executable.folder import write_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Clip, Level, Module, Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
+from arachnec.models.file import load_model_file
+from arachnec.passes.infra.pipeline import Pipeline
+from tests.distributed.executor_cases import cluster, tokens
+
+# Four blocks in two classes, a stream beside the tokens, a skip connection over two blocks, a weight that embedding
+# and head share, a table that no module owns, a parameter that nothing uses.
+MODEL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, wide):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
+
+    def forward(self, x, time):
+        b, s, c = x.shape
+        q, k, v = self.qkv(self.norm(x) * (1 + time[:, None])).view(b, s, 3, self.heads, c // self.heads).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, c))
+        return x + self.mlp(x)
+
+
+class Hard(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 12)
+        self.time = nn.Sequential(nn.Linear(1, 12), nn.SiLU())
+        self.first = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
+        self.second = nn.ModuleList([Block(12, 3, 36) for _ in range(2)])
+        self.table = nn.Parameter(torch.randn(1, 1, 12))
+        self.head = nn.LayerNorm(12)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, time):
+        t = self.time(time[:, None].to(self.table.dtype))
+        x = self.embed(x.to(self.table.dtype))
+        positions = torch.linspace(0, 1, x.shape[1], dtype=x.dtype, device=x.device)
+        skip = x = x + positions[None, :, None]
+        for block in self.first:
+            x = block(x, t)
+        x = x + self.table * skip
+        for block in self.second:
+            x = block(x, t)
+        return nn.functional.linear(self.head(x + self.table * t[:, None]), self.embed.weight.t())
+
+
+def build():
+    return Hard().double()
+
+
+def sample(clip, generator):
+    s = tokens(clip)
+    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
+    noise = torch.randn(clean.shape, generator=generator)
+    time = torch.rand(1, generator=generator)
+    return {"x": clean + time * noise, "time": time}, noise
+
+
+def loss(prediction, target):
+    return nn.functional.mse_loss(prediction, target.to(prediction.dtype))
+
+
+def tokens(clip):
+    return clip.frames * (clip.height // 8) * (clip.width // 8)
+"""
+
+
+TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")
+GIB = Formula((Term(1e-6, (("B", 1), ("S", 1))),), "GiB")
+
+
+def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attributes:
+    """What ``trace`` says of the parts of a stage, made up: the paths of each block class, in order."""
+    paths = [path for members in classes.values() for path in members]
+    numbers = tuple(number for number, members in enumerate(classes.values()) for _ in members)
+    each = (gib,) * len(classes)
+    return Attributes.of(
+        layers=tuple((path, 1000) for path in paths), layer_params=(1000,) * len(paths), classes=numbers,
+        blocks=tuple((Symbol(name), len(members)) for name, members in classes.items()),
+        block_flops=(TFLOP,) * len(classes), block_saved=each, block_inputs=each, block_shared=each,
+        block_workspace=each, block_traffic=each, block_attentions=(1,) * len(classes),
+        block_heads=(3,) * len(classes), end_params=((84, 84), (24, 24)), end_flops=(TFLOP, TFLOP),
+        end_saved=(gib, gib), cuts=((len(paths) - 1, gib),),
+    )  # fmt: skip
+
+
+def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
+    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``."""
+    small = Quantity(1e-3, "GiB")
+    stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
+    attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
+        params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
+        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
+    )  # fmt: skip
+    clips = [
+        Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
+        for number, (i, c) in enumerate((i, c) for i, batch in enumerate(iterations) for c in batch)
+    ]
+    return Module("manifest", Level.TRACED, cluster(world), tuple(clips), (*stages, Stage("dit", True, attrs)))
+
+
+def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
+    """The stage where only layers train whose path begins so."""
+    layers = [(path, count if path.startswith(tuple(paths)) else 0) for path, count in layers_of(stage)]
+    trained = sum(count for _, count in layers)
+    ends = ((84, 0), (24, 0))
+    return replace(stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained))
+
+
+def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
+    """The passes that train in ``stages`` by a ``schedule``."""
+    return f"stages{{{stages}}},partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},lower,check"
+
+
+def planned(world: int, batch: Sequence[VideoClip], passes: str, *, encoder: bool = False) -> Module:
+    """The lowered and checked program of one iteration."""
+    pipeline = Pipeline.parse(passes)
+    model, _ = plan_model(traced(world, [batch], encoder=encoder), pipeline)
+    return plan_iteration(model, pipeline, 0)[0]
+
+
+def executable(
+    folder: Path,
+    world: int,
+    iterations: Sequence[Sequence[VideoClip]],
+    passes: str,
+    *,
+    encoder: bool = False,
+    more: str = "",
+    trained: Sequence[str] | None = None,
+    training: Training | None = None,
+) -> Path:
+    """An executable folder of the hard model by these passes.
+
+    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train.
+    """
+    from tests.distributed.executor_cases import ENCODER
+
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.py"
+    source.write_text(MODEL + (ENCODER if encoder else "") + more)
+    module = traced(world, iterations, encoder=encoder)
+    if trained is not None:
+        module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
+    pipeline = Pipeline.parse(passes)
+    model, _ = plan_model(module, pipeline)
+    return write_executable(
+        folder,
+        program=plan_iteration(model, pipeline, 0)[0],
+        traced=module,
+        pipeline=passes,
+        model_file=load_model_file(source),
+        clips=[c for batch in iterations for c in batch],
+        training=training or Training(clip_norm=0.0),
+    )

@@ -1,0 +1,109 @@
+"""Stages on ranks: the closed forms of schedules, what is held, who gets which micro-batch, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from arachnec.backends.simulator import simulate
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module, Phase, Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.passes.infra.pipeline import Pipeline
+from tests.distributed.executor_cases import clip, cluster
+from tests.distributed.pipeline_cases import figures, pipeline_of, traced
+
+LINEAR = Formula((Term(1e-6, (("B", 1), ("S", 1))),), "TFLOP")
+NOTHING = Formula((), "TFLOP")
+FREE = Formula((), "GiB")
+
+
+def module_of(world: int, layers: int, frames: list[int]) -> Module:
+    """Equal layers, nothing outside of them, free transfers: a forward is as long as each half of a backward."""
+    made = traced(world, [[clip(number, count) for number, count in enumerate(frames)]])
+    attrs = figures({"Block": [f"blocks.{i}" for i in range(layers)]}, FREE)
+    attrs = attrs.updated(params=1000 * layers + 108)
+    attrs = attrs.updated(block_flops=(LINEAR,), end_flops=(NOTHING, NOTHING), block_attentions=(0,))
+    fast = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
+    machine = cluster(world)
+    return replace(
+        made,
+        cluster=replace(machine, attrs=machine.attrs.updated(intra=Quantity(1e9, "GB/s"), **fast)),
+        stages=(Stage("dit", True, made.stages[0].attrs.updated(**attrs, state=Quantity(0.0, "GiB"))),),
+    )
+
+
+def planned(world: int, layers: int, frames: list[int], stages: str, schedule: str) -> Module:
+    return Pipeline.parse(pipeline_of(stages, schedule)).run(module_of(world, layers, frames))
+
+
+def one_forward(module: Module) -> float:
+    """ms of one stage's forward of one micro-batch."""
+    return min(c.end - c.start for c in module.cascades if c.phase is Phase.FORWARD)
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)])
+def test_simulated_makespans_are_the_closed_forms(ranks: int, rounds: int) -> None:
+    """F = I = W, m = rounds * p: (m + p - 1) 3F, (v m + p - 1) 3F, and m 3F + (p - 1) F."""
+    p, m = ranks, ranks * rounds
+    forms = {
+        ("gpipe", p): 3 * (m + p - 1),
+        ("1f1b", p): 3 * (m + p - 1),
+        ("zb-h1", p): 3 * m + p - 1,
+        ("interleaved-1f1b", 2 * p): 3 * (2 * m + p - 1),
+        ("zb-v", 2 * p): 6 * m + (p - 1 if m >= 2 * p else 2 * (p - 1)),
+    }
+    for (schedule, stages), units in forms.items():
+        module = planned(p, 2 * p, [3] * m, f"p={stages}", f"schedule={schedule}")
+        expected = units * one_forward(module)
+        assert simulate(module).makespan_ms == pytest.approx(expected, rel=1e-4), schedule
+
+
+def test_every_micro_batch_goes_through_all_stages_of_one_replica() -> None:
+    """Eleven clips of three lengths on two replicas of two stages."""
+    module = planned(4, 4, [9, 9, 1, 1, 1, 5, 5, 5, 1, 1, 9], "p=2", "schedule=1f1b")
+    ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for cascade in module.cascades:
+        if cascade.phase is Phase.FORWARD:
+            ranks.setdefault(cascade.clips, []).append(cascade.ranks)
+    assert set(map(tuple, ranks.values())) == {((0,), (2,)), ((1,), (3,))}
+    assert sorted(clip for clips in ranks for clip in clips) == list(range(11))
+
+
+def test_state_lies_on_the_ranks_of_its_stage() -> None:
+    made = module_of(4, 4, [3] * 4)
+    stage = made.stages[0].attrs.updated(state=Quantity(1.0, "GiB"), optimizer=Quantity(0.5, "GiB"))
+    module = Pipeline.parse(pipeline_of("p=4", "schedule=1f1b")).run(
+        replace(made, stages=(replace(made.stages[0], attrs=stage),))
+    )
+    states = [program.attrs["state"].value for program in module.programs]  # type: ignore[union-attr]
+    assert sum(states) == pytest.approx(1.0)
+    assert max(states) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "schedule", "said"),
+    [
+        (3, "p=2", "schedule=1f1b", "3 ranks cannot hold pipelines of 2 ranks evenly"),
+        (2, "p=3", "schedule=zb-v", "`zb-v` puts 2 stages on every rank, and the model has 3"),
+        (4, "p=2", "schedule=1f1b,degree=3", "degree 3 does not divide the 2 ranks of each stage"),
+        (2, "p=5", "schedule=1f1b", "`stages{p=5}` of @dit, which has 4 blocks"),
+        (2, "cuts=[2,1]", "schedule=1f1b", "the cuts [2, 1] of @dit are not in order: 1 stands behind 2"),
+        (2, "cuts=[4]", "schedule=1f1b", "cut 4 of @dit leaves a stage without blocks"),
+        (2, "p=3,cuts=[1]", "schedule=1f1b", "1 cuts make 2 stages, and p is 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(world: int, stages: str, schedule: str, said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        planned(world, 4, [3] * 4, stages, schedule)
+    diagnostic = refusal.value.diagnostics[0]
+    assert said in diagnostic.text(diagnostic.title)
+    assert diagnostic.text(diagnostic.help)
+
+
+def test_a_stage_without_figures_is_refused() -> None:
+    made = module_of(2, 4, [3])
+    bare = Stage("dit", True, Attributes.of(params=1, layers=made.stages[0].attrs["layers"]))
+    with pytest.raises(UserError, match="cannot be cut"):
+        Pipeline.parse("stages{p=2}").run(replace(made, stages=(bare,)))
