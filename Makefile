@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PART ?=
 
-.PHONY: help demo test parts golden bench lint format docs clean
+.PHONY: help demo test fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,6 +23,9 @@ demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos
 
 test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(PART))
+
+fuzz: $(READY) ## the properties with 1000 drawn cases each, for minutes; `make fuzz PART=ir`: those of one part
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
 
 parts: ## the parts that can be tested alone
 	@find tests -name 'test_*.py' -exec dirname {} + | cut -d/ -f2- | sort -u

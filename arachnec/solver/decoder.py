@@ -167,12 +167,13 @@ def justified(problem: Problem, schedule: Schedule) -> Schedule:
     """
     backwards = reversed_problem(problem)
     while True:
-        late = _decoded(backwards, reversed_schedule(problem, schedule))
-        early = _decoded(problem, reversed_schedule(backwards, late))
+        late = left_shifted(backwards, reversed_schedule(problem, schedule))
+        early = left_shifted(problem, reversed_schedule(backwards, late))
         if early.makespan(problem) >= schedule.makespan(problem):
             return schedule
         schedule = early
 
 
-def _decoded(problem: Problem, schedule: Schedule) -> Schedule:
+def left_shifted(problem: Problem, schedule: Schedule) -> Schedule:
+    """Every job, in the order of the starts, as early as GPUs are free; never longer."""
     return Decoder(problem, schedule.picks, start_order(schedule)).schedule()

@@ -10,7 +10,7 @@ from itertools import islice
 from arachnec.solver.block_packing import Options, Packing, options_of, packings, realize
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
-from arachnec.solver.decoder import justified
+from arachnec.solver.decoder import justified, left_shifted
 from arachnec.solver.improvers import Annealing, LargeNeighbourhoods, Prover, decoding_ms
 from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.portfolio import Improver, Incumbent, run
@@ -80,4 +80,6 @@ class First:
 def _heuristics(problem: Problem, bound: int) -> Iterator[Schedule]:
     yield from list_schedules(problem, bound)
     if problem.jobs:
-        yield from one_degree(problem)
+        for schedule in one_degree(problem):
+            yield schedule
+            yield left_shifted(problem, schedule)  # as it is placed

@@ -32,7 +32,14 @@ from arachnec.tracing.record import ExampleCall
 from tests.distributed.harness import PRELOAD, run_ranks
 from tests.warm_python import warm_python
 
-RUNS = (*PRELOAD, "arachnec.backends.torch_distributed.local_run", "arachnec.passes", "scipy.optimize", "z3")
+RUNS = (
+    *PRELOAD,
+    "tests.warm_export",
+    "arachnec.backends.torch_distributed.local_run",
+    "arachnec.passes",
+    "scipy.optimize",
+    "z3",
+)
 
 MODEL = """
 import torch

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
@@ -103,7 +103,6 @@ def test_golden_programs_go_through_where_check_accepts_them(model: ExecutionMod
             assert emulate(module, model, pool, 1.0, seed=1) is not None, name
 
 
-@settings(max_examples=100)
 @given(
     placed_modules(),
     st.one_of(st.none(), bucket_sizes(len(LAYERS))),

@@ -16,35 +16,27 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Valu
 from arachnec.ir.verify import verify
 from tests.ir.strategies import any_module, right_module
 
-LEVELS = pytest.mark.parametrize("level", list(Level), ids=lambda level: level.word)
+MODULES = settings(max_examples=3 * settings.default.max_examples)  # over all levels
+levels = st.sampled_from(list(Level))
 
 
-@LEVELS
-@settings(max_examples=30)
-@given(data=st.data())
-def test_parse_of_print_is_the_module(level: Level, data: st.DataObject) -> None:
-    module = data.draw(any_module(level))
-    again = parse_module(print_module(module))
+@MODULES
+@given(levels.flatmap(any_module))
+def test_parse_of_print_is_the_module_and_prints_the_same(module: Module) -> None:
+    text = print_module(module)
+    again = parse_module(text)
     assert again == module
     assert repr(again) == repr(module)  # 1, 1.0 and true are equal in Python, and are not the same here
+    assert print_module(again) == text
 
 
-@LEVELS
-@settings(max_examples=30)
-@given(data=st.data())
-def test_right_modules_verify_before_and_after_their_text(level: Level, data: st.DataObject) -> None:
-    module = data.draw(right_module(level))
+@MODULES
+@given(levels.flatmap(right_module))
+def test_right_modules_verify_before_and_after_their_text(module: Module) -> None:
     assert verify(module) == ()
     again = parse_module(print_module(module))
     assert again == module
     assert verify(again) == ()
-
-
-@settings(max_examples=30)
-@given(module=any_module(Level.LOWERED))
-def test_text_that_was_printed_prints_the_same_again(module: Module) -> None:
-    text = print_module(module)
-    assert print_module(parse_module(text)) == text
 
 
 def carrying(value: Value) -> Module:

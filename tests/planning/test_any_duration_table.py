@@ -16,12 +16,13 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Module, quantity
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.duration_table import read_table
+from arachnec.planning.family_placement import LONGER, PRICE
 
 CLUSTERS = ("1:cpu", "3:cpu", "5:cpu", "12:cpu", "2x4:h20", "3x4:h20", "2x8:h20", "100:cpu", "2x72:h20")
 TIMES = st.one_of(
     st.integers(1, 9), st.integers(1, 10**6), st.floats(1e-6, 1e3), st.sampled_from([1e-9, 1e9, 3e11, 0.001, 7.0])
 )
-ONE_DEGREE = "schedule-static{policy=one-degree},place"
+ONE_DEGREE = "schedule-static{policy=one-degree}"
 
 Task = dict[str, Any]
 
@@ -89,12 +90,17 @@ def makespan(module: Module) -> float:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("budget", ["budget=0ms", "steps=40"])
-def test_any_table_gets_a_valid_plan_no_longer_than_one_degree_for_all(cluster: str, budget: str) -> None:
+def test_any_table_gets_a_valid_plan_and_a_schedule_no_longer_than_one_degree_for_all(
+    cluster: str, budget: str
+) -> None:
     @settings(max_examples=12, deadline=None)
     @given(tables(parse_cluster(cluster).world, 8))
     def holds(tasks: list[Task]) -> None:
-        module = planned(tasks, cluster, f"schedule-z3{{{budget}}},place")
+        scheduled = planned(tasks, cluster, f"schedule-z3{{{budget}}}")
+        module = Pipeline.parse("place").run(scheduled)
         assert wrongs(module, tasks) == []
-        assert makespan(module) <= makespan(planned(tasks, cluster, ONE_DEGREE)) * (1 + 1e-9) + 1e-6
+        assert makespan(scheduled) <= makespan(planned(tasks, cluster, ONE_DEGREE)) * (1 + 1e-9) + 1e-6
+        outside = 1 + PRICE * len(module.cascades)  # what is paid at most for fewer process groups
+        assert makespan(module) <= makespan(scheduled) * outside * (1 + LONGER) + 1e-6
 
     holds()

@@ -16,6 +16,7 @@ from arachnec.profiling.profiler import Profiler
 from tests.distributed.executor_cases import ENCODER, MODEL, clip
 from tests.distributed.harness import run_ranks
 
+FRAMES = range(1, 9)  # more than there are SHAPES
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
 
 
@@ -74,7 +75,7 @@ def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(
 
 
 def every_clip(model: str, budget_s: float) -> Measured:
-    clips = [clip(str(frames), frames) for frames in range(1, 12)]
+    clips = [clip(str(frames), frames) for frames in FRAMES]
     with mock.patch.multiple("arachnec.profiling.profiler", BUDGET_S=budget_s, ROUNDS=(1, 1)):
         return Profiler(load_model_file(model), clips, torch.device("cpu"), 2).measure()
 
@@ -83,7 +84,7 @@ def test_an_encoder_is_measured_at_every_size_of_the_data_where_the_budget_allow
     measured, _ = run_ranks(2, every_clip, str(model), 1e6, timeout=600.0)
     rows = {stage: rows for stage, phase, rows in measured.stages if phase == "forward"}
     assert all(row.ms > 0 for row in rows["vae"])
-    assert {row.sizes["frames"] for row in rows["vae"] if row.sizes} == set(range(1, 12))
+    assert {row.sizes["frames"] for row in rows["vae"] if row.sizes} == set(FRAMES)
     assert {row.sizes is None for row in rows["dit"]} == {True}
     assert len({row.tokens for row in rows["dit"]}) == SHAPES
 

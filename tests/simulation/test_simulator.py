@@ -122,8 +122,8 @@ def test_a_rank_that_computes_is_sent_what_it_reads_next_if_it_has_room() -> Non
         return next(i.start for i in simulate(lowered).timeline.intervals if (i.op, i.target) == ("forward", "t"))
 
     assert starts(80.0) == pytest.approx(30.0)
-    # 13 of the stages, 20 for the backward, 1 to receive and 1/16 for each of two communicators
-    assert starts(34.125) == pytest.approx(30.0)
+    # 13 of the stages, 20 for the backward, 1 to receive and 1/16 for each of five communicators
+    assert starts(34.3125) == pytest.approx(30.0)
     assert starts(33.5) == pytest.approx(30.0 + 0.010 + MS_OF_GIB)
 
 

@@ -164,7 +164,7 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize(("mutate", "expected"), MUTATIONS, ids=[m.__qualname__.split(".")[0] for m, _ in MUTATIONS])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_broken_program_is_found_by_its_rule(
     mutate: Callable[[Lists, st.DataObject], None], expected: set[type[Diagnostic]], data: st.DataObject

@@ -151,7 +151,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(cases())
 def test_any_case_that_can_be_drawn_agrees(drawn: Case) -> None:
     run_ranks(4, check, (drawn,))
