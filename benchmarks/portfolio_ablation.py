@@ -39,8 +39,6 @@ IMPROVERS = (
     "z3 gap search",
     "large neighbourhoods",
     "placed search",
-    "groups",
-    "fewer GPUs",
 )
 Row = dict[str, Any]
 SIZES = ((16, 8), (64, 32), (32, 32), (128, 64), (512, 256))

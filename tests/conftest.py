@@ -8,9 +8,6 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# captures rarely repeat an operation on equal symbolic shapes: keeping the results is two fifths of their time
-os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-
 # machines differ in speed by more than any deadline should
 settings.register_profile("arachnec", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("arachnec"), max_examples=1000)  # `make fuzz`

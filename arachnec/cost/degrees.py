@@ -10,8 +10,8 @@ from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import times_of
 
-# Every degree up to 64, then in steps: some 110 of 1024, each at most an eighth above the one before.
-EVERY, STEP, WIDE, WIDE_STEP = 64, 8, 256, 32
+# Every degree up to 64, then in steps of 8: each at most an eighth above the one before.
+EVERY, STEP = 64, 8
 
 
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
@@ -34,14 +34,11 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
 
 
 def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
-    """Degrees up to ``largest``: all to 64, then multiples of 8 and of 32, whole nodes of ``gpus``, and the last."""
+    """Degrees up to ``largest``: all to 64, then multiples of 8, whole nodes of ``gpus``, and the last."""
     return tuple(
         degree
         for degree in range(1, largest + 1)
-        if degree <= EVERY
-        or degree == largest
-        or degree % (STEP if degree <= WIDE else WIDE_STEP) == 0
-        or (gpus >= STEP and degree % gpus == 0)
+        if degree <= EVERY or degree == largest or degree % STEP == 0 or (gpus >= STEP and degree % gpus == 0)
     )
 
 

@@ -1,4 +1,4 @@
-"""Schedules that are worth placing: the layouts that others train with, and groups.
+"""Schedules that are worth placing: the layouts that others train with.
 
 Those of the baselines come from the files that carry their names, so that what is compared is what they do.
 """
@@ -15,9 +15,8 @@ from arachnec.planning.baselines.flexsp import solved
 from arachnec.planning.baselines.genetic import decode, evolve
 from arachnec.planning.baselines.knapformer import best_bags, cuts
 from arachnec.planning.baselines.same_bucket import bucket_by_bucket
-from arachnec.solver.group_rounds import in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
 from arachnec.solver.problem import Problem, Schedule
-from arachnec.solver.static_layouts import at_least, best_one_degree, deal, one_degree
+from arachnec.solver.static_layouts import at_least, best_one_degree, deal
 
 
 def baseline_layouts(module: Module, problem: Problem) -> Iterator[Schedule]:
@@ -37,13 +36,3 @@ def searched_layouts(cost: CostModel, problem: Problem, seed: int, seconds: floa
     end = time.perf_counter() + seconds
     best = evolve(problem, cost.cluster, 60, 40, seed, lambda: time.perf_counter() > end)
     yield decode(problem, cost.cluster, best)[0]
-
-
-def group_layouts(problem: Problem) -> Iterator[Schedule]:
-    """One degree for all, for every degree; groups of one or two sizes filled to equal load."""
-    yield from one_degree(problem)
-    ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
-    for sizes in cuts(problem.gpus):
-        groups = least_loaded(ticks, sizes)
-        if groups is not None:
-            yield in_rounds(problem, [groups])

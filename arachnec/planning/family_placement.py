@@ -8,6 +8,7 @@ shorter. In the end cascades that are still outside are moved (``planning.rank_t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +22,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import (
-    LATE,
-    WAIT,
     end_of,
     in_order,
     place_among,
@@ -31,26 +30,25 @@ from arachnec.planning.placement import (
     within_memory,
 )
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
-from arachnec.planning.rank_trades import moved, outside
+from arachnec.planning.rank_trades import PLACED, moved, outside
+from arachnec.solver.bound import NEGLIGIBLE
+from arachnec.solver.portfolio import CLOSE
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 PRICE = 5e-3  # of the iteration, of each group outside the family
-LONGER = 4e-3  # of the makespan that a placement may be longer for fewer cascades outside the family
-PLACED = 8192  # cascades that are put on ranks at most, in all placements of a plan together; but for one placement
-WORTH = (1.0, LONGER)  # of the makespan, by which a cascade must end earlier to be outside the family
 
 
 def placed_on_few_groups(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """What ``place`` makes of a schedule: ``priced_placement`` with the cascades outside the family moved into it.
 
-    The last cascade ends at most ``LONGER`` later for that. Raises UserError where the memory does not hold the values
-    that encoders hand off.
+    The last cascade ends at most the price of one group later for that. Raises UserError where the memory does not
+    hold the values that encoders hand off.
     """
     best = priced_placement(cascades, cost)
-    latest = end_of(best) * (1 + LONGER) + TOLERANCE
+    latest = end_of(best) * (1 + PRICE) + TOLERANCE
     fewer = moved(cascades, best, cost, latest)
     if fewer is best:
         return best
@@ -67,10 +65,10 @@ def priced_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Casca
     Others are tried until one is as long as scheduled. Raises UserError where the memory does not hold the values that
     encoders hand off.
     """
-    enough = end_of(cascades) * (1 + LATE) + TOLERANCE
+    enough = end_of(cascades) * (1 + NEGLIGIBLE) + TOLERANCE
     best: tuple[float, list[Cascade]] | None = None
     count = max(1, PLACED // max(1, len(cascades)))
-    for placed in islice(_candidates(cascades, cost, few=count < 5), count):
+    for placed in islice(_candidates(cascades, cost, one=count == 1), count):
         priced = end_of(placed) * markup(placed, cost)
         if best is None or priced < best[0]:
             best = priced, placed
@@ -80,11 +78,11 @@ def priced_placement(cascades: Sequence[Cascade], cost: CostModel) -> list[Casca
     return within_memory(cascades, best[1], cost)
 
 
-def _candidates(cascades: Sequence[Cascade], cost: CostModel, *, few: bool) -> Iterator[list[Cascade]]:
-    """First ranks that are free, then aligned groups, then what idles least; of few the aligned groups first."""
+def _candidates(cascades: Sequence[Cascade], cost: CostModel, *, one: bool) -> Iterator[list[Cascade]]:
+    """First ranks that are free, then aligned groups, then what idles least; of one alone the aligned groups."""
     quick = quick_placements(cascades, cost)
-    waiting = (family_placements(cascades, cost, worth * end_of(cascades)) for worth in WORTH)
-    if few:
+    waiting = (family_placements(cascades, cost, worth) for worth in (math.inf, PRICE * end_of(cascades)))
+    if one:
         yield next(waiting)
     first = next(quick)
     yield first
@@ -160,7 +158,7 @@ class _Groups:
         ready = max((producer.end for producer in inputs), default=0.0)
         idle = free[self.ranks]
         starts = np.maximum(idle.max(axis=1), ready)
-        slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+        slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
         near = np.zeros(len(free), dtype=bool)
         near[[rank for producer in inputs for rank in producer.ranks]] = True
         early = np.flatnonzero(starts <= starts.min() + slack)

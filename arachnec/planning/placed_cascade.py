@@ -13,8 +13,7 @@ from arachnec.ir.nodes import Cascade
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Quantity
-
-SLOWER_GRID = 1e-3  # of its time that a cascade may take longer on a grid of the family of process groups
+from arachnec.solver.bound import NEGLIGIBLE
 
 
 def on(
@@ -51,7 +50,7 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
 
 
 def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, cost: CostModel) -> Entry:
-    """The cheapest grid, or the cheapest of the family's that takes at most ``SLOWER_GRID`` longer."""
+    """The cheapest grid, or the cheapest of the family's that takes negligibly longer."""
     grids = cost.family_grids
     split, recompute = cheapest.strategy.attention, cheapest.recompute
     if cascade.degree == 1 or (split is not None and (split.ulysses, split.ring) in grids):
@@ -62,7 +61,7 @@ def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, c
         if ulysses * ring == cascade.degree
     ]
     best = min(offered, key=lambda entry: entry.time, default=cheapest)
-    return best if best.time <= cheapest.time * (1 + SLOWER_GRID) else cheapest
+    return best if best.time <= cheapest.time * (1 + NEGLIGIBLE) else cheapest
 
 
 def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:

@@ -28,12 +28,8 @@ from arachnec.planning.rank_choice import (
     ranks_from_the_start,
     spread_ranks,
 )
-
-LATE = 5e-4  # of the makespan, by which a placement may be longer before another is tried
-
-ROUNDS = 16  # in which more encoders are late, before all are
-
-WAIT = 0.01  # of its own duration that a cascade may start later for better ranks
+from arachnec.solver.bound import NEGLIGIBLE
+from arachnec.solver.portfolio import CLOSE
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
@@ -43,7 +39,7 @@ def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
     """
     if in_cells(cost):
         return within_memory(cascades, cell_placements(cascades, cost), cost)
-    enough = end_of(cascades) * (1 + LATE) + TOLERANCE
+    enough = end_of(cascades) * (1 + NEGLIGIBLE) + TOLERANCE
     tried: list[list[Cascade]] = []
     for placed in quick_placements(cascades, cost):
         tried.append(placed)
@@ -97,7 +93,7 @@ def _free_cells(
     free = [max(actual[first : first + cell]) for first in range(0, cost.cluster.world, cell)]
     wanted = cascade.width // cell
     ready = max((producer.end for producer in inputs), default=0.0)
-    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + WAIT * (cascade.end - cascade.start)
+    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + CLOSE * (cascade.end - cascade.start)
     near = {rank // cell for producer in inputs for rank in producer.ranks}
     early = [number for number, moment in enumerate(free) if moment <= first]
     runs = [run for at in range(0, len(free), wanted) if set(run := range(at, at + wanted)) <= set(early)]
@@ -117,7 +113,8 @@ def end_of(cascades: Sequence[Cascade]) -> float:
 def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel) -> list[Cascade]:
     """A placement of ``cascades``, or where it keeps more values waiting than a rank holds one that encodes later.
 
-    Encoders whose values wait longest where memory runs out are late first, in the end all of them.
+    Encoders whose values wait longest where memory runs out are late first; after as many rounds as their number has
+    binary digits all of them.
 
     Raises UserError where not even that fits.
     """
@@ -134,7 +131,7 @@ def within_memory(cascades: Sequence[Cascade], placed: list[Cascade], cost: Cost
             raise UserError(overflow.worst)
         rounds += 1
         more = overflow.waiting - late
-        late = late | more if more and rounds < ROUNDS else everything
+        late = late | more if more and rounds < len(everything).bit_length() else everything
         placed = _encoded_late(late_order(in_turn, ranks, late, cost), cost)
     return placed
 
@@ -236,7 +233,7 @@ def place_among(
     """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
     ready = max((producer.end for producer in inputs), default=0.0)
     first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.width])
-    slack = TOLERANCE + WAIT * (cascade.end - cascade.start)
+    slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick(cost.cluster, early, cascade.width, {rank for c in inputs for rank in c.ranks})
     return on(cascade, ranks, inputs, actual, cost)

@@ -14,11 +14,10 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade
 from arachnec.planning.placement import end_of, in_order, on_ranks
 
-TRIES = 64  # placements that are timed for one cascade
-# What is spent on a plan, however large it is: looks at a cascade on a group, some 2 us each, and cascades that are
-# timed, some 50 us each.
+# What is spent on a plan, however large it is: cascades that are put on ranks, some 50 us each, and looks at a cascade
+# on a group, some 2 us each.
+PLACED = 16_000
 LOOKS = 400_000
-TIMED = 20_000
 
 RanksOf = Mapping[str, Ranks]
 
@@ -29,15 +28,20 @@ def outside(placed: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
 
 
 def moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, latest: float) -> list[Cascade]:
-    """With cascades outside the family moved to aligned groups one by one, where the last still ends by ``latest``."""
+    """With cascades outside the family moved to aligned groups one by one, where the last still ends by ``latest``.
+
+    Each has an equal share of the placements that are tried.
+    """
     kept: set[str] = set()
-    looks, timings = iter(range(LOOKS // max(1, len(placed)))), iter(range(TIMED // max(1, len(placed))))
+    looks, left = iter(range(LOOKS // max(1, len(placed)))), PLACED // max(1, len(placed))
     strays = outside(placed, cost)
-    while stray := next((one for one in in_order(strays) if one.name not in kept), None):
+    while waiting := [one for one in in_order(strays) if one.name not in kept]:
         if next(looks, None) is None:
             break
-        moves = islice(_moves(placed, stray, cost, looks), TRIES)
-        tried = (on_ranks(cascades, cost, ranks) for ranks, _ in zip(moves, timings, strict=False))
+        stray, share = waiting[0], -(-left // len(waiting))
+        moves = list(islice(_moves(placed, stray, cost, looks), share))
+        left -= len(moves)
+        tried = (on_ranks(cascades, cost, ranks) for ranks in moves)
         counted = ((len(outside(one, cost)), end_of(one), one) for one in tried if end_of(one) <= latest)
         number, _, best = min(counted, key=lambda row: row[:2], default=(len(strays), latest, placed))
         if number < len(strays):

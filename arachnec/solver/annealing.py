@@ -21,12 +21,10 @@ from arachnec.solver.decoder import Decoder, start_order
 from arachnec.solver.list_schedule import nearest_order
 from arachnec.solver.problem import Problem, Schedule
 
+# Tries per job of the longest runs. All end at a temperature of the mean area of a job divided by that.
+TRIES = 1000
 # Of the mean area of a job, the temperature at which the longest runs begin: hotter ones forget where they started.
 HOT = 0.2
-# Likewise, at which every run ends: the first one, a quench, begins there.
-COLD = 0.002
-# Of the tries change a job that ends last, or what it waits for.
-LATEST = 0.1
 
 Undo = list[tuple[bool, int, int]]  # whether it moved; the job; its pick or position before
 
@@ -55,7 +53,7 @@ class Cooling:
                 spent = used(tries)
                 if spent >= 1:
                     break
-                temperature = mean_area * self.hot * (min(COLD, self.hot) / self.hot) ** spent
+                temperature = mean_area * self.hot * (1 / (TRIES * self.hot)) ** spent
             tries += 1
             undo = self._change()
             if not undo:
@@ -81,36 +79,30 @@ class Cooling:
             self.best, self.least = self.decoder.schedule(), self.decoder.now.last
 
     def _change(self) -> Undo:
-        """One or two jobs at another degree, or one elsewhere in the order, or both; what that changed."""
+        """One or two jobs at another degree, or one elsewhere in the order; what that changed. All chances are even."""
         rng, decoder = self.rng, self.decoder
         undo: Undo = []
-        kind, late = rng.random(), rng.random() < LATEST
-        if kind < 0.6 and self.moldable:
+        late = coin(rng)
+        if self.moldable and coin(rng):
             job = self._late() if late else rng.choice(self.moldable)
             self._reshape(job, undo)
-            if kind < 0.2:
+            if coin(rng):
                 near = decoder.before[job] + decoder.after[job]
-                self._reshape(rng.choice(near if near and rng.random() < 0.5 else self.moldable), undo)
-        if kind > 0.45:
+                self._reshape(rng.choice(near if near and coin(rng) else self.moldable), undo)
+        else:
             self._shift(self._late() if late else rng.randrange(len(decoder.order)), undo)
         return undo
 
     def _reshape(self, job: int, undo: Undo) -> None:
-        rng, old = self.rng, self.decoder.picks[job]
-        last = len(self.problem.jobs[job].choices) - 1
-        new = old + rng.choice((-1, 1)) if rng.random() < 0.8 else rng.randint(0, last)
-        if 0 <= new <= last and new != old:
+        old = self.decoder.picks[job]
+        new = another(self.rng, old, 0, len(self.problem.jobs[job].choices) - 1)
+        if new != old:
             undo.append((False, job, old))
             self.decoder.set_pick(job, new)
 
     def _shift(self, job: int, undo: Undo) -> None:
-        rng, old = self.rng, self.decoder.position[job]
-        first, last = self.decoder.span(job)
-        new = (
-            min(max(old + rng.choice((-3, -2, -1, 1, 2, 3)), first), last)
-            if rng.random() < 0.5
-            else rng.randint(first, last)
-        )
+        old = self.decoder.position[job]
+        new = another(self.rng, old, *self.decoder.span(job))
         if new != old:
             undo.append((True, job, old))
             self.decoder.move(job, new)
@@ -126,7 +118,7 @@ class Cooling:
         """A job that ends last, or one some steps back on a chain of jobs each of which starts as another ends."""
         rng, ends, ticks = self.rng, self.decoder.now.ends, self.decoder.ticks
         job = ends.index(self.decoder.now.last)
-        for _ in range(rng.randrange(2 + len(ends) // 4)):
+        while coin(rng):
             start = ends[job] - ticks[job]
             if start not in ends:
                 break
@@ -156,16 +148,23 @@ def anneal(
 def neighbour(
     problem: Problem, picks: Sequence[int], order: list[int], rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """One or two jobs at another degree, or one elsewhere in the order, or both."""
+    """One or two jobs at another degree, or one elsewhere in the order."""
     changed, wished = list(picks), list(order)
-    both = rng.random()
-    if both < 0.7:
-        for _ in range(rng.choice((1, 1, 2))):
-            j = rng.randrange(len(changed))
-            last = len(problem.jobs[j].choices) - 1
-            step = rng.choice((-4, -2, -1, 1, 2, 4))
-            changed[j] = min(max(changed[j] + step, 0), last) if rng.random() < 0.8 else rng.randint(0, last)
-    if both > 0.4:
-        wished.insert(rng.randrange(len(wished)), wished.pop(rng.randrange(len(wished))))
+    if coin(rng):
+        for _ in range(1 + coin(rng)):
+            job = rng.randrange(len(changed))
+            changed[job] = another(rng, changed[job], 0, len(problem.jobs[job].choices) - 1)
+    else:
+        old = rng.randrange(len(wished))
+        wished.insert(another(rng, old, 0, len(wished) - 1), wished.pop(old))
         wished = list(nearest_order(problem, wished))
     return changed, wished
+
+
+def another(rng: random.Random, old: int, first: int, last: int) -> int:
+    """A number from ``first`` to ``last``: next to the old one, or any."""
+    return min(max(old + rng.choice((-1, 1)), first), last) if coin(rng) else rng.randint(first, last)
+
+
+def coin(rng: random.Random) -> bool:
+    return rng.random() < 0.5

@@ -12,10 +12,15 @@ for each other cannot do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from arachnec.solver.chain_bound import chain_bound
 from arachnec.solver.problem import Problem
+
+# Of a time, by which it may be longer as if it were not: horizons begin there, a placement is as long as scheduled, a
+# grid of the family of process groups as fast as any.
+NEGLIGIBLE = 1e-3
 
 
 def lower_bound(problem: Problem) -> int:
@@ -42,10 +47,10 @@ def longest_chain(problem: Problem) -> int:
 
 
 def horizons(bound: int) -> Iterator[float]:
-    """Ticks from the bound up to twice as many, closest together where most schedules end: 18 in all."""
+    """Ticks from the bound up to twice as many, each twice as far above it as the one before."""
     yield bound
-    for exponent in range(-16, 1):
-        yield bound * (1 + 1.5**exponent)
+    for halvings in reversed(range(1 + round(-math.log2(NEGLIGIBLE)))):
+        yield bound * (1 + 0.5**halvings)
 
 
 class _Possible:

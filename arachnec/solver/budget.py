@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.solver.problem import Effort
 
-# A job of a list schedule is decoded in 0.7 to 2 us of Python (docs/planning.md, "Annealing").
+# An operation is a job of a list schedule, decoded in 0.7 to 2 us of Python; or a step by Z3's own count, of which it
+# does about a thousand per ms on hard pseudo-Boolean questions, more on easy ones.
 OPERATIONS_PER_MS = 1000
-# Z3's own count: about a thousand per ms on hard pseudo-Boolean questions, more on easy ones.
-Z3_STEPS_PER_MS = 1000
 # The first questions about (16, 8), 450 booleans, take 100 ms; that of 26 jobs on two nodes, 1600, takes 400 ms.
 Z3_VARIABLES_PER_MS = 4
 
@@ -55,7 +54,7 @@ class Clock:
         self.work.ms += ms
 
     def count_z3(self, steps: int) -> None:
-        self.work.ms += steps / Z3_STEPS_PER_MS
+        self.count(steps)
 
     def slice(self, ms: float) -> Clock:
         """This clock, ending after so many ms more, or when it would."""
@@ -65,7 +64,7 @@ class Clock:
     def effort(self, ms: float | None = None) -> Effort:
         """Of one question to Z3: so many ms, or all that is left."""
         ms = max(1.0, self.left() if ms is None else min(ms, self.left()))
-        return Effort(None, int(ms)) if self.steps is None else Effort(int(ms * Z3_STEPS_PER_MS), None)
+        return Effort(None, int(ms)) if self.steps is None else Effort(int(ms * OPERATIONS_PER_MS), None)
 
 
 def question_ms(variables: int) -> float:

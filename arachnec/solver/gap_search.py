@@ -3,8 +3,8 @@
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
 the bound upwards, and a question that takes long is put off: the next ones lie below it, and it comes up again, with
-more time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the bound
-upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
+twice the time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the
+bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
 question where it has become pointless.
 
 What is known outlasts a call, so that a search can go on where it ended.
@@ -19,17 +19,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock
+from arachnec.solver.budget import Clock, question_ms
 from arachnec.solver.problem import Effort, Problem, Schedule, violations
 from arachnec.solver.z3_assignment import Conflict, schedule_by_sets
 from arachnec.solver.z3_question import Answer, Question
 from arachnec.solver.z3_schedule import find_schedule
-
-# Of a question before it is put off. On (16, 8) nearly all refusals near the bound and all but the last few answers
-# take less; with 100 or 1000 ms fewer seeds are proved in 5 s.
-FIRST_MS = 300.0
-# Times as long, when it is asked again.
-LONGER = 3
 
 Ask = Callable[[int, int, Effort, Question], tuple[Answer, Schedule | None]]  # horizon and seed come first
 
@@ -121,7 +115,8 @@ class GapSearch:
         self.high = schedule.makespan(problem)
         self.ask = asker(problem)
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit, self.limit_from_above = FIRST_MS, FIRST_MS * LONGER**2
+        self.limit = 2 * question_ms(variables(problem))
+        self.limit_from_above = 4 * self.limit
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.asked: dict[Question, Asked] = {}
@@ -172,7 +167,7 @@ class GapSearch:
         if self.low >= self.high:
             return None
         if self.put_off <= self.low + (self.high - self.low) // 4:
-            self.put_off, self.limit = self.high, LONGER * self.limit
+            self.put_off, self.limit = self.high, 2 * self.limit
         running = {asked.horizon for asked in self.asked.values()}
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
@@ -191,11 +186,11 @@ class GapSearch:
             if schedule.makespan(self.problem) < self.high:
                 self._shorter(schedule)
         elif asked.from_above:
-            self.limit_from_above *= LONGER
+            self.limit_from_above *= 2
         else:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
-                self.put_off, self.limit = self.high, LONGER * self.limit
+                self.put_off, self.limit = self.high, 2 * self.limit
 
     def _shorter(self, schedule: Schedule) -> None:
         self.schedule, self.high = schedule, schedule.makespan(self.problem)

@@ -7,19 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from arachnec.solver.annealing import HOT, anneal
+from arachnec.solver.annealing import HOT, TRIES, anneal
 from arachnec.solver.block_packing import Options, Packing, Placed, realize
 from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
 from arachnec.solver.decoder import reversed_problem, reversed_schedule
-from arachnec.solver.large_neighbourhood import STALL, LargeNeighbourhood
-from arachnec.solver.portfolio import HIGH_HOPE, HOPE, Improvement, Improver, Incumbent
+from arachnec.solver.large_neighbourhood import STALL, TRY_MS, LargeNeighbourhood
+from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
 
 if TYPE_CHECKING:
     from arachnec.solver.gap_search import GapSearch
-
-# Tries per job of the longest runs of annealing. Those before have a fifth of the tries, and are a tenth as hot.
-TRIES = 1000
 
 
 @dataclass
@@ -54,7 +51,8 @@ class Candidates:
 class Annealing:
     """One cooling after the other, each from the shortest schedule, every second on the time-reversed problem.
 
-    A run that gains nothing is followed by longer and hotter ones, if they fit; a slice that ends sooner cools sooner.
+    A run that gains nothing is followed by one four times as long and as hot, if that fits; a slice that ends sooner
+    cools sooner.
     """
 
     problem: Problem
@@ -62,15 +60,15 @@ class Annealing:
     hope: float = HOPE
     proves: bool = False
     turn: int = 0
-    warmth: int = 0  # of the longest runs so far: 0 is a quench, 2 as hot as it gets
+    warmth: int = 0  # of the longest runs so far: 2 is as hot as it gets
     backwards: Problem = field(init=False)
 
     def __post_init__(self) -> None:
         self.backwards = reversed_problem(self.problem)
 
     def slice(self, incumbent: Incumbent) -> float | None:
-        """Ten tries per job, each of which decodes half of the jobs, and no less than large neighbourhoods."""
-        return max(decoding_ms(self.problem, 5 * len(self.problem.jobs)), STALL / 10) if self.problem.jobs else None
+        """What would be the next two kinds shorter, and no less than large neighbourhoods."""
+        return max(self._run_ms(-2), STALL * TRY_MS) if self.problem.jobs else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         best = incumbent.shortest
@@ -83,9 +81,10 @@ class Annealing:
         return Improvement((best,))
 
     def _tries(self, warmth: int) -> int:
-        return TRIES * len(self.problem.jobs) // (25, 5, 1)[warmth]
+        return int(TRIES * len(self.problem.jobs) / 4.0 ** (2 - warmth))
 
     def _run_ms(self, warmth: int) -> float:
+        """A try decodes half of the jobs."""
         return self._tries(warmth) * decoding_ms(self.problem, 0.5)
 
     def _cooled(self, start: Schedule, bound: int, warmth: int, clock: Clock, rng: random.Random) -> Schedule:
@@ -98,7 +97,7 @@ class Annealing:
             counted = tries
             return max(tries / most, (clock.spent() - begin) / whole)
 
-        part, hot = rng.uniform(0.5, 1.0) if warmth else 0.5, HOT * 0.1 ** (2 - warmth)
+        part, hot = rng.uniform(0.5, 1.0) if warmth else 0.5, HOT / 4 ** (2 - warmth)
         if self.turn % 2 == 0:
             return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
         mirrored = reversed_schedule(self.problem, start)
@@ -114,14 +113,14 @@ class LargeNeighbourhoods:
     options: Options
     packing: Packing
     name: str = "large neighbourhoods"
-    hope: float = HIGH_HOPE
+    hope: float = SHARE
     proves: bool = False
     search: LargeNeighbourhood | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
         if self.search is not None and self.search.reached <= incumbent.bound:
             return None
-        return STALL / 10  # a try takes a tenth of a millisecond
+        return STALL * TRY_MS
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         problem = self.problem
@@ -135,7 +134,7 @@ class LargeNeighbourhoods:
         while self.search.run(clock):
             if chained:
                 schedule = realize(problem, self.search.packing())
-                clock.count(10 * len(problem.jobs))
+                clock.count_ms(decoding_ms(problem, 2))
                 if best is None or schedule.makespan(problem) < best.makespan(problem):
                     best = schedule
         last = realize(problem, self.search.packing())
@@ -161,7 +160,7 @@ class Prover:
 
     problem: Problem
     name: str = "z3 gap search"
-    hope: float = HIGH_HOPE
+    hope: float = SHARE
     proves: bool = True
     search: GapSearch | None = None
 

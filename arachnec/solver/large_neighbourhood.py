@@ -13,14 +13,20 @@ from collections.abc import Callable, Sequence
 
 from arachnec.solver.block_packing import Options, Packing, Placed, fit, frugal, hold
 from arachnec.solver.budget import Clock, question_ms
+from arachnec.solver.portfolio import SHARE
 from arachnec.solver.problem import Problem
 
+# A try with as many GPUs and jobs as ``WINDOW`` says takes about that.
+TRY_MS = 0.15
 # Tries in a row without progress, after which the horizon comes nearer or Z3 is asked.
 STALL = 150
 # Of a job's length, by which its place in the order may change, at most.
 PERTURBED = 0.6
-# GPUs in a window of more than two blocks: larger ones cost more than they gain.
-WINDOW = 32
+# Blocks that are looked at, and that are packed anew, at most; two where these would have more GPUs than that: larger
+# windows cost more than they gain.
+BLOCKS, WINDOW = 4, 32
+# Of the gap, that the horizon leaves at most.
+FAR = 0.9
 
 Ask = Callable[[Sequence[int], Sequence[int], int, int, float, Clock], "Sequence[Placed] | None"]
 
@@ -66,13 +72,13 @@ class LargeNeighbourhood:
                 self.failed += 1
             if self.failed > STALL:
                 self.failed = 0
-                if self.part < 0.9:
-                    self.part += (1 - self.part) * 0.3
+                if self.part < FAR:
+                    self.part += (1 - self.part) * SHARE
                     self._aim()
                 elif self.ask is not None:
                     self._question(clock)
             if not self.over:
-                self.part = max(0.3, self.part * 0.9)
+                self.part = max(SHARE, self.part * FAR)
                 self._aim()
                 return True
         return False
@@ -85,17 +91,17 @@ class LargeNeighbourhood:
     def _try(self, clock: Clock) -> bool:
         rng = self.rng
         width = rng.choice(self.widths)
-        window = self._window(width, rng.randint(2, min(4, max(2, WINDOW // width))))
+        window = self._window(width, rng.randint(2, min(BLOCKS, max(2, WINDOW // width))))
         if window is None:
             clock.count(1)
             return False
         before = [self.load[gpu] for gpu in window]
         lifted, base = self._lift(window, width, before)
-        clock.count(5 * len(window) + 5 * len(lifted))
+        clock.count_ms(TRY_MS * (len(window) + len(lifted)) / WINDOW)
         excess = sum(ticks - self.horizon for ticks in before if ticks > self.horizon)
         area = sum(placed.option.width * placed.option.ticks for placed in lifted)
         noise = PERTURBED * rng.random() ** 2
-        widen = noise / 4
+        widen = noise * SHARE
         wished = []
         for placed in lifted:
             options = self.options[placed.job]
@@ -123,7 +129,7 @@ class LargeNeighbourhood:
         while len(chosen) < min(count, blocks):
             block = rng.randrange(blocks)
             if rng.random() < 0.5:
-                some = [block, *(rng.randrange(blocks) for _ in range(3))]
+                some = [block, *(rng.randrange(blocks) for _ in range(BLOCKS - 1))]
                 block = min(some, key=lambda b: sum(self.load[b * width : (b + 1) * width]))
             if block not in chosen:
                 chosen.append(block)

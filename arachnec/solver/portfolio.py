@@ -12,9 +12,9 @@ improver with the most gain for its effort so far is called, older calls countin
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
 gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
 nothing more. Without any gain its next slice is twice as long, and its hope half as large;
-a prover keeps its hope.
+a prover keeps its hope, and its slices always double: a question that a slice cuts off begins anew in the next.
 
-*The prover's floor.* Its share of the effort is never below ``PROVER_SHARE``, as soon as its slice fits that.
+*The prover's floor.* Its share of the effort is never below ``SHARE``, as soon as its slice fits that.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from typing import Protocol
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Problem, Schedule
 
-# Of the gap, that the next slice of any improver is trusted to close.
+# A small part: of the gap, that the next slice of any improver is trusted to close; of the effort, that one search of a
+# baseline may take.
 HOPE = 0.05
-# And of those that can close all of it, or mostly do: large neighbourhoods, the prover.
-HIGH_HOPE = 0.3
-# Of what is reached: a gap above that is mostly the bound's, and says nothing about what is left to gain.
+# A large part: of the gap, that improvers that can close all of it are trusted to close; of the effort, that a prover
+# may claim whatever the others gain, and that judging one schedule may take.
+SHARE = 0.3
+# Of a time: what is longer by less is close. A wider gap is mostly the bound's, and says nothing about what is left to
+# gain.
 CLOSE = 0.01
-# Of the effort so far, that a prover may claim whatever the others gain.
-PROVER_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Record:
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
         self.total += effort
-        self.longer = 1.0 if gain > 0 else 2 * self.longer
+        self.longer = 1.0 if gain > 0 and not self.improver.proves else 2 * self.longer
 
 
 def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: random.Random) -> list[Record]:
@@ -181,7 +182,7 @@ def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: 
         for schedule in improvement.schedules:
             incumbent.offer(schedule, clock)
         incumbent.bound = max(incumbent.bound, improvement.bound)
-        clock.count(10)  # so that whoever counts nothing comes to an end, too
+        clock.count(1)  # so that whoever counts nothing comes to an end, too
         record.called(min(1.0, (gap - incumbent.gap) / min(gap, CLOSE * reach)) if gap else 0.0, clock.spent() - before)
     return records
 
@@ -201,7 +202,7 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
     for record in able:
         if record.improver.proves:
             # when so much was spent that its next slice is within its share
-            wait = (record.total + record.slice) / PROVER_SHARE - record.slice - spent
+            wait = (record.total + record.slice) / SHARE - record.slice - spent
             if wait <= 0:
                 return record, min(record.slice, left)
             due = min(due, wait)

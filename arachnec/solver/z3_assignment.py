@@ -25,9 +25,6 @@ import z3
 from arachnec.solver.problem import Choice, Effort, Problem, Schedule, affordable, unit_for
 from arachnec.solver.z3_question import Answer, Question, true
 
-# Conflicts that follow from one, as jobs are equal: more slow the next question down by more than they exclude.
-MOST_EQUAL = 50
-
 
 @dataclass(frozen=True)
 class Conflict:
@@ -193,7 +190,8 @@ class _Matrix:
     def exclude(self, conflict: Conflict) -> None:
         """Not all of its pairs with a GPU in common, whichever that is, unless a job of theirs is shorter.
 
-        The same holds with equal jobs in the place of its own.
+        The same holds with equal jobs in the place of its own. It is stated where that comes to no more conflicts than
+        there are jobs: more slow the next question down by more than they exclude.
         """
         for jobs in self._equal_to(tuple(conflict.ticks)):
             different = [z3.Not(self._meeting(jobs[a], jobs[b])) for a, b in conflict.pairs]
@@ -202,12 +200,12 @@ class _Matrix:
             self.solver.add(z3.Or(different))
 
     def _equal_to(self, jobs: Sequence[int]) -> list[dict[int, int]]:
-        """For these jobs equal ones, in all ways if those are few."""
+        """For these jobs equal ones, in all ways if those are few; else only themselves."""
         renamed: list[dict[int, int]] = [{}]
         for job in jobs:
             equal = [j for j, row in self.choices.items() if row == self.choices[job]]
             renamed = [names | {job: j} for names in renamed for j in equal if j not in names.values()]
-            if len(renamed) > MOST_EQUAL:
+            if len(renamed) > len(self.choices):
                 return [{j: j for j in jobs}]
         return renamed
 

@@ -64,7 +64,7 @@ def export_block(
 ) -> ExportedProgram:
     """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` if export cannot."""
     dynamic = tuple(dict.fromkeys(dims, Dim.DYNAMIC) or None for dims in moving)
-    with training_mode(flat), torch.enable_grad(), warnings.catch_warnings():
+    with training_mode(flat), torch.enable_grad(), warnings.catch_warnings(), _without_cache():
         warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on
         try:
             program: ExportedProgram = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
@@ -78,6 +78,13 @@ def export_block(
     refuse_random(name, program)
     clean(program.graph_module)
     return program
+
+
+def _without_cache() -> contextlib.AbstractContextManager[None]:
+    """Without torch's cache of results: operations rarely recur on equal symbols, and keys are much of the time."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)  # type: ignore[no-any-return]
 
 
 def clean(module: fx.GraphModule) -> None:

@@ -16,7 +16,8 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.ir.nodes import Module, quantity
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.duration_table import read_table
-from arachnec.planning.family_placement import LONGER, PRICE
+from arachnec.planning.family_placement import PRICE
+from arachnec.solver.bound import NEGLIGIBLE
 
 CLUSTERS = ("1:cpu", "3:cpu", "5:cpu", "12:cpu", "2x4:h20", "3x4:h20", "2x8:h20", "100:cpu", "2x72:h20")
 TIMES = st.one_of(
@@ -99,8 +100,8 @@ def test_any_table_gets_a_valid_plan_and_a_schedule_no_longer_than_one_degree_fo
         scheduled = planned(tasks, cluster, f"schedule-z3{{{budget}}}")
         module = Pipeline.parse("place").run(scheduled)
         assert wrongs(module, tasks) == []
-        assert makespan(scheduled) <= makespan(planned(tasks, cluster, ONE_DEGREE)) * (1 + 1e-9) + 1e-6
+        assert makespan(scheduled) <= makespan(planned(tasks, cluster, ONE_DEGREE)) * (1 + NEGLIGIBLE) + 1e-6
         outside = 1 + PRICE * len(module.cascades)  # what is paid at most for fewer process groups
-        assert makespan(module) <= makespan(scheduled) * outside * (1 + LONGER) + 1e-6
+        assert makespan(module) <= makespan(scheduled) * outside * (1 + PRICE) + 1e-6
 
     holds()

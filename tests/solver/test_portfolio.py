@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from arachnec.solver.budget import Clock
-from arachnec.solver.portfolio import PROVER_SHARE, Improvement, Incumbent, Objective, Record, run
+from arachnec.solver.portfolio import SHARE, Improvement, Incumbent, Objective, Record, run
 from arachnec.solver.problem import Choice, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
 
@@ -63,7 +63,7 @@ def test_who_gains_gets_most_and_who_does_not_gets_longer_slices_more_seldom() -
 def test_the_prover_has_its_share_whatever_the_others_gain() -> None:
     prover, able = Scripted("prover", 10.0, proves=True, hope=1e-9), Scripted("able", 5.0, gain=100)
     called(able, prover)
-    assert sum(prover.slices) > PROVER_SHARE * 1000 - 2 * max(prover.slices)
+    assert sum(prover.slices) > SHARE * 1000 - 2 * max(prover.slices)
 
 
 def test_nobody_is_called_once_the_gap_is_closed() -> None:

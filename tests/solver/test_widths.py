@@ -52,7 +52,7 @@ def test_heads_decide_the_widths_and_schedules_are_those_of_the_whole_problem(se
         assert options is not None
         packed = best_packing(inside.problem, options, bound)
         search = LargeNeighbourhood(inside.problem, options, packed, bound, rng=random.Random(seed))
-        clock = Clock(0.0, 0.0, steps=100)
+        clock = Clock(0.0, 0.0, steps=400)
         while search.run(clock):
             pass
         for packing in (packed, search.packing()):
