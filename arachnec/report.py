@@ -50,6 +50,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
                 "start_ms": cascade.start,
                 "end_ms": cascade.end,
                 "ranks": list(cascade.ranks) if module.level >= Level.PLACED else [],
+                "recompute": cost.recomputed(cascade),
                 "attention": families.get(cascade.name, cascade.attrs.get("attention")),
             }
             for cascade in module.cascades

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 from traced_stages import clip, module_of, video_mix
 
 from arachnec.backends.simulator import simulate
+from arachnec.cost.memory import Memory
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
+from arachnec.ir.recomputation import block_count
 from arachnec.ir.values import Formula, Quantity, Value
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.placement import best_placements, on_ranks
 
+RECOMPUTE_AT = Memory.recompute_at
 STEPS = 2000  # about the ms of the scheduler's default budget
 COSTED = "shard-optimizer,partition,annotate"
 SINGLE = "shard-optimizer,partition{policy=single},annotate"
@@ -165,6 +169,17 @@ def recomputation(planner: Planner) -> Iterator[Row]:
             except UserError:
                 off = None
             yield Row("recomputation per cascade", workload, without, on, off)
+        with patch.object(Memory, "recompute_at", all_or_none):
+            off = planner.iteration(module)
+        yield Row("recomputation per cascade", workload, "all blocks of a cascade or none", on, off)
+
+
+def all_or_none(
+    memory: Memory, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None, side: int = 1
+) -> int | None:
+    """All blocks where the cascade must recompute some."""
+    blocks = RECOMPUTE_AT(memory, cascade, degree, ranks, side)
+    return blocks and block_count(memory.stages[cascade.stage])
 
 
 def all_recomputed(module: Module) -> Module:

@@ -161,7 +161,7 @@ def crossing_bytes(module: Module) -> list[int]:
     sent: Sent = defaultdict(float)
     for cascade in module.cascades:
         group, ulysses = cascade.ranks, integer(cascade.attrs.get("ulysses", cascade.degree))
-        moved = cost.volumes(cascade, Attention(ulysses, cascade.degree // ulysses), cascade.recompute)
+        moved = cost.volumes(cascade, Attention(ulysses, cascade.degree // ulysses), cost.recomputed(cascade))
         for first in range(0, len(group), moved.ulysses):
             _all_to_all(sent, cluster, group[first : first + moved.ulysses], moved.traded / moved.ulysses)
         _all_to_all(sent, cluster, group, moved.gathered / moved.degree)

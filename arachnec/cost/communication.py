@@ -126,7 +126,7 @@ class Communication:
     _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
 
     def time(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, ranks: tuple[int, ...] | None
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
     ) -> float:
         """ms that the cascade's ranks send; without ``ranks`` the first ``degree`` ones."""
         sent = self.volumes(cascade, attention, recompute)
@@ -140,13 +140,13 @@ class Communication:
             total += hop_time(links.ring, sent.passed, sent.hops, links.contention)
         return total
 
-    def volumes(self, cascade: Cascade, attention: Attention, recompute: bool) -> Volumes:
+    def volumes(self, cascade: Cascade, attention: Attention, recompute: int) -> Volumes:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
             gathered = evaluated(stage, "output", cascade) * GIB
             return Volumes(attention.ulysses, attention.ring, gathered=gathered, gathers=1)
-        forward, backward = passes_of(cascade, recompute)
+        forward, backward = passes_of(cascade, stage, recompute)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
@@ -27,10 +28,11 @@ PASSES = {
 }
 
 
-def passes_of(cascade: Cascade, recompute: bool) -> tuple[float, float]:
-    """How many forwards and backwards of its stage a cascade runs; recomputing repeats the forward in the backward."""
+def passes_of(cascade: Cascade, stage: Stage, recompute: int) -> tuple[float, float]:
+    """How many forwards and backwards of its stage a cascade runs; recomputing repeats a part of the forward in the
+    backward."""
     forward, backward = PASSES[cascade.phase]
-    return forward + 1 if recompute and backward else forward, backward
+    return forward + share_recomputed(stage, recompute) if backward else forward, backward
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,15 @@ class Compute:
     split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
 
-    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float) -> float:
+    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float) -> float:
         """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
         return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown))
 
     def halves(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, slowdown: float
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float
     ) -> tuple[float, float]:
         """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
-        forward, backward = passes_of(cascade, recompute)
+        forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
         once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
         backs = backward or cascade.phase is Phase.WEIGHT
         back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backs else 0.0

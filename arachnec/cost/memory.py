@@ -10,9 +10,12 @@ from functools import cached_property
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
+from arachnec.cost.recomputation import Runs, least_blocks, runs_of, share_saved
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
+from arachnec.ir.values import Formula
 
 GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
@@ -30,22 +33,20 @@ class Memory:
     def stages(self) -> Mapping[str, Stage]:
         return {stage.name: stage for stage in self.module.stages}
 
-    def of(self, cascade: Cascade, ranks: int, recompute: bool, side: int = 1) -> float:
-        """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, without its
-        ``state``."""
+    def of(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
+        """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, so many blocks
+        recomputed, without its ``state``."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
             return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
         received = self.received(cascade)
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
             return received
-        if side > 1:
-            cascade = replace(cascade, batch=cascade.batch // side)
+        cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
         total = gathered_gib(stage) + received
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
-            saved = "saved_recompute" if recompute and "saved_recompute" in stage.attrs else "saved"
-            total += divided(stage, saved, cascade, share)
+            total += saved_for_backward(stage, cascade, share, recompute)
             # what lies outside the blocks runs on whole sequences
             total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
             total += evaluated(stage, "batch", cascade)
@@ -53,10 +54,11 @@ class Memory:
             total += self.output(cascade)
         if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
             again = divided(stage, "recomputing", cascade, share)
-            total += again if cascade.phase is Phase.BACKWARD else -again
+            part = share_saved(runs_on(stage, cascade, share), recompute)
+            total += again if cascade.phase is Phase.BACKWARD else -again * part
         return total + divided(stage, "workspace", cascade, share)
 
-    def kept(self, cascade: Cascade, degree: int, recompute: bool) -> float:
+    def kept(self, cascade: Cascade, degree: int, recompute: int) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
         workspace = divided(self.stages[cascade.stage], "workspace", cascade, uneven(cascade.tokens, degree))
         return self.of(cascade, degree, recompute) - workspace
@@ -151,17 +153,40 @@ class Memory:
 
     def recompute_at(
         self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None, side: int = 1
-    ) -> bool | None:
-        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
+    ) -> int | None:
+        """How many blocks the cascade must recompute to fit the memory at this degree; None where not even all help.
 
         Without ``ranks`` those with most memory count.
         """
-        room = self.room_on(ranks, degree, cascade.stage)
-        if self.of(cascade, degree, False, side) <= room:
-            return False
-        if self.can_recompute(cascade) and self.of(cascade, degree, True, side) <= room:
-            return True
-        return None
+        room, most = self.room_on(ranks, degree, cascade.stage), self.of(cascade, degree, 0, side)
+        if most <= room:
+            return 0
+        stage = self.stages[cascade.stage]
+        least = self.of(cascade, degree, block_count(stage), side) if self.can_recompute(cascade) else math.inf
+        if least > room:
+            return None
+        part = on_one_side(cascade, side)
+        runs = runs_on(stage, part, uneven(part.tokens, degree // side))
+        return least_blocks(runs, (most - room) / (most - least))
+
+
+def saved_for_backward(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
+    """GiB kept by a rank that has this ``share`` of the tokens, so many blocks recomputed."""
+    saved = divided(stage, "saved", cascade, share)
+    if not recompute or "saved_recompute" not in stage.attrs:
+        return saved
+    least = divided(stage, "saved_recompute", cascade, share)
+    return saved - share_saved(runs_on(stage, cascade, share), recompute) * (saved - least)
+
+
+def runs_on(stage: Stage, cascade: Cascade, share: float) -> Runs:
+    """What recomputing each block saves on a rank that has this ``share`` of the tokens."""
+    return runs_of(stage, lambda formula: divided_formula(formula, cascade, share))
+
+
+def on_one_side(cascade: Cascade, side: int) -> Cascade:
+    """What the ranks of one of ``side`` clips run, or of one share of the clips."""
+    return replace(cascade, batch=cascade.batch // side) if side > 1 else cascade
 
 
 def stages_apart(module: Module) -> frozenset[str]:
@@ -182,8 +207,11 @@ def stages_apart(module: Module) -> frozenset[str]:
 def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:
     """A stage's formula ``name`` for a cascade on a rank that has this ``share`` of the tokens; 0 without a formula."""
     formula = formula_in(stage, name)
-    if formula is None:
-        return 0.0
+    return 0.0 if formula is None else divided_formula(formula, cascade, share)
+
+
+def divided_formula(formula: Formula, cascade: Cascade, share: float) -> float:
+    """A formula for a cascade on a rank that has this ``share`` of the tokens."""
     return math.fsum(
         term_value(term, cascade) * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
         for term in formula.terms

@@ -4,7 +4,7 @@
 
     cost = CostModel(module)
     cost.time(cascade, 4)                     # ms on four ranks of one node
-    cost.time(cascade, 16, recompute=True)    # ms, packed on as few nodes as hold it
+    cost.time(cascade, 16, recompute=5)       # ms, packed on as few nodes as hold it, 5 blocks recomputed
     cost.memory(cascade, 4)                   # GiB per rank while it runs, without the rank's state
     cost.legal_degrees(cascade)               # (1, 2, 3, 4, ...)
     cost.table                                # all of it as rows: ``arachnec.cost.table``
@@ -29,6 +29,7 @@ from arachnec.cost.strategy import Attention, Strategy, grid_of
 from arachnec.cost.table import CostTable, split_backwards
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.stage_sizes import count_in, times_of
 
 
@@ -100,7 +101,7 @@ class CostModel:
         ranks: tuple[int, ...] | None = None,
         ulysses: int | None = None,
         ring: int | None = None,
-        recompute: bool = False,
+        recompute: int = 0,
         side: int | None = None,
     ) -> float:
         """ms that the cascade holds its ``degree`` ranks, its clips so many ``side`` by side.
@@ -118,23 +119,21 @@ class CostModel:
             strategy = replace(strategy, attention=grid_of(degree // (side or 1), ulysses, ring), side=side or 1)
         return self.table.entry(cascade, degree, ranks, strategy).time
 
-    def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: bool = False) -> float:
+    def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: int = 0) -> float:
         """ms that the cascade computes at least, divided evenly, where a group's slowest device is so much slower."""
         times = times_of(cascade)
         if times:
             return times[degree] * slowdown
         return self.table.compute.time(cascade, degree, Attention(1, degree), recompute, slowdown)
 
-    def volumes(self, cascade: Cascade, split: Attention, recompute: bool = False) -> Volumes:
+    def volumes(self, cascade: Cascade, split: Attention, recompute: int = 0) -> Volumes:
         """What each rank of the cascade sends to its clip's others; nothing where its times were measured."""
         if times_of(cascade):
             return Volumes(split.ulysses, split.ring)
         cascade = one_of_its_sides(cascade)
         return self.table.communication.volumes(cascade, split, recompute)
 
-    def communication(
-        self, cascade: Cascade, split: Attention, ranks: tuple[int, ...], recompute: bool = False
-    ) -> float:
+    def communication(self, cascade: Cascade, split: Attention, ranks: tuple[int, ...], recompute: int = 0) -> float:
         """The part of ``time`` on these ranks that is communication, ms; 0 where the cascade's times were measured."""
         if times_of(cascade):
             return 0.0
@@ -144,8 +143,8 @@ class CostModel:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def memory(self, cascade: Cascade, degree: int, recompute: bool = False, side: int = 1) -> float:
-        """GiB that each of the cascade's ranks holds while it runs, without its ``state``."""
+    def memory(self, cascade: Cascade, degree: int, recompute: int = 0, side: int = 1) -> float:
+        """GiB that each of its ranks holds while the cascade runs, so many blocks recomputed, without its ``state``."""
         return self._memory.of(cascade, degree, recompute, side)
 
     def side_at(self, cascade: Cascade, ranks: int) -> int:
@@ -155,7 +154,7 @@ class CostModel:
         entry = self.table.fitting(cascade, ranks)
         return 1 if entry is None else entry.strategy.side or 1
 
-    def kept(self, cascade: Cascade, degree: int, recompute: bool = False) -> float:
+    def kept(self, cascade: Cascade, degree: int, recompute: int = 0) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
         return self._memory.kept(cascade, degree, recompute)
 
@@ -220,8 +219,16 @@ class CostModel:
     def can_recompute(self, cascade: Cascade) -> bool:
         return self._memory.can_recompute(cascade)
 
-    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> bool | None:
-        """Whether the cascade must recompute to fit the memory at this degree; None where even that does not help.
+    def blocks(self, cascade: Cascade) -> int:
+        """How many blocks the cascade could recompute; 1 where its stage does not say of how many it consists."""
+        return block_count(self.stages[cascade.stage])
+
+    def recomputed(self, cascade: Cascade) -> int:
+        """How many blocks the cascade recomputes, as it is planned."""
+        return recomputed_blocks(cascade.attrs.get("recompute"), self.stages[cascade.stage])
+
+    def recompute_at(self, cascade: Cascade, degree: int, ranks: Sequence[int] | None = None) -> int | None:
+        """How many blocks the cascade must recompute to fit the memory at this degree; None where not even all help.
 
         Without ``ranks`` those with most memory count.
         """

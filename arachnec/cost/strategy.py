@@ -1,6 +1,6 @@
 """How the ranks of a cascade do its work together, once their number is known.
 
-A further way to do it (only some blocks recomputed, a sparse density) is a further field here: the
+A further way to do it (a sparse density) is a further field here: the
 cost table then has a row for it.
 """
 
@@ -20,15 +20,14 @@ class Attention:
 @dataclass(frozen=True)
 class Strategy:
     """``attention`` None asks for the cheapest product of Ulysses and ring on the ranks at hand, ``side`` None for the
-    cheapest number of clips side by side."""
+    cheapest number of clips side by side. ``recompute`` blocks run again in the backward."""
 
     attention: Attention | None = None
-    recompute: bool = False
+    recompute: int = 0
     side: int | None = None
 
 
 CHEAPEST = Strategy()
-CHEAPEST_RECOMPUTING = Strategy(recompute=True)
 
 
 def grid_of(degree: int, ulysses: int | None, ring: int | None) -> Attention | None:

@@ -1,12 +1,12 @@
-"""The cost table of a module: (stage, shape, degree, strategy) to ms, GiB and whether blocks are recomputed.
+"""The cost table of a module: (stage, shape, degree, strategy) to ms and GiB.
 
 ::
 
     table = CostModel(module).table
     table.entry(cascade, 4)                       # on four ranks of one node, with the cheapest attention
     table.entry(cascade, 4, (0, 1, 8, 9))         # on these ranks
-    table.entry(cascade, 4, strategy=Strategy(Attention(2, 2), recompute=True))
-    table.fitting(cascade, 4)                     # recomputing only where memory asks for it; None where nothing fits
+    table.entry(cascade, 4, strategy=Strategy(Attention(2, 2), recompute=5))
+    table.fitting(cascade, 4)                     # recomputing as few blocks as fit the memory, or None
     table.options(cascade)                        # the degrees that a scheduler chooses from
 
 The scheduling problem, its bounds, placement, ``recost`` and ``explain`` read their numbers here. Rows are filled when
@@ -48,7 +48,8 @@ class Entry:
     strategy: Strategy
 
     @property
-    def recompute(self) -> bool:
+    def recompute(self) -> int:
+        """How many blocks run again in the backward."""
         return self.strategy.recompute
 
 
@@ -102,8 +103,8 @@ class CostTable:
         return entry
 
     def fitting(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> Entry | None:
-        """The row at a degree where the cascade fits the memory, recomputing only where it must; None where it never
-        does. Without ``ranks`` those with most memory count."""
+        """The row at a degree where the cascade fits the memory, recomputing as few blocks as it must; None where it
+        never does. Without ``ranks`` those with most memory count."""
         fitting = [
             self.entry(cascade, degree, ranks, Strategy(recompute=recompute, side=side))
             for side in sides(cascade, self.stages[cascade.stage], degree)
@@ -156,10 +157,10 @@ class CostTable:
         grids = [Attention(u, degree // u) for u in range(1, degree + 1) if degree % u == 0 and u <= heads]
         if not count_in(stage, "attentions") or "forward" not in stage.attrs:
             return grids[-1]
-        return min(grids, key=lambda grid: (self._time(cascade, degree, grid, False, ranks), -grid.ulysses))
+        return min(grids, key=lambda grid: (self._time(cascade, degree, grid, 0, ranks), -grid.ulysses))
 
     def _time(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: bool, ranks: tuple[int, ...] | None
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
     ) -> float:
         slowdown = self.devices.slowdown(ranks)
         forward, backward = self.compute.halves(cascade, degree, attention, recompute, slowdown)

@@ -232,6 +232,37 @@ class WrongSide(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongRecompute(Diagnostic):
+    title: ClassVar[str] = "{node} recomputes {count} of the {blocks} blocks of `{stage}`"
+    label: ClassVar[str] = "not a number of its blocks"
+    help: ClassVar[str] = "write 0 to {blocks}, or `true` for all of them"
+    node: str
+    count: int
+    blocks: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class UnknownBlocks(Diagnostic):
+    title: ClassVar[str] = "{node} recomputes {count} blocks of `{stage}`, which does not say how many it has"
+    label: ClassVar[str] = "no part of its blocks can be named"
+    help: ClassVar[str] = "write `true` for all of them, or say of `{stage}` what its `layers` are"
+    node: str
+    count: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class WrongSpared(Diagnostic):
+    title: ClassVar[str] = "{node} says of {count} layers what recomputing them saves, and has {layers}"
+    label: ClassVar[str] = "runs of {count} layers together"
+    help: ClassVar[str] = "every layer is in one run, in the order of `layers`"
+    node: str
+    count: int
+    layers: int
+
+
+@dataclass(frozen=True)
 class WrongCell(Diagnostic):
     title: ClassVar[str] = "{node} is dealt out over cells of {cell} ranks, and there are {nodes} x {gpus}"
     label: ClassVar[str] = "cells of {cell}"

@@ -48,6 +48,7 @@ _PLAIN: dict[str, Test] = {
     "float": lambda value: type(value) in (int, float),
     "str": lambda value: type(value) is str,
     "bool": lambda value: type(value) is bool,
+    "int or bool": lambda value: type(value) in (int, bool),
     "@graph": lambda value: type(value) is Symbol,
 }
 
@@ -56,6 +57,7 @@ _NAMES = {
     "float": "a number",
     "str": "a string",
     "bool": "`true` or `false`",
+    "int or bool": "an integer, `true` or `false`",
     "@graph": "the name of a graph, `@Block`",
     "[int]": "a list of integers",
     "[str]": "a list of strings",

@@ -203,8 +203,9 @@ class Cascade:
         return integers(self.attrs["ranks"])
 
     @property
-    def recompute(self) -> bool:
-        return self.attrs.get("recompute", False) is True
+    def recomputes(self) -> bool:
+        """Whether blocks of it run again in the backward; ``arachnec.ir.recomputation`` says how many."""
+        return bool(self.attrs.get("recompute", False))
 
     def with_attrs(self, **values: Value | None) -> Cascade:
         return replace(self, attrs=self.attrs.updated(**values))

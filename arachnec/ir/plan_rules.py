@@ -13,10 +13,12 @@ from typing import TypeAlias
 
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integer, integers, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
+from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -145,6 +147,33 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
             yield errors.PartOfACell(_at(cascade, "ranks"), label(cascade), ranks, size, symbol(cascade.stage))
 
 
+def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
+    """Of cascades and of their forward instructions."""
+    stages = {cascade.name: index.stages.get(cascade.stage) for cascade in index.module.cascades}
+    nodes: list[tuple[str, Cascade | Instruction]] = [(cascade.name, cascade) for cascade in index.module.cascades]
+    for program in index.module.programs:
+        nodes += [(step.target, step) for step in program.instructions if step.op == "forward"]
+    for name, node in nodes:
+        count, stage = node.attrs.get("recompute"), stages.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or not count or stage is None:
+            continue
+        blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
+        if not blocks:
+            yield errors.UnknownBlocks(span, label(node), count, symbol(stage.name))
+        elif not 0 < count <= blocks:
+            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(stage.name))
+
+
+def all_layers_say_what_they_spare(index: ModuleIndex) -> Problems:
+    """What recomputing a layer saves is said of all of a stage's layers, or of none."""
+    for stage in index.module.stages:
+        if not stage.attrs.get("spared"):
+            continue
+        counts, layers = [count for count, _ in saved_by_recomputing(stage)], len(layers_of(stage))
+        if sum(counts) != layers or min(counts) < 1:
+            yield errors.WrongSpared(stage.attrs.span("spared") or stage.span, label(stage), sum(counts), layers)
+
+
 def _shards(cascade: Cascade) -> Problems:
     if "shards" not in cascade.attrs:
         return
@@ -206,6 +235,8 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     ranks_are_there,
     groups_fit_the_degree,
     cells_are_whole,
+    recomputed_blocks_are_there,
+    all_layers_say_what_they_spare,
     a_rank_does_one_thing,
     trained_stages_step,
 )

@@ -73,6 +73,7 @@ STAGE = table("""
     flops           | TFLOP formula  | traced | optional | one forward
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed
+    spared          | [[int, GiB formula]] | traced | optional | layers that save alike if recomputed; absent = all do
     recomputing     | GiB formula    | traced | optional | the part of that for the block that is run again, not kept
     shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
@@ -129,7 +130,7 @@ CASCADE = table("""
     side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
-    recompute | bool        | scheduled | optional | blocks are run again in the backward
+    recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
     memory    | GiB         | scheduled | optional | per rank, held while it runs
     ranks     | [int]       | placed    | required | one for each of its degree
     ulysses   | int         | placed    | optional | heads are split over so many ranks
@@ -184,7 +185,7 @@ INSTRUCTION = {
     ulysses   | int   | lowered | optional | as on the cascade
     ring      | int   | lowered | optional | as on the cascade
     shards    | [int] | lowered | optional | as on the cascade
-    recompute | bool  | lowered | optional | as on the cascade
+    recompute | int or bool | lowered | optional | as on the cascade
     attention | str   | lowered | optional | as on the cascade
     side      | int   | lowered | optional | as on the cascade
 """

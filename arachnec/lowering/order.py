@@ -14,8 +14,10 @@ from typing import ClassVar
 
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
+from arachnec.cost.recomputation import share_recomputed
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
+from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.values import Formula, Value
 
 TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal
@@ -254,5 +256,6 @@ def evaluate(value: Value | None, cascade: Cascade) -> float:
 def forward_share(cascade: Cascade, stage: Stage) -> float:
     """The part of a train cascade's time that its forward takes, by the stage's formulas."""
     forward = evaluate(stage.attrs.get("forward"), cascade)
-    backward = evaluate(stage.attrs.get("backward"), cascade) + (forward if cascade.recompute else 0.0)
+    again = share_recomputed(stage, recomputed_blocks(cascade.attrs.get("recompute"), stage)) * forward
+    backward = evaluate(stage.attrs.get("backward"), cascade) + again
     return forward / (forward + backward) if forward > 0 and backward > 0 else FORWARD_SHARE

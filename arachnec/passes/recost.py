@@ -63,7 +63,7 @@ def retimed(cascades: Sequence[Cascade], cost: CostModel) -> dict[str, Cascade]:
         start = max(0.0, *inputs, *(free.get(rank, 0.0) for rank in cascade.ranks))
         split = {name: integer(cascade.attrs[name]) for name in ("ulysses", "ring") if name in cascade.attrs}
         end = start + cost.time(
-            cascade, cascade.width, ranks=cascade.ranks, recompute=cascade.recompute, side=cascade.side, **split
+            cascade, cascade.width, ranks=cascade.ranks, recompute=cost.recomputed(cascade), side=cascade.side, **split
         )
         placed[cascade.name] = cascade.with_attrs(start=Quantity(start, "ms"), end=Quantity(end, "ms"))
         free |= dict.fromkeys(cascade.ranks, end)

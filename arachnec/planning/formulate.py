@@ -12,6 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
+from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.handoff_memory import in_turn
@@ -113,8 +114,9 @@ def co_resident_outputs(module: Module, cost: CostModel) -> dict[str, float]:
 def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Choice, ...]:
     """The degrees worth considering: they fit the memory, and each is faster than every smaller one.
 
-    Where it fits only with recomputation it recomputes. ``held`` GiB of other encoders' outputs are co-resident. They
-    may take what cascades leave free of a device. Raises UserError where there is no degree at all.
+    Where it fits only with recomputation it recomputes as few blocks as that takes. ``held`` GiB of other encoders'
+    outputs are co-resident. They may take what cascades leave free of a device. Raises UserError where there is no
+    degree at all.
     """
     legal = cost.legal_degrees(cascade)
     if not legal:
@@ -148,7 +150,7 @@ def _options_next_to(cascade: Cascade, cost: CostModel, legal: Sequence[int], sp
 
 
 def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> FitsNoDegree:
-    recompute = cost.can_recompute(cascade)
+    recompute = cost.blocks(cascade) if cost.can_recompute(cascade) else 0
     degree = min(legal, key=lambda d: cost.memory(cascade, d, recompute))
     needed = cost.memory(cascade, degree, recompute) + cost.state
     remedy = "train it at fewer frames or a lower resolution, or use more GPUs or devices with more memory"
@@ -194,7 +196,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     if missing:
         raise UserError(BadSchedule(None, f"%{missing[0]} was given no degree and times"))
     cascades = tuple(
-        decided(cascade, cost, degree, cost.recompute_at(cascade, degree) is True, *times[cascade.name])
+        decided(cascade, cost, degree, cost.recompute_at(cascade, degree) or 0, *times[cascade.name])
         for cascade in module.cascades
         for degree in [degrees[cascade.name]]
     )
@@ -211,15 +213,18 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     return planned
 
 
-def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: bool, start: float, end: float) -> Cascade:
-    """A cascade with its degree and times in ms. ``degree`` ranks are its own, for one clip or several side by side."""
+def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: int, start: float, end: float) -> Cascade:
+    """A cascade with its degree, the number of blocks it recomputes, and its times in ms.
+
+    ``degree`` ranks are its own, for one clip or several side by side.
+    """
     side = cost.side_at(cascade, degree)
     return cascade.with_attrs(
         degree=degree // side,
         side=side if side > 1 else None,
         start=Quantity(start, "ms"),
         end=Quantity(end, "ms"),
-        recompute=True if recompute else None,
+        recompute=recompute_value(recompute, cost.stages[cascade.stage]),
         memory=Quantity(round(cost.memory(cascade, degree, recompute, side), 6), "GiB"),
     )
 

@@ -7,6 +7,7 @@ replicas, longest first, each to the one with the least work so far.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
@@ -104,10 +106,13 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
     batches = micro_batches(module, parts)
     degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
-    ways = (False, True) if options.recompute is None else (options.recompute,)
+    most = max(block_count(part) for part in parts)
+    ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
     plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
-    fitting = {r: next((plan for plan in plans if plan.recompute is r and plan.fits), None) for r in (False, True)}
+    fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
+    if options.recompute is None:
+        offered = [fewest_blocks(plan) for plan in offered]
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(ranks), key=lambda rank: least.needed[rank])
@@ -115,6 +120,13 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
     return _at_level_placed(module, cost, placed, offered[0].places)
+
+
+def fewest_blocks(plan: _Plan) -> _Plan:
+    """The plan with as few blocks recomputed as fit; it fits."""
+    counts = range(1, plan.recompute)
+    first = bisect_left(counts, True, key=lambda count: replace(plan, recompute=count).fits)
+    return replace(plan, recompute=counts[first]) if first < len(counts) else plan
 
 
 def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
@@ -133,7 +145,7 @@ def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One degree, with blocks recomputed or not."""
+    """One degree, and a number of blocks that every stage recomputes, or all where it has fewer."""
 
     module: Module
     cost: CostModel
@@ -142,7 +154,7 @@ class _Plan:
     options: Options
     ranks: int  # of a pipeline
     degree: int
-    recompute: bool
+    recompute: int
 
     @property
     def run(self) -> int:
@@ -160,11 +172,14 @@ class _Plan:
             dealt[replica].append(batch)
         return dealt
 
+    def _blocks(self, cascade: Cascade) -> int:
+        return min(self.recompute, self.cost.blocks(cascade))
+
     def _work(self, batch: MicroBatch) -> float:
         return sum(self._time(cascade) for cascade in batch.cascades.values())
 
     def _time(self, cascade: Cascade) -> float:
-        return self.cost.time(cascade, self.degree, recompute=self.recompute)
+        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade))
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
@@ -242,18 +257,20 @@ class _Plan:
 
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
-        return self.cost.kept(batch.cascades[stage, Phase.FORWARD], self.degree, self.recompute)
+        forward = batch.cascades[stage, Phase.FORWARD]
+        return self.cost.kept(forward, self.degree, self._blocks(forward))
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
         most = 0.0
         for batch in batches:
             for stage in stages:
-                forward = self.cost.memory(batch.cascades[stage, Phase.FORWARD], self.degree, self.recompute)
+                begun = batch.cascades[stage, Phase.FORWARD]
+                forward = self.cost.memory(begun, self.degree, self._blocks(begun))
                 backward = batch.cascades.get((stage, Phase.BACKWARD))
                 most = max(most, forward - self._kept(batch, stage))
                 if backward is not None:
-                    most = max(most, self.cost.memory(backward, self.degree, self.recompute))
+                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward)))
         return most
 
     @property
@@ -293,10 +310,10 @@ class _Plan:
     ) -> Cascade:
         if cascade.phase is Phase.ENCODE:
             ranks = ranks[: min(self.degree, max(self.cost.legal_degrees(cascade)))]
-        degree, recompute = len(ranks), self.recompute and self.cost.can_recompute(cascade)
-        again = self.recompute and cascade.phase is Phase.BACKWARD
-        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute or again)
-        begun = decided(cascade, self.cost, degree, recompute or again, 0.0, time)
+        degree, again = len(ranks), self.cost.can_recompute(cascade) or cascade.phase is Phase.BACKWARD
+        recompute = self._blocks(cascade) if again else 0
+        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute)
+        begun = decided(cascade, self.cost, degree, recompute, 0.0, time)
         return on(begun, ranks, inputs, free, self.cost)
 
     def _lane(self, batches: Sequence[MicroBatch], rank: int, actions: Sequence[Action]) -> Iterator[Cascade]:

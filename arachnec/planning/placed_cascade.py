@@ -10,6 +10,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention, Strategy
 from arachnec.cost.table import Entry
 from arachnec.ir.nodes import Cascade
+from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Quantity
 from arachnec.solver.bound import NEGLIGIBLE
@@ -26,16 +27,16 @@ def on(
 
 def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
     """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
-    recompute = cascade.recompute
+    recompute = cost.recomputed(cascade)
     if cost.devices.kinds:
-        recompute = cost.recompute_at(cascade, cascade.width, ranks) is True
+        recompute = cost.recompute_at(cascade, cascade.width, ranks) or 0
     cheapest = cost.table.entry(cascade, cascade.width, ranks, Strategy(recompute=recompute, side=cascade.side))
     entry = _on_family_grid(cascade, ranks, cheapest, cost) if cost.has_attention(cascade) else cheapest
     split = entry.strategy.attention if cost.has_attention(cascade) else None
     duration = cascade.end - cascade.start + max(0.0, entry.time - cheapest.time)
     if cost.devices.kinds:
         memory = Quantity(round(entry.memory, 6), "GiB")
-        cascade = cascade.with_attrs(recompute=True if recompute else None, memory=memory)
+        cascade = cascade.with_attrs(recompute=recompute_value(recompute, cost.stages[cascade.stage]), memory=memory)
         duration = entry.time
     elif not times_of(cascade) and len({node_of(cost.cluster, rank) for rank in ranks}) > 1:
         # the tick to which the scheduler rounded up is not taken away again

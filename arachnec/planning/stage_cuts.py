@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -178,6 +178,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             joint=attrs.get("joint"),
             flops=formula_sum([(1, blocks("block_flops", "TFLOP", each)), (1, outside("end_flops", "TFLOP"))], "TFLOP"),
             recomputing=_largest(stage, "block_saved", once),
+            spared=_spared(stage, classes),
             shell=outside("end_saved", "GiB"),
             batch=attrs.get("batch"),
             saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", each))], "GiB"),
@@ -191,6 +192,14 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             part_of=stage.name,
         ),
     )
+
+
+def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
+    """Runs of layers of these classes, and what recomputing each saves; None where all save the same."""
+    pairs = zip(_formulas(stage, "block_saved"), _formulas(stage, "block_inputs"), strict=True)
+    saves = [formula_sum([(1, saved), (-1, inputs)], "GiB") for saved, inputs in pairs]
+    runs = [(len(list(run)), saves[kind]) for kind, run in groupby(classes)]
+    return tuple(runs) if len(runs) > 1 else None
 
 
 def _handed_on(stage: Stage, layer: int) -> Formula:

@@ -44,7 +44,7 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
         problems.append(f"{name} starts at {cascade.start} ms")
     listed = integers(cascade.attrs.get("ranks", ()))
     ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
-    entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cascade.recompute, side=cascade.side))
+    entry = cost.table.entry(cascade, degree, ranks, Strategy(recompute=cost.recomputed(cascade), side=cascade.side))
     if cascade.end - cascade.start < entry.time - _slack(cascade.end):
         problems.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
     if entry.memory > cost.room_on(ranks, degree) + TOLERANCE:

@@ -116,7 +116,7 @@ class Works:
     def _communication(self, cascade: Cascade, group: tuple[int, ...]) -> _Sent:
         parts = side_by_side(group, cascade.side)  # each sends among itself
         split = _split(cascade, len(parts[0]))
-        sent = self._cost.volumes(cascade, split, cascade.recompute)
+        sent = self._cost.volumes(cascade, split, self._cost.recomputed(cascade))
         if not sent.moved:
             return _Sent()
         inside: Needed = defaultdict(float)
@@ -137,7 +137,7 @@ class Works:
                 for source, target in zip(members, (*members[1:], members[0]), strict=True):
                     self._add(inside, outside, source, target, sent.passed)
             latency += sent.hops * max(map(self._latency, parts))
-        planned = self._cost.communication(cascade, split, group, cascade.recompute)
+        planned = self._cost.communication(cascade, split, group, self._cost.recomputed(cascade))
         loads = tuple(_load(needed) for needed in (inside, outside) if needed)
         # between nodes a plan may count contention within the group, which is on no link
         penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)

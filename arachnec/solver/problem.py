@@ -20,7 +20,7 @@ class Choice:
 
     degree: int
     ticks: int
-    recompute: bool = False
+    recompute: int = 0  # blocks
 
     @property
     def area(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,9 +27,14 @@ class Execution:
     """How the blocks of one model run at the moment."""
 
     shard: SequenceShard | None = None
-    recompute: bool = False
+    recompute: bool | Set[str] = False  # of all blocks, or the paths of some
     recomputing: AbstractContextManager[object] | None = None  # a block that is run again runs inside it
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
+
+    def recomputes(self, path: str) -> bool:
+        """Whether the block keeps its inputs alone and runs again in the backward."""
+        some = self.recompute
+        return torch.is_grad_enabled() and (some if isinstance(some, bool) else path in some)
 
     def shard_of(self, length: int) -> SequenceShard:
         """The shard of ``length`` tokens: the cascade's own, or one with the same shares where text was joined."""
@@ -78,7 +83,7 @@ class BlockForward:
             inputs = self._arguments.tensors(args, kwargs)
             return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
         if execution.shard is None:
-            if execution.recompute and torch.is_grad_enabled():
+            if execution.recomputes(self.path):
                 return _checkpoint(self.original, execution, args, kwargs)
             return self.original(*args, **kwargs)
         return self._sharded(self._arguments.tensors(args, kwargs))
@@ -96,7 +101,7 @@ class BlockForward:
         return self.block.captured.unflatten(outputs)
 
     def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
-        if self.execution.recompute and torch.is_grad_enabled():
+        if self.execution.recomputes(self.path):
             recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {})
             return recomputed
         outputs: Sequence[Tensor] = module(*values)

@@ -8,7 +8,7 @@ the outputs of the last are gathered, and what lies between needs no knowledge o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -46,13 +46,13 @@ class SequenceModel:
     def use(
         self,
         shard: SequenceShard | None,
-        recompute: bool = False,
+        recompute: bool | Set[str] = False,
         recomputing: AbstractContextManager[object] | None = None,
     ) -> Iterator[nn.Module]:
         """Inside, the model's forward and backward run on this rank's tokens; unchanged for None and for one rank.
 
-        ``recompute`` keeps only the inputs of a block and runs its forward again in the backward, inside
-        ``recomputing``: autograd runs it without the modes that were on in the forward.
+        Blocks that ``recompute``, all or those at some paths, keep only their inputs and run their forward again in the
+        backward, inside ``recomputing``: autograd runs it without the modes that were on in the forward.
         """
         execution = self._execution
         before = execution.shard, execution.recompute, execution.recomputing, execution._lengths

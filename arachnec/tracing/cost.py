@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import sympy
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
-from arachnec.ir.values import Attributes, Formula, Quantity, Symbol
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
@@ -60,6 +61,7 @@ def trained_stage(
             flops=polynomial(flops.subs(numbers), "TFLOP", TERA),
             saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
+            spared=_spared(captured, memories, numbers),
             shell=polynomial(outside["saved"].subs(numbers), "GiB", GIB),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             batch=polynomial(fit_polynomial([_batch_bytes(call) for call in calls], points), "GiB", GIB),
@@ -113,6 +115,20 @@ def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sym
     inputs = sum((n * memory.chained for n, memory in zip(counts, memories, strict=True)), zero)
     once = _largest([memory.saved for memory in memories])
     return saved + shared, inputs + once + shared, _largest([memory.workspace for memory in memories])
+
+
+def _spared(
+    captured: CapturedModel, memories: Sequence[BlockMemory], numbers: dict[sympy.Symbol, int]
+) -> tuple[Value, ...] | None:
+    """Runs of layers, in the order of the forward, and what recomputing each saves; None where all save the same."""
+    layers: dict[str, sympy.Expr] = {}
+    for call in captured.calls:
+        saves = memories[call.block].saved - memories[call.block].chained
+        layers[call.path] = sympy.expand(layers.get(call.path, sympy.Integer(0)) + saves)
+    runs = [(len(list(run)), saves) for saves, run in groupby(layers.values())]
+    if len(runs) < 2:
+        return None
+    return tuple((count, polynomial(saves.subs(numbers), "GiB", GIB)) for count, saves in runs)
 
 
 def _largest(expressions: Sequence[sympy.Expr]) -> sympy.Expr:

@@ -223,7 +223,7 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     below = [degree for degree in tried if degree < cascade.width]
     above = [degree for degree in tried if degree > cascade.width]
     sentence = f"{_words(cascade)} has degree {cascade.width}: {ms(cascade.end - cascade.start)}."
-    packed = cost.time(cascade, cascade.width, recompute=cascade.recompute)
+    packed = cost.time(cascade, cascade.width, recompute=cost.recomputed(cascade))
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
         elsewhere = "the fastest devices" if cost.devices.kinds else "as few nodes as hold it"
         sentence += f" Where it is placed it takes longer than on {elsewhere}: {ms(packed)}."
@@ -245,13 +245,14 @@ def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: floa
     ranks = _like(cascade, degree, cost)
     entry = cost.table.fitting(cascade, degree, ranks)
     if entry is None:
-        need, room = cost.memory(cascade, degree, cost.can_recompute(cascade)), cost.room_on(ranks, degree)
+        need, room = cost.memory(cascade, degree, _most_blocks(cascade, cost)), cost.room_on(ranks, degree)
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
     current = cascade.end - cascade.start
-    time, recompute = entry.time, entry.recompute
+    time, recompute, now = entry.time, entry.recompute, cost.recomputed(cascade)
     area = degree * time / (cascade.width * current) - 1 if current > 0 else 0.0
-    with_recompute = ", recomputing," if recompute and not cascade.recompute else ""
-    without = " without recomputing" if cascade.recompute and not recompute else ""
+    some = f" {recompute} blocks" if recompute < cost.blocks(cascade) else ""
+    with_recompute = f", recomputing{some}," if recompute not in (0, now) else ""
+    without = " without recomputing" if now and not recompute else ""
     late = cascade.start + time - makespan
     end = f" and end {ms(late)} after all others" if late > NOTHING * makespan else ""
     more = f"{_percent(abs(area))} {'more' if area > 0 else 'less'}" if abs(area) > NOTHING else "the same"
@@ -268,7 +269,7 @@ def _like(cascade: Cascade, degree: int, cost: CostModel) -> tuple[int, ...] | N
 
 
 def _recomputation(module: Module, cost: CostModel) -> list[str]:
-    recomputing = [cascade for cascade in module.cascades if cascade.recompute]
+    recomputing = [cascade for cascade in module.cascades if cascade.recomputes]
     if not any(cost.can_recompute(cascade) for cascade in module.cascades):
         return ["No stage can recompute its blocks."]
     if not recomputing:
@@ -278,21 +279,22 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
         ]
     share = sum(_recompute_cost(cascade, cost) for cascade in recomputing)
     work = math.fsum(cascade.width * (cascade.end - cascade.start) for cascade in module.cascades)
-    whose = "recomputes its" if len(recomputing) == 1 else "recompute their"
+    verb = "recomputes" if len(recomputing) == 1 else "recompute"
     sentences = [
-        f"{len(recomputing)} of {_count(len(module.cascades), 'cascade')} {whose} blocks in backward, for "
+        f"{len(recomputing)} of {_count(len(module.cascades), 'cascade')} {verb} blocks in backward, for "
         f"{_percent(share / work)} of all GPU time, to fit the memory."
     ]
     largest = sorted(recomputing, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
     for cascade in largest:
         width, side = cascade.width, cascade.side
-        without, recomputed = (cost.memory(cascade, width, recompute, side) for recompute in (False, True))
+        blocks = cost.recomputed(cascade)
+        without, recomputed = (cost.memory(cascade, width, recompute, side) for recompute in (0, blocks))
         room = cost.room_on(cascade.ranks, cascade.width)
         wide = next((d for d in cost.options(cascade) if d > cascade.width and cost.memory(cascade, d) <= room), None)
         fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
         sentences.append(
             f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.width}, {recomputed:.3g} with "
-            f"recomputation; {room:.3g} are free. {fits}"
+            f"{_blocks(blocks, cost.blocks(cascade))} recomputed; {room:.3g} are free. {fits}"
         )
     return sentences
 
@@ -303,11 +305,21 @@ def _rooms(cost: CostModel) -> str:
     return " to ".join(dict.fromkeys((f"{rooms[0]:.3g}", f"{rooms[-1]:.3g}"))) + " GiB"
 
 
+def _most_blocks(cascade: Cascade, cost: CostModel) -> int:
+    return cost.blocks(cascade) if cost.can_recompute(cascade) else 0
+
+
+def _blocks(recomputed: int, blocks: int) -> str:
+    """``7 of 40 blocks``."""
+    return "all blocks" if recomputed == blocks else f"{recomputed} of {blocks} blocks"
+
+
 def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:
     """GPU ms that a cascade spends on recomputing."""
     if times_of(cascade):
         return 0.0
-    recomputed = cost.time(cascade, cascade.width, ranks=cascade.ranks, recompute=True, side=cascade.side)
+    blocks = cost.recomputed(cascade)
+    recomputed = cost.time(cascade, cascade.width, ranks=cascade.ranks, recompute=blocks, side=cascade.side)
     return cascade.width * (recomputed - cost.time(cascade, cascade.width, ranks=cascade.ranks, side=cascade.side))
 
 
@@ -333,7 +345,7 @@ def _communication(module: Module, cost: CostModel) -> list[str]:
 def _communication_time(cascade: Cascade, cost: CostModel) -> float:
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
     split = Attention(ulysses if isinstance(ulysses, int) else 1, ring if isinstance(ring, int) else 1)
-    return cost.communication(cascade, split, cascade.ranks, cascade.recompute)
+    return cost.communication(cascade, split, cascade.ranks, cost.recomputed(cascade))
 
 
 def _words(cascade: Cascade) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 from arachnec.cluster.topology import machines, node_of
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Module, quantity
+from arachnec.ir.nodes import Cascade, Module, quantity
+from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.values import Value
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.format import ms, runs, title_of
@@ -147,7 +148,7 @@ def _cascades(module: Module, timelines: Sequence[Timeline]) -> dict[str, list[A
         "ranks": [_flat_runs(cascade.ranks) for cascade in rows],
         "ulysses": [_count(cascade.attrs.get("ulysses")) for cascade in rows],
         "ring": [_count(cascade.attrs.get("ring")) for cascade in rows],
-        "recompute": [int(cascade.recompute) for cascade in rows],
+        "recompute": [_recomputed(module, cascade) for cascade in rows],
         "memory": [_gib(cascade.attrs.get("memory")) for cascade in rows],
     }
     columns["spans"] = [
@@ -228,6 +229,13 @@ def _flat_runs(numbers: Sequence[int]) -> list[int]:
 
 def _short(text: str) -> str:
     return text if len(text) <= CAPTION else text[: CAPTION - 1] + "…"
+
+
+def _recomputed(module: Module, cascade: Cascade) -> int | str:
+    """How many blocks a cascade recomputes, or that it recomputes all."""
+    stage = module.stage(cascade.stage)
+    blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
+    return "all" if blocks and blocks == block_count(stage) else blocks
 
 
 def _count(value: Value | None) -> int:

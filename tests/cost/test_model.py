@@ -185,8 +185,8 @@ def test_options_fit_the_memory_and_each_is_faster_than_every_smaller_degree() -
     options = cost.options(cascade())
     assert min(options) == 2
     assert list(options.values()) == sorted(options.values(), reverse=True)
-    assert cost.recompute_at(cascade(), 2) is True
-    assert cost.recompute_at(cascade(), 8) is False
+    assert cost.recompute_at(cascade(), 2) == 1, "all: the stage does not say how many blocks it has"
+    assert cost.recompute_at(cascade(), 8) == 0
     assert cost.recompute_at(cascade(), 1) is None
 
 

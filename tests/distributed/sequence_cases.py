@@ -33,14 +33,15 @@ from tests.spmd.sequence_models import MODELS, Size
 
 @dataclass(frozen=True)
 class Step:
-    """``tokens`` per rank, sum the clip's; where empty, at random cuts."""
+    """``tokens`` per rank, sum the clip's; where empty, at random cuts. ``recompute`` is all blocks, or the first so
+    many."""
 
     ranks: tuple[int, ...]
     ulysses: int
     ring: int
     size: Size
     tokens: tuple[int, ...] = ()
-    recompute: bool = False
+    recompute: bool | int = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,12 @@ def _compare(
     arguments = case.arguments(step.size)
     shard = groups.shard(step.ranks, tokens, step.ulysses, step.ring)
     true_loss, truth = whole
-    with sequence.use(shard, recompute=step.recompute):
+    again: bool | frozenset[str] = step.recompute is True
+    if not isinstance(step.recompute, bool):
+        paths = list(dict.fromkeys(call.path for call in sequence.captured.calls))
+        assert step.recompute < len(paths)
+        again = frozenset(paths[: step.recompute])
+    with sequence.use(shard, recompute=again):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
     assert partial.keys() == truth.keys()
     for gradient in partial.values() if degree > 1 else ():

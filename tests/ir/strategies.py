@@ -84,9 +84,11 @@ _SAMPLES: dict[str, st.SearchStrategy[Value]] = {
     "float": st.floats(0, 1e9),
     "str": texts,
     "bool": st.booleans(),
+    "int or bool": st.booleans(),
     "[int]": ranks,
     "[[@graph, int]]": st.just(()),
     "[[int, ms]]": st.just(()),
+    "[[int, GiB formula]]": st.just(()),
     "[[str, int]]": st.just(()),
 }
 _positive_terms = st.builds(Term, st.floats(0, 1), st.just((("S", 1),)) | st.just((("B", 1), ("S", 2))) | st.just(()))

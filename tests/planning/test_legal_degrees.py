@@ -60,7 +60,7 @@ def one_after_another(module: Module, degrees: dict[str, int]) -> Module:
     times: dict[str, tuple[float, float]] = {}
     for cascade in module.cascades:
         degree = degrees[cascade.name]
-        ms = cost.time(cascade, degree, recompute=cost.recompute_at(cascade, degree) is True)
+        ms = cost.time(cascade, degree, recompute=cost.recompute_at(cascade, degree) or 0)
         free.sort()
         start = max(free[degree - 1], *(times[name][1] for name in cascade.inputs), 0.0)
         times[cascade.name] = start, start + ms

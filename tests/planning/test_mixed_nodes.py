@@ -117,7 +117,7 @@ def test_what_only_some_devices_can_hold_is_placed_there() -> None:
 def test_a_degree_that_the_large_devices_cannot_reach_counts_with_the_memory_of_the_small_ones() -> None:
     module = costed("1x2:l20+1x2:h20", [60_000], saved=2e-3)
     cost, cascade = CostModel(module), module.cascades[0]
-    assert cost.recompute_at(cascade, 2) is False, "60 GiB on each of two H20"
+    assert cost.recompute_at(cascade, 2) == 0, "60 GiB on each of two H20"
     assert cost.recompute_at(cascade, 2, (0, 1)) is None
     assert cost.recompute_at(cascade, 3) is None or cost.memory(cascade, 3) <= cost.room_on((0, 2, 3), 3)
     assert set(planned(module).cascades[0].ranks) in ({2, 3}, {0, 1, 2, 3})
@@ -129,8 +129,8 @@ def test_recomputation_is_decided_by_the_device_that_a_cascade_lands_on() -> Non
     )
     on_small = [c for c in module.cascades if c.ranks[0] < 2]
     assert on_small
-    assert all(c.recompute for c in on_small)
-    assert not any(c.recompute for c in module.cascades if c.ranks[0] >= 2)
+    assert all(c.recomputes for c in on_small)
+    assert not any(c.recomputes for c in module.cascades if c.ranks[0] >= 2)
 
 
 def test_a_clip_that_no_device_holds_is_refused_with_the_largest_memory() -> None:

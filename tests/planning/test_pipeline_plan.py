@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from arachnec.backends.simulator import simulate
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Module, Phase, Stage
+from arachnec.ir.nodes import Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import clip, cluster
@@ -80,6 +81,23 @@ def test_state_lies_on_the_ranks_of_its_stage() -> None:
     states = [program.attrs["state"].value for program in module.programs]  # type: ignore[union-attr]
     assert sum(states) == pytest.approx(1.0)
     assert max(states) < 0.3
+
+
+def test_stages_recompute_as_few_blocks_as_their_micro_batches_need_to_fit() -> None:
+    """Less memory, more blocks and a longer step: from none of a stage's four to all."""
+    made = module_of(2, 8, [3] * 4)
+    whole, kept = (Formula((Term(size, (("B", 1), ("S", 1))),), "GiB") for size in (2e-2, 1e-3))
+    attrs = made.stages[0].attrs.updated(block_saved=(whole,), block_inputs=(kept,), saved=whole, saved_recompute=kept)
+    assert made.cluster is not None
+    plans = []
+    for memory in (2.5, 2.0, 1.4, 1.0, 0.7):
+        machine = replace(made.cluster, attrs=made.cluster.attrs.updated(memory=Quantity(memory, "GiB")))
+        small = replace(made, cluster=machine, stages=(replace(made.stages[0], attrs=attrs),))
+        module = Pipeline.parse(pipeline_of("p=2", "schedule=1f1b")).run(small)
+        blocks = {CostModel(module).recomputed(cascade) for cascade in module.cascades}
+        plans.append((*blocks, quantity(module.attrs["makespan"])))
+    assert [blocks for blocks, _ in plans] == [0, 1, 2, 3, 4]
+    assert plans == sorted(plans)
 
 
 @pytest.mark.parametrize(

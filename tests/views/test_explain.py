@@ -72,7 +72,9 @@ def test_degrees_are_explained_by_what_the_cost_model_says_of_the_next_ones() ->
             continue
         for degree in (cascade.degree - 1, cascade.degree + 1):
             if degree in cost.legal_degrees(cascade) and (again := cost.recompute_at(cascade, degree)) is not None:
-                assert f"At {degree}{', recomputing,' if again and not cascade.recompute else ''} it would take" in line
+                assert (
+                    f"At {degree}{', recomputing,' if again and not cascade.recomputes else ''} it would take" in line
+                )
                 assert ms(cost.time(cascade, degree, recompute=again)) in line
 
 
@@ -88,7 +90,7 @@ def test_a_degree_that_does_not_fit_is_said_not_to() -> None:
 def test_recomputing_cascades_are_named_with_what_they_would_need() -> None:
     module = plan()
     said = {section.title: section.sentences for section in explain(module)}["Recomputation"]
-    again = [cascade for cascade in module.cascades if cascade.recompute]
+    again = [cascade for cascade in module.cascades if cascade.recomputes]
     assert [line.split()[0] for line in said[1:]] == [f"%{cascade.name}" for cascade in again]
     need = CostModel(module).memory(again[0], again[0].degree)
     assert f"needs {need:.3g} GiB" in said[1]

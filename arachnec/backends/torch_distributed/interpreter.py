@@ -7,7 +7,7 @@ and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_paral
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -42,6 +42,7 @@ from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -57,7 +58,7 @@ class SequenceParallel(Protocol):
     def use(
         self,
         shard: SequenceShard | None,
-        recompute: bool,
+        recompute: bool | Set[str],
         recomputing: AbstractContextManager[object] | None = None,
     ) -> AbstractContextManager[object]: ...
 
@@ -378,7 +379,7 @@ class _Walk:
                 alone = len(instruction.peers) < 2
                 shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
                 shard = shard and replace(shard, attention=family)
-                recompute = forward.attrs.get("recompute") is True
+                recompute = recomputed_layers(forward.attrs.get("recompute"), stage)
                 again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
                 stack.enter_context(context.sequence.use(shard, recompute, again))
             yield
@@ -400,6 +401,4 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
     forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(
-        len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") is True for step in forwards
-    )
+    return any(len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") for step in forwards)

@@ -95,7 +95,7 @@ function facts(what, box) {
   timelines.forEach((timeline, number) => {
     if (row.spans[number]) found.push([timeline.title, `${time(row.spans[number].ms)} (${span(row.spans[number])})`]);
   });
-  if (row.memory) found.push(["memory", `${+row.memory.toPrecision(3)} GiB per rank` + (row.recompute ? ", recomputes in backward" : "")]);
+  if (row.memory) found.push(["memory", `${+row.memory.toPrecision(3)} GiB per rank` + (row.recompute ? `, recomputes ${row.recompute} blocks in backward` : "")]);
   const first = clipAt.get(row.clips[0]);
   if (first !== undefined) {
     found.push(["size", plan.clips.size[first]]);

@@ -25,7 +25,7 @@ const COLUMNS = [
     ["to planned", (row) => spanM(row, "ms") / span0(row, "ms") || 0, (row) => (spanM(row, "ms") === null || !span0(row, "ms") ? "" : `${(spanM(row, "ms") / span0(row, "ms")).toFixed(2)}x`)],
   ]),
   ["memory", (row) => row.memory, (row) => (row.memory ? `${+row.memory.toPrecision(3)} GiB` : "")],
-  ["recompute", (row) => row.recompute, (row) => (row.recompute ? "yes" : "")],
+  ["recompute", (row) => (row.recompute === "all" ? Infinity : row.recompute), (row) => `${row.recompute || ""}`],
 ].map(([head, key, write, kind]) => ({ head, key, write: write || ((row) => `${key(row)}`), kind }));
 const NUMERIC = new Set(["batch", "tokens", "text", "degree", "start", "end", "ms", "measured", "to planned", "memory"]);
 
@@ -46,7 +46,7 @@ function condition(word) {
     }
   }
   if (word === "critical") return (row) => timelines.some((timeline) => timeline.on.has(row.index));
-  if (word === "recompute") return (row) => row.recompute === 1;
+  if (word === "recompute") return (row) => row.recompute !== 0;
   return (row) => words(row).includes(word);
 }
 

@@ -118,6 +118,7 @@ BESIDE = [replace(BOTH[0], attrs=ALONE), *BOTH[1:]]  # clips a and b, of one sha
 PAIRS = (("degree", 2), ("side", 2), ("ulysses", 2), ("ring", 1))
 TWO_BY_TWO = [replace(WHOLE_WORLD[0], attrs=PAIRS), *WHOLE_WORLD[1:]]
 AGAIN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompute=True)
+FIRST = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompute=1)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ AGAIN = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompu
         pytest.param(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
         pytest.param(4, 4, TWO_BY_TWO, DOUBLE, LAYERS, id="side-by-side-in-a-cell"),
         pytest.param(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
+        pytest.param(4, 2, FIRST, DOUBLE, LAYERS, id="recomputing-one-block-of-two"),
         pytest.param(4, 2, BOTH, ADAPTERS, (("blocks.0", 12), ("blocks.1", 156)), id="most-are-frozen"),
         pytest.param(4, 2, BOTH, TIED, (("blocks.0", 1092), ("blocks.1", 1092)), id="two-layers-share-a-weight"),
         pytest.param(4, 1, WHOLE_WORLD, DOUBLE, LAYERS, id="cells-of-one"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,8 +108,8 @@ def build():
     model.embed.requires_grad_(False)
     return model
 """
-    again = (("recompute", True),)
-    works = [replace(work, attrs=again) for work in UNEVEN[3]]
+    blocks = itertools.cycle((True, 1))
+    works = [replace(work, attrs=(("recompute", next(blocks)),)) for work in UNEVEN[3]]
     module = bucketed(lowered(traced(3, [CLIPS]), works), (1, 1))
     found, _ = run_plan(tmp_path / "run", module, 3, MODEL + more)
     expected = plain_loop(tmp_path / "run", CLIPS)[1]

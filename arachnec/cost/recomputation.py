@@ -1,0 +1,52 @@
+"""What recomputing the first blocks of a stage saves: how much of it, and how many blocks a room asks for.
+
+``saved`` is kept for the backward where no block is recomputed, ``saved_recompute`` where all are, one whole block
+included: the one that runs again. In between memory falls by what the blocks save, scaled to these two. It is a bound:
+the first blocks run again when the backward has freed a later one, which gives the room that the scaling still counts.
+Time grows with the number of blocks, from no further forward to one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from arachnec.ir.nodes import Stage
+from arachnec.ir.recomputation import block_count, saved_by_recomputing
+from arachnec.ir.values import Formula
+
+Runs = Sequence[tuple[int, float]]  # so many blocks, and what recomputing each of them saves
+
+
+def runs_of(stage: Stage, size: Callable[[Formula], float]) -> Runs:
+    """The stage's runs of blocks, by what their formulas come to."""
+    return [(count, 1.0 if saves is None else size(saves)) for count, saves in saved_by_recomputing(stage)]
+
+
+def share_recomputed(stage: Stage, blocks: int) -> float:
+    """The share of a forward that runs again: blocks count as equally long."""
+    return blocks / block_count(stage) if blocks else 0.0
+
+
+def share_saved(runs: Runs, blocks: int) -> float:
+    """The share of what recomputing every block saves that the first ``blocks`` save."""
+    total = math.fsum(count * each for count, each in runs)
+    if total <= 0:
+        return 0.0
+    saved, left = 0.0, blocks
+    for count, each in runs:
+        saved += min(count, left) * each
+        left -= min(count, left)
+    return min(1.0, saved / total)
+
+
+def least_blocks(runs: Runs, share: float) -> int:
+    """The least number of blocks that saves this share, which is at most 1."""
+    wanted = share * math.fsum(count * each for count, each in runs)
+    blocks = 0
+    for count, each in runs:
+        if wanted <= count * each:
+            return blocks + (math.ceil(wanted / each) if wanted > 0 else 0)
+        wanted -= count * each
+        blocks += count
+    return blocks
