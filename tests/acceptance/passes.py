@@ -35,7 +35,7 @@ class Assign(Pass):
             ends[cascade.name] = end = start + cost.time(cascade, degree)
             for rank in ranks:
                 free[rank] = end
-            memory = Quantity(cost.memory(cascade, degree, again is True), "GiB")
+            memory = Quantity(cost.memory(cascade, degree, cost.blocks(cascade) if again is True else 0), "GiB")
             cascade = cascade.with_attrs(degree=degree, start=Quantity(start, "ms"), end=Quantity(end, "ms"))
             cascades.append(cascade.with_attrs(recompute=again, memory=memory))
         trained = [stage.name for stage in module.stages if stage.trained]
