@@ -263,7 +263,7 @@ def test_memory_of_another_rank_can_be_asked_for_and_moves_with_the_timeline(ope
         "const r = document.getElementById('memory-rank'); r.value = 3; r.dispatchEvent(new Event('change'))",
     )
     opened.run(DRAWN)
-    assert opened.text("#memory-says").startswith("rank 3 holds at most 33.2 of 80 GiB")  # communicators among it
+    assert opened.text("#memory-says").startswith("rank 3 holds at most 33.3 of 80 GiB")  # communicators among it
     other = pixels(opened, "#memory")
     assert other != before
     opened.click("#zoom-in")

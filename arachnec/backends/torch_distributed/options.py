@@ -80,12 +80,14 @@ class RunOptions:
     def arguments(self) -> list[str]:
         """These options as a worker's command line."""
         words: list[str] = []
-        for name in self.__dataclass_fields__:
+        for name, given in self.__dataclass_fields__.items():
             value = getattr(self, name)
+            if value == given.default:
+                continue
             flag = "--" + name.replace("_", "-")
             if value is True:
                 words.append(flag)
-            elif value is not None and value is not False:
+            else:
                 words += [flag, str(value)]
         return words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -60,10 +61,10 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
     step = Optimizer.step
     place = folder / f"notes-{dist.get_rank()}"
 
-    def noted(self: Optimizer) -> torch.Tensor:
+    def noted(self: Optimizer, parts: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         with place.open("a") as notes:
             notes.write("|")
-        return step(self)
+        return step(self, parts)
 
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))
