@@ -15,6 +15,7 @@ from typing import ClassVar
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from arachnec.backends.torch_distributed.agreement import gather_text
 from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, write_file
@@ -197,7 +198,7 @@ def _write(path: Path, parts: dict[str, Part]) -> _Written:
         return _Written(file=write_file(path / file_of(dist.get_rank()), parts))
     except OSError as error:
         return _Written(error=_reason(error))
-    except Exception as error:  # of safetensors, which tells a full disk by an error of its own
+    except SafetensorError as error:  # a full disk, among others
         return _Written(error=str(error))
 
 

@@ -29,7 +29,8 @@ class Optimizer:
     same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
     that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
     method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
-    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
+    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name. ``device`` is that of
+    all ranks: a rank without gradients joins the others' collectives with a tensor there.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class Optimizer:
         piece_bytes: int = SMALLEST_PIECE,
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
         self._norm_of_all = norm_of_all
         self._norm = norm
+        self._device = device
         self._parts = Parts.of() if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
@@ -78,7 +81,7 @@ class Optimizer:
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
-        norm = global_norm(given, across=self.sharded) if self._norm is None else self._norm(given)
+        norm = global_norm(given, self._device, across=self.sharded) if self._norm is None else self._norm(given)
         if self._norm_of_all is not None:
             norm = self._norm_of_all(norm)
         limit = self._training.clip_norm
@@ -139,16 +142,14 @@ class Optimizer:
 
 
 @torch.no_grad()
-def global_norm(gradients: Mapping[str, Tensor], *, across: bool = False) -> Tensor:
-    """The 2-norm of all gradients together, accumulated in fp32 at least: a scalar where the gradients are.
+def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = None, *, across: bool = False) -> Tensor:
+    """The 2-norm of all gradients together, accumulated in fp32 at least: a scalar where they are, else on ``device``.
 
     With ``across`` those of all ranks of the default process group count. Collective then.
     """
     values = gradients.values()
     norms = [torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32)) for v in values]
-    if not norms:
-        return torch.zeros(())
-    here: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    here: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
     if not across:
         return here
     squared = here.double().square()

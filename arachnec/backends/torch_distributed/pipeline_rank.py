@@ -110,12 +110,14 @@ class PipelineRank:
                 set_gradient(parameter, part)
 
     @torch.no_grad()
-    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of the gradients of all stages, in fp32 at least; every rank of the run calls it."""
+    def norm(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """The norm of the gradients of all stages, in fp32 at least; every rank of the run calls it.
+
+        ``device`` is that of all ranks, where a rank whose stages are frozen has its part, too.
+        """
         counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
         precise = [torch.promote_types(gradient.dtype, torch.float32) for gradient in counted]
         norms = [torch.linalg.vector_norm(g, dtype=d).double() for g, d in zip(counted, precise, strict=True)]
-        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
         squared = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         dist.all_reduce(squared)
         return squared.sqrt().float()

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from parts import Block, VideoModel, join_heads, reset, split_heads
+from parts import Block, VideoModel, join_heads, loss, reset, split_heads  # noqa: F401
 from parts import sample as plain
 
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from parts import VideoModel, reset
+from parts import VideoModel, loss, reset  # noqa: F401
 from parts import sample as plain
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed import checkpoint
 from arachnec.backends.torch_distributed.gradient_pieces import ScatteredPiece
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.backends.torch_distributed.training_run import Trainer
@@ -112,6 +112,16 @@ def test_a_rank_gets_its_parts_of_the_sum_which_is_not_rounded(dtype: torch.dtyp
     whole = [torch.stack(given).sum(0), torch.zeros(2), torch.tensor([ranks * (ranks + 1) / 2])]
     for rank, parts in enumerate(run_ranks(ranks, scattered, dtype)):
         assert parts == [Parts(ranks, rank).own(value).tolist() for value in whole]
+
+
+def norm_where_only_the_first_has_gradients() -> float:
+    gradients = {"w": torch.tensor([3.0, 4.0])} if dist.get_rank() == 0 else {}
+    return float(global_norm(gradients, across=True))
+
+
+def test_a_rank_without_gradients_joins_the_norm_of_all_on_the_device_of_all() -> None:
+    assert run_ranks(2, norm_where_only_the_first_has_gradients) == [5.0, 5.0]
+    assert global_norm({}, torch.device("meta")).device.type == "meta"
 
 
 def elements_updated_here(folder: Path) -> dict[str, int]:
