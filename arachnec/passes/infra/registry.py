@@ -22,6 +22,7 @@ BUILTIN = {
     "partition": "arachnec.passes.partition:Partition",
     "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
+    "offload": "arachnec.passes.offload:Offload",
     "stages": "arachnec.passes.stages:Stages",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
