@@ -26,6 +26,7 @@ from arachnec.verification.deadlock import check_deadlock
 from arachnec.verification.device_limits import check_device_limits
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
+from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
 from arachnec.verification.structure import check_structure
@@ -70,6 +71,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_inputs(values)
     yield from check_gathers(values)
     yield from check_memory(values, model)
+    yield from check_host_memory(values)
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -73,6 +73,7 @@ def check_host_memory(values: Values) -> Iterator[Diagnostic]:
 
 
 def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
+    gone: dict[str, tuple[int, ...]] = {}  # by cascade, the blocks that run again and whose inputs are in the host
     for step in program.instructions:
         if step.op not in OPS:
             continue
@@ -83,11 +84,12 @@ def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
             reason = "lie in the host" if there else "do not lie in the host"
             yield WrongPlace(step.span, program.rank, written(step), stage.name, reason)
         goes = inputs_in_host(stage) and cascade.phase is Phase.TRAIN
-        blocks = range(recomputed_blocks(cascade.attrs.get("recompute"), stage) if goes else 0)
-        word = "offload" if step.op == "forward" else "reload"
+        if step.op == "forward":
+            gone[step.target] = tuple(range(recomputed_blocks(step.attrs.get("recompute"), stage) if goes else 0))
+        blocks, word = gone.get(step.target, ()), "offload" if step.op == "forward" else "reload"
         listed = layers_listed(step, word)
-        if listed != tuple(blocks):
-            texts = (rank_list(run) if run else "nothing" for run in (listed, tuple(blocks)))
+        if listed != blocks:
+            texts = (rank_list(run) if run else "nothing" for run in (listed, blocks))
             yield WrongInputs(step.span, program.rank, written(step), word, *texts)
 
 
