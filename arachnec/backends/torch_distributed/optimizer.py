@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, pieces_of
+from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts, own_parts
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
@@ -30,7 +31,8 @@ class Optimizer:
     that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
     method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
     makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name. ``device`` is that of
-    all ranks: a rank without gradients joins the others' collectives with a tensor there.
+    all ranks: a rank without gradients joins the others' collectives with a tensor there. With ``host`` the whole state
+    lies in the host's memory, and the parameters on the device; ``on_host``: both lie there.
     """
 
     def __init__(
@@ -43,16 +45,19 @@ class Optimizer:
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
         device: torch.device | None = None,
+        host: HostMasters | None = None,
+        on_host: bool = False,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
         self._norm_of_all = norm_of_all
         self._norm = norm
         self._device = device
+        self._host = host
         self._parts = Parts.of() if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
-        self._masters = {name: _master(value) for name, value in owned.items()}
+        self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
         # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
         groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
         self._adam = torch.optim.AdamW(
@@ -61,6 +66,7 @@ class Optimizer:
             betas=(0.9, 0.95),
             weight_decay=0.01,
             eps=1e-8,
+            fused=True if on_host or host else None,  # one pass over the processors' memory
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
@@ -85,6 +91,8 @@ class Optimizer:
         if self._norm_of_all is not None:
             norm = self._norm_of_all(norm)
         limit = self._training.clip_norm
+        if self._host is not None:
+            given, norm = self._host.gradients(given), norm.cpu()
         for name, master in self._masters.items():
             master.grad = given[name].to(master.dtype) if name in given else None
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -123,13 +131,24 @@ class Optimizer:
         """Write the master copies into the parameters, on every rank: after an update, or after loading."""
         if self._parts is None:
             for name, master in self._masters.items():
-                if master is not self._parameters[name]:
+                if self._host is not None:
+                    self._host.bring(name, self._parameters[name], master)
+                elif master is not self._parameters[name]:
                     self._parameters[name].copy_(master)
             return
         names = {id(value): name for name, value in self._parameters.items()}
         for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
-            masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
+            masters = [self._own(names[id(value)], value) for value in piece]
             gather_parts(self._parts, piece, masters)
+
+    def _own(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a parameter's master, on the parameter's device."""
+        master = self._masters.get(name, value.new_empty(0))
+        if self._host is None or not master.numel():
+            return master
+        own = torch.empty(master.shape, dtype=value.dtype, device=value.device)
+        self._host.bring(name, own, master)
+        return own
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.

@@ -5,7 +5,7 @@ It stands in the place of ``GradientSynchronisation``. Inside a cell the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class ShardGradients:
     """Of one iteration on one rank. ``cell`` are the collectives of its cell on the device, ``hosts`` of all ranks'."""
 
     flats: Sequence[FlatLayer]
-    cell: dist.ProcessGroup
+    cell: dist.ProcessGroup | None
     groups: ProcessGroups
     hosts: dist.ProcessGroup | None
     piece_bytes: int = SMALLEST_PIECE
@@ -48,6 +48,11 @@ class ShardGradients:
         return {}
 
     @property
+    def _on_device(self) -> list[FlatLayer]:
+        """Those whose gradients are on the device."""
+        return [flat for flat in self._trained if flat.host is None]
+
+    @property
     def _trained(self) -> list[FlatLayer]:
         return [flat for flat in self.flats if flat.layout.trained]
 
@@ -59,11 +64,15 @@ class ShardGradients:
         self._used = torch.tensor([name in flat.used for flat, name in names], dtype=torch.int32)
         self._told = dist.all_reduce(self._used, group=self.hosts, async_op=True)
         for flat in self._trained:
-            if flat.gradient is None:
+            if flat.gradient is None and flat.host is not None:
+                flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
+            elif flat.gradient is None:
                 flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.shard.device)
         group = self.groups.get(reduce.peers)
         if group is not None:
-            self._shards = [_with_gradient(flat) for flat in self._trained]
+            for flat in (flat for flat in self._trained if flat.host is not None):
+                _sum_from_host(flat, group)
+            self._shards = [_with_gradient(flat) for flat in self._on_device]
             self._sent = [Piece.sent(run, group) for run in pieces_of(self._shards, self.piece_bytes)]
 
     @contextmanager
@@ -80,8 +89,11 @@ class ShardGradients:
         """Wait for the sums, and give every piece its gradient, or None where no rank had one."""
         for sent in self._sent:
             sent.finish()
-        for flat, shard in zip(self._trained, self._shards, strict=False):
+        for flat, shard in zip(self._on_device, self._shards, strict=False):
             flat.gradient = shard.grad
+        for flat in self._trained:
+            if flat.host is not None:  # the optimizer runs there
+                flat.host.arrive()
         self._sent, self._shards = [], []
         if self._told is None or self._used is None:
             return
@@ -90,7 +102,7 @@ class ShardGradients:
         for flat in self._trained:
             used = {slot.name for slot in flat.layout.slots if next(counts)}
             flat.used = used
-            for piece in flat.layout.pieces(dist.get_rank(self.cell)):
+            for piece in flat.layout.pieces(flat.member):
                 value = flat.pieces[piece.slot.name]
                 if piece.slot.name in used and flat.gradient is not None:
                     set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
@@ -103,8 +115,11 @@ class ShardGradients:
         gradients: dict[str, Tensor] = {}
         for flat in self._trained:
             assert flat.gradient is not None, "gradients are complete once they were waited for"
-            whole = flat.gradient.new_empty(flat.layout.shard_size * flat.layout.ranks)
-            all_gather_flat(whole, flat.gradient, self.cell)
+            whole = flat.gradient
+            if self.cell is not None:
+                own = whole.to(flat.whole.device)
+                whole = own.new_empty(flat.layout.shard_size * flat.layout.ranks)
+                all_gather_flat(whole, own, self.cell)
             for slot in flat.layout.slots:
                 part = whole[slot.first : slot.first + slot.size].view(slot.shape)
                 gradients[slot.name] = part.to("cpu", copy=True)
@@ -118,6 +133,20 @@ class ShardGradients:
                 set_gradient(piece, None)
 
 
+def _sum_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
+    """Sum a gradient that lies in the hosts: through the device, one flat tensor after another."""
+    assert flat.host is not None and flat.gradient is not None
+    value = nn.Parameter(torch.empty(flat.layout.shard_size, dtype=flat.layout.dtype, device=flat.whole.device))
+    if hasattr(value, "grad_dtype"):
+        value.grad_dtype = flat.gradient_dtype
+    gradient = torch.empty(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.whole.device)
+    flat.host.bring_gradient(gradient, flat.gradient)
+    value.grad = gradient
+    Piece.sent([value], group).finish()
+    assert value.grad is not None
+    flat.gradient = flat.host.take_gradient(value.grad)
+
+
 def _with_gradient(flat: FlatLayer) -> nn.Parameter:
     """The shard with its gradient, as code that sums gradients of parameters takes it."""
     shard = nn.Parameter(flat.shard)
@@ -127,9 +156,10 @@ def _with_gradient(flat: FlatLayer) -> nn.Parameter:
     return shard
 
 
-def squared_norm_over(cell: dist.ProcessGroup, parameters: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-    """The norm of all shards of a cell together, from that of one rank's."""
-    device = next((value.device for value in parameters.values()), norm.device)
+def squared_norm_over(cell: dist.ProcessGroup | None, device: torch.device, norm: Tensor) -> Tensor:
+    """The norm of all shards of a cell together, from that of one rank's; over what joins their devices."""
+    if cell is None:
+        return norm
     square = norm.to(device).square()
     dist.all_reduce(square, group=cell)
-    return square.sqrt()
+    return square.sqrt().to(norm.device)

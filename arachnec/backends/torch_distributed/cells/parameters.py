@@ -13,9 +13,12 @@ from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, squared_norm_over
 from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
+from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -29,8 +32,10 @@ class CellParameters:
 
     flats: tuple[FlatLayer, ...]
     gathering: Gathering
-    cell: dist.ProcessGroup
+    cell: dist.ProcessGroup | None  # None: a rank alone, whose layers lie in its host's memory
     hosts: dist.ProcessGroup | None
+    device: torch.device
+    copies: HostCopies | None = None  # with the host's memory, where layers lie in it
 
     @classmethod
     def of(
@@ -43,14 +48,15 @@ class CellParameters:
         groups.ensure([own_cell(first, size) for first in range(0, world, size)], device=device)
         hosts.ensure([tuple(range(world))], device=torch.device("cpu"))
         cell = groups.get(own_cell(rank, size))
-        assert cell is not None, "a cell has several ranks"
+        copies = HostCopies(DeviceRuntime.of(device)) if layers_in_host(stage) else None
         paths = [path for path, _ in layers_of(stage)]
-        model, flats = dealt_out_model(model_file, training, device, paths, size)
+        model, flats = dealt_out_model(model_file, training, device, paths, size, copies)
         by_layer: dict[int, list[FlatLayer]] = {}
         for flat in flats:
             by_layer.setdefault(flat.layout.layer, []).append(flat)
         modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
-        return model, cls(tuple(flats), Gathering(by_layer, modules, cell), cell, hosts.get(tuple(range(world))))
+        told = hosts.get(tuple(range(world)))
+        return model, cls(tuple(flats), Gathering(by_layer, modules, cell), cell, told, device, copies)
 
     @property
     def pieces(self) -> dict[str, Tensor]:
@@ -63,14 +69,14 @@ class CellParameters:
 
     def norm(self, own: Tensor) -> Tensor:
         """The norm of all shards, from that of this rank's. Collective over the cell."""
-        return squared_norm_over(self.cell, self.pieces, own)
+        return squared_norm_over(self.cell, self.device, own)
 
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
 
         Of the cells, which hold the same, the first writes them.
         """
-        member = dist.get_rank(self.cell)
+        member = 0 if self.cell is None else dist.get_rank(self.cell)
         first = dist.get_rank() == member  # of this rank, its cell is the first
         pieces = {piece.slot.name: piece for flat in self.flats for piece in flat.layout.pieces(member)}
         parts: dict[str, Tensor | Part] = {}

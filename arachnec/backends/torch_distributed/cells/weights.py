@@ -16,6 +16,7 @@ from arachnec.backends.cascade_step import build_model
 from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
+from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import (
     CPU,
     Modules,
@@ -31,11 +32,18 @@ from arachnec.tracing.layers import layer_of_parameters
 
 
 def dealt_out_model(
-    model_file: ModelFile, training: Training, device: torch.device, paths: Sequence[str], cell: int
+    model_file: ModelFile,
+    training: Training,
+    device: torch.device,
+    paths: Sequence[str],
+    cell: int,
+    copies: HostCopies | None = None,
 ) -> tuple[nn.Module, list[FlatLayer]]:
     """The model of ``build_model``, its parameters dealt out over cells of so many ranks. Collective.
 
-    ``paths`` are its layers. Raises ``UserError`` where the ranks' models have other tensors.
+    ``paths`` are its layers. With ``copies`` the shards lie in the hosts' memory.
+
+    Raises ``UserError`` where the ranks' models have other tensors.
     """
 
     def build(home: torch.device) -> Modules:
@@ -45,7 +53,9 @@ def dealt_out_model(
     agree({"the tensors of the model": digest_of(modules)}, device)
     model = modules["model"]
     layers = numbered(model, paths)
-    flats = [_flat(model, layout, device) for layout in layouts_of(dict(model.named_parameters()), layers, cell)]
+    flats = [
+        _flat(model, layout, device, copies) for layout in layouts_of(dict(model.named_parameters()), layers, cell)
+    ]
     for buffer in list(model.buffers()):
         home = buffer.detach().to(device) if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
         broadcast(home)
@@ -61,7 +71,7 @@ def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
     return {name: len(paths) if layer is None else layer for name, layer in layers.items()}
 
 
-def _flat(model: nn.Module, layout: FlatLayout, device: torch.device) -> FlatLayer:
+def _flat(model: nn.Module, layout: FlatLayout, device: torch.device, copies: HostCopies | None) -> FlatLayer:
     """One flat tensor with the values of rank 0."""
     member = dist.get_rank() % layout.ranks
     shard = torch.zeros(layout.shard_size, dtype=layout.dtype, device=device)
@@ -76,4 +86,4 @@ def _flat(model: nn.Module, layout: FlatLayout, device: torch.device) -> FlatLay
         if (piece := pieces.get(slot.name)) is not None:
             shard[piece.place : piece.place + piece.size] = value.reshape(-1)[piece.start : piece.start + piece.size]
     kept = {slot.name: model.get_parameter(slot.name) for slot in layout.slots}
-    return FlatLayer.of(layout, shard, kept, member)
+    return FlatLayer.of(layout, shard, kept, member, copies)
