@@ -238,14 +238,17 @@ INSTRUCTION = {
     bytes     | int   | lowered | required | of the message
     memory    | GiB   | lowered | optional | held until `free`
 """),
-    "reduce": table("""
+    "reduce": table(
+        """
     bytes     | int   | lowered | required | of the gradients
     time      | ms    | lowered | required | planned duration
     layers    | [int] | lowered | optional | the bucket's layers, by number; absent with `rest` = the whole stage
     rest      | bool  | lowered | optional | the bucket holds what lies in no layer, or in several
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
     cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
-"""),
+"""
+        + _HOST
+    ),
     "step": table(
         """
     time      | ms    | lowered | required | planned duration

@@ -8,6 +8,7 @@ from typing import ClassVar
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import buckets_of, layers_of, remaining_backward
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes
@@ -78,7 +79,8 @@ def _add_shards(
     for rank in group:
         same = replicas(rank, cell, len(group))
         time = Quantity(cost.reduce_time(stage, same), "ms")
-        attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell))
+        through = size if layers_in_host(stage) and len(same) > 1 else None  # the device, to be summed
+        attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell), from_host=through, to_host=through)
         ends[rank].append(Instruction("reduce", stage.name, same, attrs))
 
 

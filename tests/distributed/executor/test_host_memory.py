@@ -63,7 +63,8 @@ def in_host(
     def placed(attrs: object) -> dict[str, object]:
         return {
             "layers": tuple(layers),
-            "params": max(trained, PARAMETERS) if trained < 1000 else trained,
+            "params": PARAMETERS if trained < 1000 else trained,
+            "layer_params": tuple(1284 for _ in layers) if trained < 1000 else None,  # some are frozen
             "trained": trained,
             "dtype": dtype,
             "cell": cell if cell > 1 or len(listed) > 1 else None,
