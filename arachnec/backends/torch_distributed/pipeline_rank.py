@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
@@ -23,7 +24,6 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.lowering.programs import resident_ranks
 from arachnec.models.file import ModelFile
 
 Ranks = tuple[int, ...]
