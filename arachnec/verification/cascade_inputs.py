@@ -19,7 +19,9 @@ READERS = (Phase.TRAIN, Phase.FORWARD)
 class NotItsEncoding(Diagnostic):
     title: ClassVar[str] = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
     label: ClassVar[str] = "not the encodings of its clips"
-    help: ClassVar[str] = "its inputs are `encode @{encoder}` cascades that hold each of its clips once, and no other"
+    help: ClassVar[str] = (
+        "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
+    )
     cascade: str
     clips: str
     encoder: str
@@ -62,7 +64,8 @@ def _length(tokens: int, text: int) -> str:
 
 def _encodings(values: Values, cascade: Cascade, encoder: str) -> Iterator[Diagnostic]:
     sources = (values.cascades.get(name) for name in cascade.inputs)
-    read = [clip for source in sources if source is not None and source.stage == encoder for clip in source.clips]
-    if Counter(read) != Counter(cascade.clips):
-        shown = f"clips {rank_list(tuple(read))}" if read else "none"
+    read = [source.clips for source in sources if source is not None and source.stage == encoder]
+    counts, own = Counter(clip for clips in read for clip in clips), set(cascade.clips)
+    if any(counts[clip] != 1 for clip in own) or any(own.isdisjoint(clips) for clips in read):
+        shown = ", ".join(f"clips {rank_list(clips)}" for clips in read) or "none"
         yield NotItsEncoding(cascade.span, cascade.name, rank_list(cascade.clips), encoder, shown)
