@@ -46,6 +46,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -149,7 +150,11 @@ class Trainer:
         stage = dealt_out_stage(first)
         cells: CellParameters | None = None
         if stage is None:
-            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+            model = (
+                shared_model(model_file, training, device)
+                if pipeline is None
+                else own_model(model_file, training, device, pipeline.own)
+            )
         else:
             model, cells = CellParameters.of(model_file, training, device, stage)
         encoders = shared_encoders(model_file, training, device)
