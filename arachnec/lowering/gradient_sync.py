@@ -12,6 +12,7 @@ from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, inte
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.host_copies import step_copies
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
-        if (cell := cell_of(stage) or 1) > 1:
+        if (cell := cell_of(stage)) is not None:
             _add_shards(ends, cost, stage, group, cell)
             continue
         if "buckets" in stated:
@@ -57,14 +58,15 @@ def gradient_synchronisation(
             ends[rank].append(instruction)
     for stage in trained:
         time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
-        if (cell := cell_of(stage) or 1) > 1:  # the norm of the gradients is summed over the cell
+        attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
+        if (cell := cell_of(stage)) is not None:  # the norm of the gradients is summed over the cell
             for rank in resident[stage.name]:
-                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), Attributes.of(time=time)))
+                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), attrs))
             continue
         # A sharded optimizer's step ends with an all-gather of the updated parameters.
         together = tuple(sorted(resident[stage.name])) if "sharded" in stage.attrs else ()
         for rank in resident[stage.name]:
-            ends[rank].append(Instruction("step", stage.name, together, Attributes.of(time=time)))
+            ends[rank].append(Instruction("step", stage.name, together, attrs))
     return ends
 
 

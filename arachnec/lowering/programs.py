@@ -31,6 +31,7 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
+from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,
@@ -71,8 +72,16 @@ def lower(module: Module, attention: str | None = None) -> Module:
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
     }
+    kept = {
+        rank: math.fsum(_gib(stage.attrs.get("host_state")) for stage in module.stages if rank in resident[stage.name])
+        for rank in range(module.cluster.world)
+    }
     programs = tuple(
-        Program(rank, (*lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
+        Program(
+            rank,
+            (*lists[rank], *ends[rank]),
+            Attributes.of(state=Quantity(states[rank], "GiB"), host_state=_some(kept[rank])),
+        )
         for rank in range(module.cluster.world)
     )
     return replace(module, level=Level.LOWERED, programs=programs)
@@ -105,7 +114,11 @@ def compute_lists(
             placed[rank].extend(((i, COMPUTE), item) for item in on_rank(instructions, stage, rank))
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
-    return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
+    cascades = {cascade.name: cascade for cascade in order}
+    return {
+        rank: with_host_copies((item for _, item in sorted(items, key=lambda p: p[0])), cascades, stages)
+        for rank, items in placed.items()
+    }
 
 
 def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -> tuple[Instruction, ...]:
