@@ -73,6 +73,16 @@ class LeftOut(Diagnostic):
     ranks: str
 
 
+@dataclass(frozen=True)
+class WrongShare(Diagnostic):
+    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
+    stage: str
+    ranks: int
+    reason: str
+
+
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
     """After the last backward of a stage, every rank with gradients of it joins one all-reduce, then one step."""
     with_gradient: dict[str, set[int]] = defaultdict(set)
@@ -94,6 +104,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         for stage in sorted({*last, *reduces, *steps}):
             yield from _buckets(values, program, stage, [program.instructions[i] for i in reduces[stage]])
             yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
+        yield from _shares(values, program)
     in_cells = {stage.name for stage in values.module.stages if (cell_of(stage) or 1) > 1}
     holders = _holders(values.module)
     for (stage, peers), _ in groups.items():
@@ -111,6 +122,24 @@ def _holders(module: Module) -> dict[str, frozenset[int]]:
     if module.cluster is None:
         return {}
     return {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages if stage.trained}
+
+
+def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
+    """A rank updates its parts of all stages that are dealt out, over the ranks that gradients are scattered among."""
+    first: Instruction | None = None
+    for reduce in program.instructions:
+        if reduce.op != "reduce":
+            continue
+        ranks = values.module.stage(reduce.target).attrs.get("sharded")
+        if not isinstance(ranks, int):
+            continue
+        first = first or reduce
+        if len(reduce.peers) != ranks:
+            reason = f"rank {program.rank} has `{written(reduce)}`"
+            yield WrongShare(reduce.span, reduce.target, ranks, reason)
+        elif set(reduce.peers) != set(first.peers):
+            reason = f"rank {program.rank} has `{written(reduce)}` and `{written(first)}`"
+            yield WrongShare(reduce.span, reduce.target, ranks, reason)
 
 
 def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:

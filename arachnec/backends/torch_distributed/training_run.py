@@ -160,7 +160,10 @@ class Trainer:
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
+        gradient_groups = ProcessGroups(GROUP_TIMEOUT)
+        gradient_groups.ensure(wanted_gradient_groups(first), device=device)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        place = None if pipeline is None else pipeline.place
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -173,14 +176,15 @@ class Trainer:
             optimizer=Optimizer(
                 parameters if cells is None else cells.pieces,
                 training,
-                sharded=sharded,
+                sharded=sharded if pipeline is None else place is not None,
+                group=None if place is None else gradient_groups.get(place),
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
                 norm_of_all=None if cells is None else cells.norm,
                 norm=None if pipeline is None else partial(pipeline.norm, device=device),
                 device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
-            gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            gradient_groups=gradient_groups,
             host_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
