@@ -252,9 +252,9 @@ class CostModel:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
         return synchronisation.reduce_time(self.cluster, stage, ranks, size)
 
-    def step_time(self, stage: Stage) -> float:
-        """ms of the optimizer's step."""
-        return synchronisation.step_time(self.cluster, stage)
+    def step_time(self, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
+        """ms of the optimizer's step, where it is dealt out over these ranks."""
+        return synchronisation.step_time(self.cluster, stage, ranks)
 
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:

@@ -48,8 +48,11 @@ def ring_passes(stage: Stage) -> int:
     return 1 if "sharded" in stage.attrs else 2
 
 
-def step_time(cluster: Cluster, stage: Stage) -> float:
-    """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated."""
+def step_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
+    """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated.
+
+    ``ranks`` are those that it is dealt out over; without them the first of the cluster count.
+    """
     specs = [find_device_specs(name) for name in {machine.device for machine in machines(cluster)}]
     bandwidth = min(device.bandwidth if device else ASSUMED_BANDWIDTH for device in specs)
     update = 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
@@ -59,7 +62,7 @@ def step_time(cluster: Cluster, stage: Stage) -> float:
         update = host_update_time(cluster, stage)
     if "sharded" not in stage.attrs:
         return update
-    everyone = tuple(range(cluster.world))
+    everyone = ranks or tuple(range(integer(stage.attrs["sharded"])))
     link, contention = group_link(cluster, everyone), penalty(cluster, everyone)
     return update + collective_time(link, trained_bytes(stage), len(everyone), 1, contention)
 

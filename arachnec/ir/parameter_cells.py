@@ -65,7 +65,7 @@ def last_layer(stage: Stage) -> int:
 
 
 def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
-    """Every layer's size, the last one's too. Without `layer_params` frozen parameters count as evenly in the blocks."""
+    """Every layer's size, the last one's too. Without `layer_params` frozen ones count as evenly in blocks."""
     blocks = layers_of(stage)
     trained = trained_count(stage)
     counted = stage.attrs.get("layer_params")

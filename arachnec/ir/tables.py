@@ -92,6 +92,7 @@ STAGE = table("""
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what it hands off
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
+    place           | [int]          | traced | optional | its ranks, where a planner of stages chose them
     classes         | [int]          | traced | optional | block class of each layer, by its place in `blocks`
     layer_params    | [int]          | traced | optional | parameters of each layer
     block_flops     | [TFLOP formula] | traced | optional | one forward of a block, class by class

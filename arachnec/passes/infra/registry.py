@@ -24,6 +24,8 @@ BUILTIN = {
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
     "offload": "arachnec.passes.offload:Offload",
     "stages": "arachnec.passes.stages:Stages",
+    "stages-dapple": "arachnec.passes.stages_dapple:StagesDapple",
+    "stages-adaptis": "arachnec.passes.stages_adaptis:StagesAdaptis",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
     "schedule-same-bucket": "arachnec.passes.schedule_same_bucket:ScheduleSameBucket",

@@ -47,12 +47,10 @@ class FlatLayer:
     ) -> FlatLayer:
         """With ``parameters`` taken over: each becomes a view of the whole, and has no memory of its own.
 
-        With ``copies`` the shard moves to the host's memory.
+        With ``copies`` the shard lies in the host's memory.
         """
-        whole = shard.new_empty(layout.shard_size * layout.ranks)
-        if copies is not None:
-            home = copies.buffer(layout.shard_size, layout.dtype)
-            shard = home.copy_(shard)
+        device = shard.device if copies is None else copies.runtime.device
+        whole = shard.new_empty(layout.shard_size * layout.ranks, device=device)
         unversioned = whole.data  # autograd does not take a gather for a change of what it has kept
         for slot in layout.slots:
             view = unversioned[slot.first : slot.first + slot.size].view(slot.shape)
