@@ -8,7 +8,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.pipelining.one_f_one_b import WarmUp
-from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName
+from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
 
 
@@ -36,6 +36,11 @@ class SchedulePipeline(Pass):
     def splits_backward(self) -> bool:
         """Whether weight gradients must be cascades of their own."""
         return self.schedule in SPLITTING
+
+    @property
+    def stages_each(self) -> int:
+        """Stages on every rank."""
+        return stages_each(self.schedule, self.v)
 
     def run(self, module: Module) -> Module:
         return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy))

@@ -22,6 +22,7 @@ BUILTIN = {
     "partition": "arachnec.passes.partition:Partition",
     "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
+    "offload": "arachnec.passes.offload:Offload",
     "stages": "arachnec.passes.stages:Stages",
     "stages-dapple": "arachnec.passes.stages_dapple:StagesDapple",
     "stages-adaptis": "arachnec.passes.stages_adaptis:StagesAdaptis",
