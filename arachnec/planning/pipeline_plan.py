@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
+from pathlib import Path
 from typing import ClassVar
 
 from arachnec.cluster.topology import handoff_time
@@ -30,11 +31,13 @@ from arachnec.pipelining.action import (
     Action,
     PipelineSchedule,
 )
+from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of
@@ -42,9 +45,11 @@ from arachnec.planning.pipeline_places import Lane, MicroBatch, Places, lanes_in
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import TICKS
+from arachnec.solver.problem import TICKS, Effort
 
 TRIES = 400  # orders of entry that `planned` looks at for each replica
+WINDOWED = 512  # actions of a replica up to which Z3 improves windows of the order
+WINDOW_STEPS = 500_000  # of Z3 for each
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
 
@@ -79,6 +84,18 @@ class PipelineDoesNotFit(Diagnostic):
 
 
 @dataclass(frozen=True)
+class GroupDoesNotFit(Diagnostic):
+    title: ClassVar[str] = (
+        "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
+    )
+    help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
+    k: int
+    needed: float
+    memory: float
+    most: int
+
+
+@dataclass(frozen=True)
 class Options:
     """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
 
@@ -88,6 +105,7 @@ class Options:
     degree: int | None = None
     recompute: bool | None = None
     policy: WarmUp = "A"
+    orders: str | None = None  # a file of torch's pipelining, instead of a schedule
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -96,7 +114,8 @@ def pipelined(module: Module, options: Options) -> Module:
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
         raise UserError(NoStages(None))
-    places = places_of(parts, options.schedule, options.v, cost.cluster.world)
+    given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
+    places = places_of(parts, options.schedule, options.v, cost.cluster.world, given)
     run = places.most_degree
     if options.degree is not None and (options.degree < 1 or run % options.degree):
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
@@ -111,6 +130,8 @@ def pipelined(module: Module, options: Options) -> Module:
         # where the schedule runs fewer ahead to fit, recomputing more may let it run more ahead
         further = offered if options.schedule in ADAPTING else []
         offered = [*(fewest_blocks(plan) for plan in offered), *further]
+    if not offered and options.schedule == "kfkb" and options.k is not None:
+        demand_group(options.k, plans)
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
@@ -119,6 +140,15 @@ def pipelined(module: Module, options: Options) -> Module:
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
     return min(modules, key=lambda placed: quantity(placed.attrs["makespan"]))
+
+
+def demand_group(k: int, plans: Sequence[_Plan]) -> None:
+    """Raises UserError where a smaller k would fit."""
+    for smaller in range(k - 1, 0, -1):
+        lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
+        if any(plan.fits for plan in lower):
+            needed = min(max(plan.needed) for plan in plans)
+            raise UserError(GroupDoesNotFit(None, k, needed, limit_of(plans[0].cost), smaller))
 
 
 def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, ...]]) -> list[Cascade]:
@@ -205,6 +235,8 @@ class _Plan:
 
     def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
         options, ranks = self.options, len(self.places.runs)
+        if options.orders is not None:
+            return read_csv(Path(options.orders), len(self.parts), len(batches))
         if options.schedule == "dapple":
             return dapple(ranks, len(batches), options.policy, self._most_held(batches))
         if options.schedule not in ("planned", "kfkb"):
@@ -215,8 +247,12 @@ class _Plan:
             return kfkb(ranks, len(batches), self._k(batches, kept, limits))
         if self._overfull(kept, limits):
             return self._without_plan(batches)
-        problem = OrderProblem(self._times(batches), kept, limits, self.places.placement)
-        return plan_order(problem, split=True, tries=TRIES).schedule
+        mib = [[size * 1024 for size in row] for row in kept]  # Z3 counts in whole numbers
+        problem = OrderProblem(self._times(batches), mib, [limit * 1024 for limit in limits], self.places.placement)
+        found = plan_order(problem, split=True, tries=TRIES).schedule
+        if sum(map(len, found.orders)) > WINDOWED:
+            return found
+        return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
 
     def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
         """Whether a micro-batch does not fit on a rank alone."""
@@ -241,7 +277,8 @@ class _Plan:
             return min(self.options.k, len(batches))
         if overfull(1, kept, limits) is not None:
             return 1  # which does not fit either, and says so
-        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).k
+        # k = 1 holds least: another must be worth it
+        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
