@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import build_model
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
 from arachnec.backends.torch_distributed.streamed_weights import Take, streamed_model
