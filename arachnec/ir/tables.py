@@ -109,6 +109,8 @@ STAGE = table("""
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
+    activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
+    weight          | ms formula     | costed | optional | of a split backward the products with weights, measured
     update          | ms             | costed | optional | the optimizer's step, measured
     costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
 """)
