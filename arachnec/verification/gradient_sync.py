@@ -69,7 +69,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         reduces: dict[str, list[int]] = defaultdict(list)
         steps: dict[str, list[int]] = defaultdict(list)
         for index, instruction in enumerate(program.instructions):
-            if instruction.op == "reduce":
+            if instruction.op == "reduce" and "tied" not in instruction.attrs:
                 reduces[instruction.target].append(index)
                 groups.setdefault((instruction.target, instruction.peers), program.rank)
             elif instruction.op == "step":

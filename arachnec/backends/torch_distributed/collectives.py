@@ -1,7 +1,8 @@
-"""Collectives whose names differ between versions of torch."""
+"""Collectives whose names differ between versions of torch, and one on the hosts."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,3 +19,19 @@ def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.Process
     work: dist.Work | None = scatter(own, everyone, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def gathered_on_first(own: Tensor, ranks: int) -> Tensor | None:
+    """On rank 0 the flat ``own`` of ranks 0, 1, ... one behind the other, on the host; None elsewhere.
+
+    Over the hosts' network; all ranks of the run may call it, the first so many must.
+    """
+    rank, value = dist.get_rank(), own.cpu().contiguous()
+    if rank:
+        if rank < ranks:
+            dist.send(value, 0)
+        return None
+    others = [torch.empty_like(value) for _ in range(1, ranks)]
+    for source, other in enumerate(others, 1):
+        dist.recv(other, source)
+    return torch.cat([value, *others])

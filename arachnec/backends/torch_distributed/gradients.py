@@ -32,7 +32,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import (
 from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Module
+from arachnec.ir.nodes import Instruction, Module, integers
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.tracing.layers import layer_of_parameters
 
@@ -67,6 +67,7 @@ class GradientSynchronisation:
     sharded: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
     of_stages: Mapping[str, Collection[str]] | None = None  # the parameters of each stage; None: all are one stage's
+    tied: Mapping[tuple[int, ...], Collection[str]] = field(default_factory=dict)  # those of several, by their numbers
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
     _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
@@ -144,18 +145,17 @@ class GradientSynchronisation:
         self._pending.clear()
         self._sent.clear()
 
-    def gather(self) -> None:
-        """Make whole gradients of the ``parts``, for who wants to see them. Collective where they are sharded."""
-        for name in (name for name in self.parameters if name in self.parts):
-            value, part = self.parameters[name], self.parts[name]
-            whole = torch.empty_like(value, dtype=gradient_dtype(value))
-            gather_parts(Parts.of(), [whole], [part])
-            set_gradient(value, whole)
-
     def complete(self) -> dict[str, Tensor]:
-        """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter. Collective."""
-        self.gather()
-        return gradients_of(self.parameters)
+        """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter.
+
+        Where they are sharded they are put together on the hosts, by all ranks.
+        """
+        gradients = gradients_of(self.parameters)
+        for name in (name for name in self.parameters if name in self.parts):
+            value = self.parameters[name]
+            gradients[name] = torch.empty(value.shape, dtype=gradient_dtype(value))
+            gather_parts(Parts.of(), [gradients[name]], [self.parts[name].cpu()])
+        return gradients
 
     def drop(self) -> None:
         """Give the gradients' memory back."""
@@ -163,6 +163,8 @@ class GradientSynchronisation:
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
+        if "tied" in reduce.attrs:
+            return {name: self.parameters[name] for name in self.tied[integers(reduce.attrs["tied"])]}
         own = self.parameters if self.of_stages is None else self.of_stages[reduce.target]
         if bucket is None:
             return {name: value for name, value in self.parameters.items() if name in own}

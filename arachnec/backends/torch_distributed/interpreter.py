@@ -1,4 +1,4 @@
-"""One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
+"""One rank walks its own program: encode, forward, backward, send, receive, reduce, norm, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
 and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
@@ -32,7 +33,7 @@ from arachnec.backends.torch_distributed.gradients import GradientSynchronisatio
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
@@ -88,6 +89,10 @@ class RankContext:
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
+        return self.gradient_groups.get(ranks) if self.cells is None else self.cells.cell
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,12 @@ def _gradients(context: RankContext, module: Module) -> GradientSynchronisation 
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
-    sharded = context.optimizer.sharded
-    stages = None if context.pipeline is None else context.pipeline.of_stages
-    return GradientSynchronisation(
-        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded, of_stages=stages
+    synchronisation = GradientSynchronisation(
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, context.optimizer.sharded
     )
+    if context.pipeline is None:
+        return synchronisation
+    return replace(synchronisation, of_stages=context.pipeline.of_stages, tied=context.pipeline.tied)
 
 
 @dataclass
@@ -200,7 +206,7 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op == "step":
+        if instruction.op in ("norm", "step"):
             if self.ahead is not None:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
@@ -328,26 +334,33 @@ class _Walk:
     def _reduce(self, instruction: Instruction) -> None:
         self.gradients.start(instruction)  # `step` waits for it
 
+    def _norm(self, instruction: Instruction) -> None:
+        """Of the gradients of all these ranks, of which this one has a share."""
+        own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
+        if pipeline is not None:
+            own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
+        group = self.context.norm_group(instruction.peers)
+        self.run.norm = norm_over(group, global_norm(own, self.context.device))
+
     def _step(self, instruction: Instruction) -> None:
-        self._step_once()
-
-    def end_step(self) -> None:
-        """A rank whose stages are frozen takes part in the step of the others."""
-        if self.context.pipeline is not None:
-            self._step_once()
-
-    def _step_once(self) -> None:
-        """The update of all stages on this rank, whose gradients are whole by the first ``step``."""
+        """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
         if self.stepped:
             return
         self.stepped = True
-        if self.context.pipeline is not None:
-            self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
+        self._show_gradients()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        self.gradients.drop()
+
+    def end_step(self) -> None:
+        """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.stepped:
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Give whole gradients to who wants to see them, put together on the hosts."""
         if self.before_step is not None:
             own, pipeline = self.gradients.complete(), self.context.pipeline
             self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
-        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
-        self.gradients.drop()
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more

@@ -42,7 +42,7 @@ def dealt_out_model(
         return {"model": build_model(model_file, training, home)}
 
     modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
-    agree({"the tensors of the model": digest_of(modules)}, device)
+    agree({"the tensors of the model": digest_of(modules)})
     model = modules["model"]
     layers = numbered(model, paths)
     flats = [_flat(model, layout, device) for layout in layouts_of(dict(model.named_parameters()), layers, cell)]
