@@ -74,6 +74,12 @@ def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
     return (*sizes, LayerSize(outside + (0 if blocks else frozen), outside))
 
 
+def updated_layers(stage: Stage) -> tuple[int, ...]:
+    """The layers with parameters that train, in the order in which a forward reads them: the last one first."""
+    sizes = layer_sizes(stage)
+    return tuple(number for number in (last_layer(stage), *range(last_layer(stage))) if sizes[number].trained)
+
+
 def gathered_gib(stage: Stage, held: int = HELD) -> float:
     """GiB on a rank while a cascade runs: gathered layers, and gradients that are not reduce-scattered yet.
 

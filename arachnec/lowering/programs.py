@@ -29,7 +29,7 @@ from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
-from arachnec.lowering.gathers import on_rank
+from arachnec.lowering.gathers import on_rank, updated_parameters
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.order import (
     COMPUTE,
@@ -67,12 +67,13 @@ def lower(module: Module, attention: str | None = None) -> Module:
     lists = compute_lists(module, module.cluster, order, handoffs, attention)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
+    gathers = updated_parameters(module, resident)
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
     }
     programs = tuple(
-        Program(rank, (*lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
+        Program(rank, (*gathers[rank], *lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
         for rank in range(module.cluster.world)
     )
     return replace(module, level=Level.LOWERED, programs=programs)

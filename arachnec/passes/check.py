@@ -29,6 +29,7 @@ from arachnec.verification.gradient import check_gradient
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
 from arachnec.verification.structure import check_structure
+from arachnec.verification.updated_parameters import check_updated_parameters
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_device_limits(values, model, posted)
     yield from check_inputs(values)
     yield from check_gathers(values)
+    yield from check_updated_parameters(values)
     yield from check_memory(values, model)
 
 

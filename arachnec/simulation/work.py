@@ -81,7 +81,7 @@ class Works:
         time = instruction.attrs.get("time")
         planned = 0.0 if time is None else quantity(time)
         group = instruction.peers or (rank,)
-        if instruction.op == "reduce":
+        if instruction.op in ("gather", "reduce"):
             return self._reduce(instruction, planned)
         cascade = self._cascades.get(instruction.target)
         if cascade is None or len(group) == 1:
@@ -164,7 +164,7 @@ class Works:
         return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
 
     def _reduce(self, instruction: Instruction, planned: float) -> Work:
-        """A ring all-reduce or reduce-scatter through the ranks in order: its bytes on the links of each hop.
+        """A ring all-reduce, reduce-scatter or gather through the ranks in order: its bytes on the links of each hop.
 
         Between nodes the planned time is kept, because libraries choose among many algorithms; the ring only says which
         links are busy.
@@ -176,7 +176,7 @@ class Works:
             return Work(fixed=planned)
         inside: Needed = {}
         outside: Needed = {}
-        passes = ring_passes(self.module.stage(instruction.target))
+        passes = 1 if instruction.op == "gather" else ring_passes(self.module.stage(instruction.target))
         per_hop = passes * (len(group) - 1) / len(group) * size
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
             self._add(inside, outside, source, target, per_hop)

@@ -29,7 +29,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import (
     ScatteredPiece,
     pieces_of,
 )
-from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
+from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, integers
@@ -154,7 +154,7 @@ class GradientSynchronisation:
         for name in (name for name in self.parameters if name in self.parts):
             value = self.parameters[name]
             gradients[name] = torch.empty(value.shape, dtype=gradient_dtype(value))
-            gather_parts(Parts.of(), [gradients[name]], [self.parts[name].cpu()])
+            GatheredParts.started(Parts.of(), [gradients[name]], [self.parts[name].cpu()]).wait()
         return gradients
 
     def drop(self) -> None:

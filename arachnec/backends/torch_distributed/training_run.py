@@ -29,7 +29,6 @@ from arachnec.backends.torch_distributed.cells.parameters import CellParameters,
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
@@ -46,6 +45,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.updated_parameters import updated_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -169,7 +169,6 @@ class Trainer:
                 parameters if cells is None else cells.pieces,
                 training,
                 sharded=sharded,
-                piece_bytes=piece_size(first.cluster, tuple(range(world))),
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -181,6 +180,8 @@ class Trainer:
             cells=cells,
             pipeline=pipeline,
         )
+        updated = updated_parameters(first, model, self._context.optimizer, parameters)
+        self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
