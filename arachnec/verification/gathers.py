@@ -26,7 +26,7 @@ LISTS = ("gather", "release", "scatter", "held")
 class NotGathered(Diagnostic):
     title: ClassVar[str] = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
     label: ClassVar[str] = "reads layer {layer}"
-    help: ClassVar[str] = "gather layer {layer} in it or above it, and release it later"
+    help: ClassVar[str] = "name layer {layer} in its `gather`, or release it later"
     rank: int
     instruction: str
     layer: int
