@@ -76,8 +76,9 @@ def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
 
 def updated_layers(stage: Stage) -> tuple[int, ...]:
     """The layers with parameters that train, in the order in which a forward reads them: the last one first."""
-    sizes = layer_sizes(stage)
-    return tuple(number for number in (last_layer(stage), *range(last_layer(stage))) if sizes[number].trained)
+    sizes, last = layer_sizes(stage), last_layer(stage)
+    shared = "tied" in stage.attrs  # with other stages, and in no layer of this one
+    return tuple(number for number in (last, *range(last)) if sizes[number].trained or (shared and number == last))
 
 
 def gathered_gib(stage: Stage, held: int = HELD) -> float:

@@ -15,6 +15,7 @@ from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, inte
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.host_copies import step_copies
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
-        if (cell := cell_of(stage) or 1) > 1:
+        if (cell := cell_of(stage)) is not None:
             _add_shards(ends, cost, stage, group, cell)
             continue
         if "buckets" in stated:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
+            if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
+                own = {}  # whose reduces stand between backwards
             _add_buckets(ends, cost, stage, group, integers(stated["buckets"]), own)
             continue
         size = integer(stated["bytes"]) if "bytes" in stated else round(gradient_bytes(stage))
@@ -69,7 +72,8 @@ def gradient_synchronisation(
             items.append(Instruction("norm", first.name, ranks, Attributes.of(time=norm_time)))
         for stage in here:
             time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
-            items.append(Instruction("step", stage.name, (), Attributes.of(time=time)))
+            attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
+            items.append(Instruction("step", stage.name, (), attrs))
     return ends
 
 
@@ -98,7 +102,8 @@ def _tied(module: Module, cost: CostModel, places: Places) -> dict[int, list[Ins
     for tied, count in sorted(sets):
         stage, group = tied_parts(tied, module.stages)[0], tied_ranks(tied, module.stages, places)
         size = round(count * gradient_element_bytes(stage))
-        attrs = Attributes.of(bytes=size, time=Quantity(cost.reduce_time(stage, group, size), "ms"), tied=tied)
+        whole = replace(stage, attrs=stage.attrs.updated(sharded=None))  # whole also where the optimizer is dealt out
+        attrs = Attributes.of(bytes=size, time=Quantity(cost.reduce_time(whole, group, size), "ms"), tied=tied)
         for rank in group:
             reduces[rank].append(Instruction("reduce", stage.name, group, attrs))
     return reduces
@@ -136,11 +141,14 @@ def overlapped_backwards(lists: dict[int, list[Instruction]]) -> dict[int, Instr
     """Per rank, the backward inside which its reduces may start; ranks without one are absent.
 
     It must be the last collective of every rank of its group. Then no other rank waits for one that is held up in an
-    all-reduce, however little the links and the device can overlap (docs/check.md).
+    all-reduce, however little the links and the device can overlap (docs/check.md). Only what it hands on may come
+    behind it: the gradient of a stage's input goes to an earlier stage, and no all-reduce of this one waits for those.
     """
     last: dict[int, Instruction] = {}
     for rank, items in lists.items():
-        final = next((item for item in reversed(items) if item.op != "free"), None)
+        handed_on = {item.target for item in items if item.op == "backward"}
+        behind = (item for item in reversed(items) if item.op != "free")
+        final = next((item for item in behind if item.op != "send" or item.target not in handed_on), None)
         if final is not None and final.op == "backward":
             last[rank] = final
     return {

@@ -160,7 +160,7 @@ def run_iteration(
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
-    gradients = _gradients(context, iteration.module)
+    gradients = _gradients(context, iteration.module, iteration.program)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -177,7 +177,7 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module) -> GradientSynchronisation | ShardGradients:
+def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
@@ -185,9 +185,12 @@ def _gradients(context: RankContext, module: Module) -> GradientSynchronisation 
     synchronisation = GradientSynchronisation(
         context.parameters, layers, context.gradient_groups, size, context.host_groups, context.optimizer.sharded
     )
-    if context.pipeline is None:
+    pipeline = context.pipeline
+    if pipeline is None:
         return synchronisation
-    return replace(synchronisation, of_stages=context.pipeline.of_stages, tied=context.pipeline.tied)
+    reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
+    place = pipeline.place if synchronisation.sharded else None
+    return replace(synchronisation, of_stages=pipeline.of_stages(reduces), tied=pipeline.tied, place=place)
 
 
 @dataclass
@@ -320,7 +323,8 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            with self._sharded(instruction, cascade):
+            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            with self._sharded(instruction, cascade), inside:
                 made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)

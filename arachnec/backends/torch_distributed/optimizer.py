@@ -27,9 +27,9 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``) and
+    same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
     updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
-    (``gathered``), which all ranks do together.
+    (``gathered``), which all these ranks do together.
     """
 
     def __init__(
@@ -38,10 +38,11 @@ class Optimizer:
         training: Training,
         *,
         sharded: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
-        self._parts = Parts.of() if sharded else None
+        self._parts = Parts.of(group) if sharded else None
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: _master(value) for name, value in owned.items()}
         # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.

@@ -14,27 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.staged_model import Cuts, parts_of
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
-from arachnec.lowering.programs import resident_ranks
 from arachnec.models.file import ModelFile
+from arachnec.tracing.layers import layer_of_parameters
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineRank:
-    """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters."""
+    """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters.
+
+    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state.
+    """
 
     rank: int
     cuts: Cuts
     names: tuple[str, ...]
     places: tuple[Ranks, ...]
     parameters: tuple[frozenset[str], ...]
+    sharded: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -50,7 +55,8 @@ class PipelineRank:
         known = frozenset().union(*parameters)
         unread = frozenset(name for name, _ in cuts.model.named_parameters() if name not in known)
         owned = (parameters[0] | unread, *parameters[1:])
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned)
+        sharded = frozenset(stage.name for stage in stages if "sharded" in stage.attrs)
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, sharded)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -59,15 +65,44 @@ class PipelineRank:
             *(p for p, ranks in zip(self.parameters, self.places, strict=True) if self.rank in ranks)
         )
 
-    @cached_property
-    def of_stages(self) -> dict[str, frozenset[str]]:
-        """The parameters in each stage's all-reduce: of those that several stages of one place share, the first's."""
+    @property
+    def place(self) -> Ranks | None:
+        """The ranks over which the optimizer's state of this rank's stages is dealt out; None where each holds all."""
+        places = zip(self.names, self.places, strict=True)
+        return next((ranks for name, ranks in places if name in self.sharded and self.rank in ranks), None)
+
+    def of_stages(self, reduces: Sequence[str]) -> dict[str, dict[str, int | None]]:
+        """The parameters in each stage's all-reduce, with their layers; the stages in the order of ``reduces``.
+
+        One that two stages of this rank share is in the later all-reduce: its gradient is whole there. One that lies on
+        other ranks too is in none of these.
+        """
         taken = set[str]().union(*self.tied.values())
-        of: dict[str, frozenset[str]] = {}
-        for name, parameters in zip(self.names, self.parameters, strict=True):
-            of[name] = frozenset(parameters - taken)
-            taken |= parameters
+        of: dict[str, dict[str, int | None]] = {}
+        for name in reversed(dict.fromkeys(reduces)):
+            number = self.number(name)
+            layers = self._layers[number]
+            own = self.parameters[number] - taken
+            of[name] = {parameter: layer for parameter, layer in layers.items() if parameter in own}
+            taken |= own
         return of
+
+    @cached_property
+    def updated(self) -> dict[str, dict[str, int | None]]:
+        """The parameters that train of each stage of this rank, each once, with their layers."""
+        taken: set[str] = set()
+        of: dict[str, dict[str, int | None]] = {}
+        for number, (name, ranks) in enumerate(zip(self.names, self.places, strict=True)):
+            if self.rank in ranks:
+                own = self.parameters[number] - taken
+                of[name] = {p: layer for p, layer in self._layers[number].items() if p in own}
+                taken |= own
+        return of
+
+    @cached_property
+    def _layers(self) -> tuple[dict[str, int | None], ...]:
+        """Of every stage, the layer of each parameter that trains; None for one that lies outside its layers."""
+        return tuple(layer_of_parameters(self.cuts.model, paths) for paths in self.cuts.parts)
 
     @cached_property
     def tied(self) -> dict[tuple[int, ...], tuple[str, ...]]:
@@ -100,8 +135,9 @@ class PipelineRank:
         return replace(part, writes=part.writes and self.counts(name))
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts a gradient for all that have it."""
-        return self._places_of[name][0][0] == self.rank
+        """Whether this rank counts a gradient for all that have it, or its part of one."""
+        place = self._places_of[name][0]
+        return self.rank in place if self.place is not None else self.rank == place[0]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""

@@ -58,16 +58,26 @@ class UpdatedParameters:
 
 
 def updated_parameters(
-    module: Module, model: nn.Module, optimizer: Optimizer, parameters: Iterable[str]
+    stages: Mapping[str, Mapping[str, int | None]], module: Module, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, UpdatedParameters]:
-    """By stage, those of a model that trains as one stage whose optimizer is dealt out; else none."""
+    """By stage, where the optimizer is dealt out; else none.
+
+    ``stages`` has the parameters of each of this rank's stages with the layers that hold them.
+    """
     if not optimizer.sharded:
         return {}
-    stage = next(stage for stage in module.stages if stage.trained)
-    paths, layers = [path for path, _ in layers_of(stage)], layers_in(module, model)
-    names: dict[int, list[str]] = {}
-    for name in parameters:
-        layer = layers.get(name)
-        names.setdefault(len(paths) if layer is None else layer, []).append(name)
-    modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
-    return {stage.name: UpdatedParameters(optimizer, names, modules)}
+    updated: dict[str, UpdatedParameters] = {}
+    for stage, layers in stages.items():
+        paths = [path for path, _ in layers_of(module.stage(stage))]
+        names: dict[int, list[str]] = {}
+        for name, layer in layers.items():
+            names.setdefault(len(paths) if layer is None else layer, []).append(name)
+        modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
+        updated[stage] = UpdatedParameters(optimizer, names, modules)
+    return updated
+
+
+def layers_of_stages(module: Module, model: nn.Module, parameters: Iterable[str]) -> dict[str, dict[str, int | None]]:
+    """The parameters of a model that trains as one stage, with the layers that hold them."""
+    layers = layers_in(module, model)
+    return {stage.name: {n: layers.get(n) for n in parameters} for stage in module.stages if stage.trained}

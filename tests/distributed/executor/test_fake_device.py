@@ -28,7 +28,7 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.updated_parameters import updated_parameters
+from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module
@@ -159,12 +159,13 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
     runtime = DeviceRuntime.of(device.device)
     with device.used():
         optimizer = Optimizer(parameters, training, sharded=sharded)
+        layers = layers_of_stages(module, model, parameters)
         context = RankContext(
             rank=0, runtime=runtime, model_file=model_file, model=model, parameters=parameters,
             encoders=encoders, sequence=sequence, optimizer=optimizer,
             groups=ProcessGroups(), gradient_groups=ProcessGroups(), host_groups=ProcessGroups(),
             connections=NoConnections(), threads=threads, loads=LoadAhead(threads.loads, encoders, runtime),
-            training=training, updated=updated_parameters(module, model, optimizer, parameters),
+            training=training, updated=updated_parameters(layers, module, model, optimizer),
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
         context.gradient_groups.ensure(wanted_gradient_groups(module))
