@@ -85,9 +85,7 @@ class PipelineDoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupDoesNotFit(Diagnostic):
-    title: ClassVar[str] = (
-        "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
-    )
+    title: ClassVar[str] = "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
     help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
     k: int
     needed: float
