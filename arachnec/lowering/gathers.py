@@ -1,7 +1,9 @@
 """What a forward or backward gathers and releases, where its stage's parameters are dealt out over cells.
 
-The last layer, of what lies in no block, is the first to be gathered and stays until the backward has ended. Blocks
-come in the order in which they run. A backward's lists say the same order and are read from the end.
+The last layer, of what lies in no block, is the first to be gathered and stays until the backward has ended; of a
+pipeline's stage until the forward has, because other micro-batches come between the two. Blocks come in the order in
+which they run. A backward's lists say the same order and are read from the end. Where a backward is split, its second
+half has all gradients of a layer and reduce-scatters them.
 """
 
 from __future__ import annotations
@@ -10,28 +12,37 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from arachnec.ir.nodes import Instruction, Stage
+from arachnec.ir.nodes import Instruction, Phase, Stage
 from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell
 from arachnec.ir.values import Attributes
 
 
-def on_rank(instructions: Iterable[Instruction], stage: Stage, rank: int) -> Iterator[Instruction]:
-    """A cascade's instructions as they stand in the program of one of its ranks."""
+def on_rank(
+    instructions: Iterable[Instruction], stage: Stage, rank: int, phase: Phase = Phase.TRAIN, *, split: bool = False
+) -> Iterator[Instruction]:
+    """The instructions of a cascade of a ``phase`` as they stand in the program of one of its ranks.
+
+    ``split`` is a backward that leaves its weight gradients to another cascade.
+    """
     cell = cell_of(stage) or 1
     for instruction in instructions:
-        if cell > 1 and instruction.op in ("forward", "backward"):
-            yield _gathering(instruction, stage, own_cell(rank, cell))
+        if cell > 1 and instruction.op in ("forward", "backward", "weight"):
+            yield _gathering(instruction, stage, own_cell(rank, cell), phase, split)
         else:
             yield instruction
 
 
 @lru_cache(maxsize=4096)  # the members of a cell have the same line
-def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...]) -> Instruction:
+def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...], phase: Phase, split: bool) -> Instruction:
     last = last_layer(stage)
     blocks, every = tuple(range(last)), (last, *range(last))
     trained = tuple(number for number in every if layer_sizes(stage)[number].trained)
-    if instruction.op == "forward":
-        lists = Attributes.of(cell=cell, gather=every, release=blocks, held=HELD)
+    if phase is Phase.WEIGHT:
+        lists = Attributes.of(cell=cell, scatter=trained)
+    elif instruction.op == "forward":
+        lists = Attributes.of(cell=cell, gather=every, release=blocks if phase is Phase.TRAIN else every, held=HELD)
     else:
-        lists = Attributes.of(cell=cell, gather=blocks, scatter=trained, release=every, held=HELD)
+        gathered = blocks if phase is Phase.TRAIN else (*blocks, last)
+        scattered = None if split else trained
+        lists = Attributes.of(cell=cell, gather=gathered, scatter=scattered, release=every, held=HELD)
     return replace(instruction, attrs=instruction.attrs.updated(**dict(lists.pairs)))

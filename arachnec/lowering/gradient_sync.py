@@ -77,7 +77,7 @@ def _add_shards(
     """Of a stage in cells: every shard is summed over the ranks that hold it, one in each cell."""
     size = round(gradient_bytes(stage) / cell)
     for rank in group:
-        same = replicas(rank, cell, len(group))
+        same = replicas(rank, cell, group)
         time = Quantity(cost.reduce_time(stage, same), "ms")
         attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell))
         ends[rank].append(Instruction("reduce", stage.name, same, attrs))

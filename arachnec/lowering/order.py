@@ -197,10 +197,12 @@ def _holders(producer: Cascade, consumer: Cascade, target: int) -> tuple[int, ..
 def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -> float:
     """GiB of what ``consumer`` reads from ``producer``; 0 where the stage does not say.
 
-    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage.
+    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage. Of
+    clips side by side every rank reads those of its own side.
     """
     of = consumer if producer.phase in GRADIENT else producer
-    return evaluate(stages[of.stage].attrs.get("output"), of)
+    side = 1 if producer.phase is Phase.ENCODE else consumer.side
+    return evaluate(stages[of.stage].attrs.get("output"), of) / side
 
 
 def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:

@@ -17,6 +17,7 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.partition import Partition
+from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.passes.shard_optimizer import ShardOptimizer
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
@@ -24,7 +25,7 @@ from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
 
 @dataclass(frozen=True)
 class NoSuchCell(Diagnostic):
-    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks"
+    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
     help: ClassVar[str] = (
         "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
         "machine, `world` all, `auto` none unless the model does not fit otherwise"
@@ -33,6 +34,7 @@ class NoSuchCell(Diagnostic):
     nodes: int
     gpus: int
     fitting: str
+    stages: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class ShardParameters(Pass):
     """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
-    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none.
+    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none. Of a model in
+    stages ``world`` are the ranks of a stage, and ``auto`` is none; ``stages_each`` are those on one rank, which the
+    schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -48,6 +52,11 @@ class ShardParameters(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     cell: str = "node"
+    stages_each: int = 1
+
+    def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
+        each = next((step.stages_each for step in following if isinstance(step, SchedulePipeline)), self.stages_each)
+        return replace(self, stages_each=each)
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:
@@ -59,14 +68,20 @@ class ShardParameters(Pass):
         return with_gradient_precision(replace(module, stages=stages))
 
     def _size(self, module: Module, cluster: Cluster) -> int:
+        parts = sum("part_of" in stage.attrs for stage in module.stages)
         if self.cell == "auto":
-            return _shortest(module, cluster)
-        words = {"node": cluster.gpus, "world": cluster.world}
+            return 1 if parts else _shortest(module, cluster)
+        ranks = cluster.world * self.stages_each // parts if parts else cluster.world
+
+        def fits(size: int) -> bool:
+            return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0
+
+        words = {"node": min(ranks, cluster.gpus), "world": ranks}
         size = words.get(self.cell, int(self.cell) if self.cell.isdecimal() else 0)
-        if not cell_fits(size, cluster.nodes, cluster.gpus):
-            sizes = (n for n in range(1, cluster.world + 1) if cell_fits(n, cluster.nodes, cluster.gpus))
-            fitting = ", ".join(map(str, sizes))
-            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting))
+        if size < 1 or not fits(size):
+            fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
+            stages = f", {ranks} of each stage" if parts else ""
+            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
         return size
 
 

@@ -18,6 +18,7 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
@@ -58,6 +59,15 @@ class DegreeDoesNotDivide(Diagnostic):
 
 
 @dataclass(frozen=True)
+class CellDoesNotDivide(Diagnostic):
+    title: ClassVar[str] = "cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch"
+    help: ClassVar[str] = "give `shard-parameters` a cell that divides {ranks}, and a degree that it divides"
+    cell: int
+    ranks: int
+    degree: int
+
+
+@dataclass(frozen=True)
 class PipelineDoesNotFit(Diagnostic):
     title: ClassVar[str] = (
         "schedule `{schedule}` needs {needed:.1f} GiB on the ranks of @{stage}, their devices have {memory:.1f}"
@@ -74,7 +84,11 @@ class PipelineDoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class Options:
-    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
+    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster.
+
+    ``degree`` ranks run a micro-batch on every stage. Where parameters are dealt out over cells they are whole cells,
+    on which as many clips run side by side as can.
+    """
 
     schedule: ScheduleName
     k: int = 1
@@ -105,7 +119,10 @@ def pipelined(module: Module, options: Options) -> Module:
     if options.degree is not None and (options.degree < 1 or run % options.degree):
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
     batches = micro_batches(module, parts)
-    degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
+    cell = max(cell_of(part) or 1 for part in parts)
+    if run % cell or (options.degree or cell) % cell:
+        raise UserError(CellDoesNotDivide(None, cell, run, options.degree or run))
+    degrees = [options.degree] if options.degree else [d for d in range(cell, run + 1, cell) if run % d == 0]
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
     plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
@@ -175,11 +192,23 @@ class _Plan:
     def _blocks(self, cascade: Cascade) -> int:
         return min(self.recompute, self.cost.blocks(cascade))
 
+    def _side(self, cascade: Cascade) -> int:
+        """Clips side by side, the same on all stages."""
+        key = cascade.batch, cascade.tokens
+        if key not in self._sides:
+            on_stages = (replace(cascade, stage=part.name) for part in self.parts)
+            self._sides[key] = min(self.cost.most_sides(one, self.degree) for one in on_stages)
+        return self._sides[key]
+
+    @cached_property
+    def _sides(self) -> dict[tuple[int, int], int]:
+        return {}
+
     def _work(self, batch: MicroBatch) -> float:
         return sum(self._time(cascade) for cascade in batch.cascades.values())
 
     def _time(self, cascade: Cascade) -> float:
-        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade))
+        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade), side=self._side(cascade))
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
@@ -258,7 +287,7 @@ class _Plan:
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
         forward = batch.cascades[stage, Phase.FORWARD]
-        return self.cost.kept(forward, self.degree, self._blocks(forward))
+        return self.cost.kept(forward, self.degree, self._blocks(forward), self._side(forward))
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
@@ -266,11 +295,12 @@ class _Plan:
         for batch in batches:
             for stage in stages:
                 begun = batch.cascades[stage, Phase.FORWARD]
-                forward = self.cost.memory(begun, self.degree, self._blocks(begun))
+                side = self._side(begun)
+                forward = self.cost.memory(begun, self.degree, self._blocks(begun), side)
                 backward = batch.cascades.get((stage, Phase.BACKWARD))
                 most = max(most, forward - self._kept(batch, stage))
                 if backward is not None:
-                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward)))
+                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward), side))
         return most
 
     @property
@@ -308,12 +338,13 @@ class _Plan:
     def _on(
         self, cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], free: Sequence[float]
     ) -> Cascade:
+        side = 1 if cascade.phase is Phase.ENCODE else self._side(cascade)
         if cascade.phase is Phase.ENCODE:
             ranks = ranks[: min(self.degree, max(self.cost.legal_degrees(cascade)))]
         degree, again = len(ranks), self.cost.can_recompute(cascade) or cascade.phase is Phase.BACKWARD
         recompute = self._blocks(cascade) if again else 0
-        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute)
-        begun = decided(cascade, self.cost, degree, recompute, 0.0, time)
+        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute, side=side)
+        begun = decided(cascade, self.cost, degree, recompute, 0.0, time, side)
         return on(begun, ranks, inputs, free, self.cost)
 
     def _lane(self, batches: Sequence[MicroBatch], rank: int, actions: Sequence[Action]) -> Iterator[Cascade]:

@@ -128,10 +128,10 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     return replace(stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained))
 
 
-def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
+def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1) -> str:
     """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
     return (
-        f"stages{{{stages}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        f"stages{{{stages}}},shard-parameters{{cell={cell}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
         "bucket{mib=0},lower,check"
     )
 

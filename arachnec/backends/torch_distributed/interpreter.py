@@ -22,7 +22,7 @@ from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients,
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
@@ -281,8 +281,7 @@ class _Walk:
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
-        gathered = self.context.cells.gathering.forward(instruction) if self.context.cells else nullcontext()
-        with self._sharded(instruction, cascade), gathered:
+        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
         self.run.losses[cascade.name] = objective
         self.shares.append(objective.detach())
@@ -292,7 +291,7 @@ class _Walk:
     ) -> None:
         context = self.context
         message = self._message(self.staged.before(cascade))
-        with self._sharded(instruction, cascade):
+        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, made = self.staged.forward(
                 cascade, context.model, context.model_file, kwargs, target, message, share
             )
@@ -314,24 +313,38 @@ class _Walk:
         return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips)
 
     def _weight(self, instruction: Instruction) -> None:
-        self.staged.weight(self.cascades[instruction.target])
+        cascade = self.cascades[instruction.target]
+        self.staged.weight(instruction, cascade, self._cells(cascade))
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
-            with self._sharded(instruction, cascade), inside:
+            with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
             return
-        gathered = self.context.cells.gathering.backward(instruction) if self.context.cells else nullcontext()
         with (
             self._sharded(instruction, cascade),
-            gathered,
             self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+            self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _cells(self, cascade: Cascade) -> StageCells | None:
+        """How the cascade's stage is dealt out; None where it is whole."""
+        return None if self.context.cells is None else self.context.cells.stages.get(cascade.stage)
+
+    def _gathered(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[None]:
+        """Run a forward or backward inside: its layers come and go."""
+        cells = self._cells(cascade)
+        if cells is None:
+            return nullcontext()
+        if instruction.op == "forward":
+            return cells.gathering.forward(instruction)
+        forward = self.staged.forward_of(cascade) if cascade.phase is Phase.BACKWARD else cascade.name
+        return cells.gathering.backward(instruction, forward)
 
     def _send(self, instruction: Instruction) -> None:
         self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])
@@ -367,12 +380,12 @@ class _Walk:
         pipeline, gradients = self.context.pipeline, self.gradients
         if pipeline is None:
             return
-        assert isinstance(gradients, GradientSynchronisation)
-        if gradients.sharded:
-            gradients.gather(pipeline.own_shared)
+        scattered = gradients if isinstance(gradients, GradientSynchronisation) and gradients.sharded else None
+        if scattered is not None:
+            scattered.gather(pipeline.own_shared)
         pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
-        if gradients.sharded:
-            gradients.cut(pipeline.own_shared)
+        if scattered is not None:
+            scattered.cut(pipeline.own_shared)
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more

@@ -7,6 +7,7 @@ stage has counts once in the gradient's norm, over all stages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +19,12 @@ from torch import Tensor
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
+from arachnec.backends.torch_distributed.cells.weights import DealtStage
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.lowering.programs import resident_ranks
 from arachnec.models.file import ModelFile
@@ -34,7 +37,8 @@ Ranks = tuple[int, ...]
 class PipelineRank:
     """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters.
 
-    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state.
+    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state. Others are dealt out over
+    ``cells`` of so many ranks, 1 for none.
     """
 
     rank: int
@@ -42,6 +46,7 @@ class PipelineRank:
     names: tuple[str, ...]
     places: tuple[Ranks, ...]
     parameters: tuple[frozenset[str], ...]
+    cells: tuple[int, ...]
     sharded: frozenset[str] = frozenset()
 
     @classmethod
@@ -59,7 +64,8 @@ class PipelineRank:
         unread = frozenset(name for name, _ in cuts.model.named_parameters() if name not in known)
         owned = (parameters[0] | unread, *parameters[1:])
         sharded = frozenset(stage.name for stage in stages if "sharded" in stage.attrs)
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, sharded)
+        cells = tuple(cell_of(stage) or 1 for stage in stages)
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, cells, sharded)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -94,6 +100,17 @@ class PipelineRank:
         """Of every stage, the layer of each parameter that trains; None for one that lies outside its layers."""
         return tuple(layer_of_parameters(self.cuts.model, paths) for paths in self.cuts.parts)
 
+    @cached_property
+    def dealt_out(self) -> tuple[DealtStage, ...]:
+        """What lies in cells. A parameter of several stages does not: it is whole on their ranks."""
+        counts = Counter(name for own in self.parameters for name in own)
+        rows = zip(self.names, self.cuts.parts, self.parameters, self.places, self.cells, strict=True)
+        return tuple(
+            DealtStage(name, paths, frozenset(p for p in own if counts[p] == 1), place, cell)
+            for name, paths, own, place, cell in rows
+            if cell > 1
+        )
+
     def number(self, stage: str) -> int:
         return self.names.index(stage)
 
@@ -108,10 +125,12 @@ class PipelineRank:
 
     @cached_property
     def shared(self) -> dict[Ranks, tuple[str, ...]]:
-        """Parameters of several places by all their ranks; the same on every rank."""
+        """Parameters of several places by all their ranks, with cells those of several stages; the same on every
+        rank."""
         by_ranks: dict[Ranks, list[str]] = {}
+        in_cells = {name for stage in self.dealt_out for name in stage.parameters or ()}
         for name, places in sorted(self._places_of.items()):
-            if len(places) > 1:
+            if len(places) > 1 or (self.dealt_out and name not in in_cells):
                 by_ranks.setdefault(tuple(sorted({rank for place in places for rank in place})), []).append(name)
         return {ranks: tuple(names) for ranks, names in by_ranks.items()}
 
@@ -122,7 +141,8 @@ class PipelineRank:
 
     @torch.no_grad()
     def add_up_shared(self, parameters: Mapping[str, Tensor], groups: ProcessGroups) -> None:
-        """Add up the parts of gradients that stages share, each whole on its place. Called by all ranks together."""
+        """Add up the parts of gradients that stages share, each whole on its place; with cells, each rank's own. Called
+        by all ranks together."""
         for ranks, names in self.shared.items():
             group = groups.get(ranks) if self.rank in ranks else None
             if group is None:
@@ -130,7 +150,8 @@ class PipelineRank:
             for name in names:
                 parameter = parameters[name]
                 part = gradient_of(parameter)
-                if part is None or self.rank not in (place[0] for place in self._places_of[name]):
+                counts = bool(self.dealt_out) or self.rank in (place[0] for place in self._places_of[name])
+                if part is None or not counts:
                     part = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                 dist.all_reduce(part, group=group)
                 set_gradient(parameter, part)
@@ -159,7 +180,10 @@ class PipelineRank:
     def _counts(self, name: str) -> bool:
         """Whether this rank counts a gradient for all that have it, or its part of one."""
         place = self._places_of[name][0]
-        return self.rank in place if self.place is not None else self.rank == place[0]
+        if self.place is not None:
+            return self.rank in place
+        dealt = next((stage for stage in self.dealt_out if name in (stage.parameters or ())), None)
+        return self.rank in place[: 1 if dealt is None else dealt.cell]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""

@@ -65,7 +65,7 @@ def shared_modules(
     left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
         if id(tensor) in left_out:
-            _pass_on(tensor, device)
+            pass_on(tensor, device)
             continue
         home = tensor if tensor.device == device else tensor.detach().to(device)
         broadcast(home)
@@ -83,10 +83,15 @@ def _left_out(modules: Modules, is_kept: Callable[[str, str], bool]) -> Iterator
         yield from (value for name, value in parts.named_parameters() if not is_kept(module, name))
 
 
-def _pass_on(tensor: Tensor, device: torch.device) -> None:
+def pass_on(tensor: Tensor, device: torch.device) -> None:
     """Take part in the broadcast of a parameter that is not this rank's, and keep zeros without memory in its place."""
     passing = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
     broadcast(passing)
+    leave_out(tensor, device)
+
+
+def leave_out(tensor: Tensor, device: torch.device) -> None:
+    """Keep zeros without memory in the place of a parameter that is not this rank's."""
     put_in_place(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
     tensor.requires_grad_(False)
 
