@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.memory import divided, on_one_side
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -24,7 +25,6 @@ from arachnec.ir.nodes import (
     Phase,
     Program,
     Stage,
-    integers,
     quantity,
 )
 from arachnec.ir.parameter_cells import gathered_gib
@@ -169,22 +169,6 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
         attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
         group = () if cascade.phase is Phase.ENCODE and len(group) == 1 else group
     return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
-
-
-def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
-    """The ranks that hold a stage's parameters.
-
-    Encoders and stages of ``train`` cascades are on every rank, so that the next iteration may place its cascades
-    anywhere. Stages of a pipeline or a sampling chain are where their cascades run. ``ranks`` on the stage's reduce
-    overrides both.
-    """
-    for reduce in module.reductions:
-        if reduce.stage == stage.name and "ranks" in reduce.attrs:
-            return frozenset(integers(reduce.attrs["ranks"]))
-    own = [cascade for cascade in module.cascades if cascade.stage == stage.name]
-    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
-        return frozenset(range(cluster.world))
-    return frozenset(rank for cascade in own for rank in cascade.ranks)
 
 
 def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) -> Attributes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
@@ -204,9 +205,10 @@ def _groups(program: Program, steps: Steps, values: Values) -> Iterator[Diagnost
 
 
 def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:
-    """The ranks that hold a stage: those that its reduce states, or all."""
-    stated = next((reduce.attrs.get("ranks") for reduce in values.module.reductions if reduce.stage == stage), None)
-    return integers(stated) if stated is not None else tuple(range(len(values.module.programs)))
+    """The ranks that hold a stage."""
+    module = values.module
+    assert module.cluster is not None
+    return tuple(sorted(resident_ranks(module, module.cluster, module.stage(stage))))
 
 
 def _alike(rank: int, expected: Steps, program: Program, found: Steps) -> Iterator[Diagnostic]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Program
+from arachnec.ir.nodes import Instruction, Module, Program
 from arachnec.ir.parameter_cells import cell_of
 
 TOLERANCE = 1e-9  # of a time that was computed twice
@@ -70,6 +71,18 @@ class WrongShare(Diagnostic):
     reason: str
 
 
+@dataclass(frozen=True)
+class LeftOut(Diagnostic):
+    title: ClassVar[str] = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
+    label: ClassVar[str] = "rank {rank} keeps the old parameters"
+    help: ClassVar[str] = (
+        "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
+    )
+    rank: int
+    stage: str
+    ranks: str
+
+
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
     """After the last backward of a stage, every rank with gradients of it joins one all-reduce, then one step."""
     with_gradient: dict[str, set[int]] = defaultdict(set)
@@ -93,11 +106,22 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
             yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
         yield from _shares(values, program)
     in_cells = {stage.name for stage in values.module.stages if (cell_of(stage) or 1) > 1}
+    holders = _holders(values.module)
     for (stage, peers), _ in groups.items():
         if stage in in_cells:  # each shard has ranks of its own: `verification.gathers`
             continue
+        span, held_by = values.module.stage(stage).span, holders.get(stage, frozenset())
         for rank in sorted(with_gradient[stage] - set(peers)):
-            yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
+            yield NotReduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
+        for rank in sorted(held_by - with_gradient[stage] - set(peers)):
+            yield LeftOut(span, rank, stage, rank_list(peers))
+
+
+def _holders(module: Module) -> dict[str, frozenset[int]]:
+    """The ranks that hold each trained stage."""
+    if module.cluster is None:
+        return {}
+    return {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages if stage.trained}
 
 
 def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:

@@ -177,6 +177,7 @@ def executable(
         folder,
         program=plan_iteration(model, pipeline, 0)[0],
         traced=module,
+        model=model,
         pipeline=passes,
         model_file=load_model_file(source),
         clips=[c for batch in iterations for c in batch],

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
@@ -26,7 +27,6 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.lowering.programs import resident_ranks
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
 
