@@ -246,6 +246,10 @@ class CostModel:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
         return synchronisation.reduce_time(self.cluster, stage, ranks, size)
 
+    def norm_time(self, ranks: tuple[int, ...]) -> float:
+        """ms of summing the norm of the gradients over these ranks."""
+        return synchronisation.norm_time(self.cluster, ranks)
+
     def step_time(self, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
         """ms of the optimizer's step, where it is dealt out over these ranks."""
         return synchronisation.step_time(self.cluster, stage, ranks)

@@ -12,6 +12,7 @@ from arachnec.ir.nodes import Cluster, Stage, integer, quantity
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib, gradient_bytes, trained_bytes
 
+NORM_BYTES = 8
 ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are not known
 
 
@@ -29,6 +30,13 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
     if measured is not None:
         link = replace(link, intra=quantity(measured))
     return ring_passes(stage) * collective_time(link, size, len(ranks), 1, penalty(cluster, ranks))
+
+
+def norm_time(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """ms of summing one number over these ranks: the squared norm of their gradients."""
+    if len(ranks) < 2:
+        return 0.0
+    return 2 * collective_time(group_link(cluster, ranks), NORM_BYTES, len(ranks), 1, penalty(cluster, ranks))
 
 
 def ring_passes(stage: Stage) -> int:

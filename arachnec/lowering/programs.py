@@ -103,7 +103,7 @@ def _moved_up(
     if sum(item.op == "step" for item in ends) < 2:
         return
     last = {cascade.stage: i for i, cascade in enumerate(order) if cascade.phase in GRADIENT}
-    for item in [item for item in ends if item.op == "reduce" and item.target in last]:
+    for item in [item for item in ends if item.op == "reduce" and item.target in last and "tied" not in item.attrs]:
         ends.remove(item)
         yield (last[item.target], REDUCE), item
 

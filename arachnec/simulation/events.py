@@ -7,7 +7,8 @@ shares cores (``simulation.network``).
 Sends, receives and all-reduces are asynchronous, as in the ``torch_distributed`` back end. A receive starts as early
 as ``receive_prefetch`` says. A transfer runs once both sides have started it. The first instruction that reads a
 received value waits for it; ``free`` waits for the value's sends. An all-reduce runs once all its ranks have started
-it, inside a backward where the program says so, and the earlier ones of its group are complete; ``step`` waits for it.
+it, inside a backward where the program says so, and the earlier ones of its group are complete; ``norm`` and ``step``
+wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import posted_receives
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
+from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
@@ -64,7 +65,7 @@ class _Rank:
     overlapped: dict[int, list[int]] = field(default_factory=dict)  # reduces that start inside a backward, by index
     started: set[int] = field(default_factory=set)  # reduces that it has started, by index
     reducing: int = 0  # how many of them are not complete
-    stopped: float | None = None  # since when it waits for them before a step
+    stopped: float | None = None  # since when it waits for them before a norm or step
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Engine:
                 self._start_handoff(rank.rank, instruction.peers[0], instruction, now, send=True)
             elif instruction.op == "reduce":
                 self._start_reduce(rank, rank.at, now)
-            elif instruction.op == "step" and rank.reducing:
+            elif instruction.op in ("norm", "step") and rank.reducing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
                 return
             elif instruction.op not in ("receive", "free"):
@@ -216,7 +217,7 @@ class Engine:
         rank.started.add(number)
         rank.reducing += 1
         instruction = rank.instructions[number]
-        key = ("reduce", instruction.target, instruction.peers, bucket_of(instruction))
+        key = (instruction.op, instruction.target, instruction.peers, moved_by(instruction))
         arrived = self._arrived[key]
         arrived.append(rank.rank)
         if len(arrived) < len(instruction.peers):

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import Posted
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
+from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send
 
@@ -67,13 +67,23 @@ class _Host:
                 yield from self._sent(step.target)
             case "reduce":
                 yield from self._reduce(index)
+            case "norm":
+                yield from self._reduced(step)
+                yield from self._meet(step, "cell" if step.peers in self._cells else "all-reduce", step.peers)
             case "step":
-                yield from self._meet(step, "cell", step.peers)
-                for stream in {name for number in self.reduced for name in self._streams_of(number)}:
-                    yield Fence(self._text(step), COMPUTE, stream)
+                yield from self._reduced(step)
                 yield Launch(self._text(step))
             case _:
                 yield from self._compute(step, inside)
+
+    def _reduced(self, step: Instruction) -> Iterator[Action]:
+        """The computation waits for all all-reduces."""
+        for stream in {name for number in self.reduced for name in self._streams_of(number)}:
+            yield Fence(self._text(step), COMPUTE, stream)
+
+    @property
+    def _cells(self) -> set[tuple[int, ...]]:
+        return {integers(step.attrs["cell"]) for step in self.program.instructions if "cell" in step.attrs}
 
     def _compute(self, step: Instruction, inside: list[int]) -> Iterator[Action]:
         """Blocks and their collectives in turn; a gradient all-reduce starts as soon as a part of them is through."""
@@ -115,7 +125,7 @@ class _Host:
         stream = (kind, frozenset(ranks))
         text = self._text(step)
         yield from self._connect(text, stream, ranks)
-        what = (step.op, step.target, stream, bucket_of(step), named)
+        what = (step.op, step.target, stream, moved_by(step), named)
         self.times[what] += 1
         yield Fence(text, stream, COMPUTE)
         yield Launch(text, stream, (*what, self.times[what]), tuple(sorted(ranks)))

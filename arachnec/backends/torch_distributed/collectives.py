@@ -1,7 +1,8 @@
-"""Collectives whose names differ between versions of torch."""
+"""Collectives whose names differ between versions of torch, and one on the hosts."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,3 +19,20 @@ def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.Process
     work: dist.Work | None = scatter(own, everyone, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def gathered_on_first(own: Tensor, ranks: tuple[int, ...]) -> Tensor | None:
+    """On the first of these ranks the flat ``own`` of all, one behind the other, on the host; None elsewhere.
+
+    Over the hosts' network; other ranks may call it.
+    """
+    first, *rest = ranks
+    rank, value = dist.get_rank(), own.cpu().contiguous()
+    if rank != first:
+        if rank in rest:
+            dist.send(value, first)
+        return None
+    others = [torch.empty_like(value) for _ in rest]
+    for source, other in zip(rest, others, strict=True):
+        dist.recv(other, source)
+    return torch.cat([value, *others])

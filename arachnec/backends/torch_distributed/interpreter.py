@@ -1,4 +1,4 @@
-"""One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
+"""One rank walks its own program: encode, forward, backward, send, receive, reduce, norm, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
 and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
@@ -32,7 +33,7 @@ from arachnec.backends.torch_distributed.gradients import GradientSynchronisatio
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
@@ -88,6 +89,13 @@ class RankContext:
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
+        if self.cells is None or self.pipeline is not None:
+            return self.gradient_groups.get(ranks)
+        (stage,) = self.cells.stages.values()
+        return stage.cell
 
 
 @dataclass(frozen=True)
@@ -171,27 +179,22 @@ def run_iteration(
 
 def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
-    if context.cells is not None:
-        return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
-    sharded = context.optimizer.sharded
-    pipeline = context.pipeline
-    if pipeline is None:
-        return GradientSynchronisation(
-            context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded
-        )
-    reduces = [step.target for step in program.instructions if step.op == "reduce"]
-    place = context.gradient_groups.get(pipeline.place) if sharded and pipeline.place else None
-    return GradientSynchronisation(
-        context.parameters,
+    synchronisation = GradientSynchronisation(
+        context.parameters if context.cells is None else context.cells.whole,
         layers,
         context.gradient_groups,
         size,
         context.host_groups,
-        sharded,
-        of_stages=pipeline.of_stages(reduces),
-        place=place,
+        context.optimizer.sharded,
     )
+    if (pipeline := context.pipeline) is not None:
+        reduces = [step.target for step in program.instructions if step.op == "reduce"]
+        of_stages = pipeline.of_stages(reduces)
+        synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=pipeline.place)
+    if context.cells is None:
+        return synchronisation
+    return context.cells.gradients(context.gradient_groups, synchronisation, size)
 
 
 @dataclass
@@ -213,7 +216,7 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op == "step":
+        if instruction.op in ("norm", "step"):
             if self.ahead is not None:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
@@ -355,37 +358,33 @@ class _Walk:
     def _reduce(self, instruction: Instruction) -> None:
         self.gradients.start(instruction)  # `step` waits for it
 
+    def _norm(self, instruction: Instruction) -> None:
+        """Of the gradients of all these ranks, of which this one has a share."""
+        own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
+        if pipeline is not None:
+            own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
+        group = self.context.norm_group(instruction.peers)
+        self.run.norm = norm_over(group, global_norm(own, self.context.device))
+
     def _step(self, instruction: Instruction) -> None:
-        self._step_once()
-
-    def end_step(self) -> None:
-        """A rank whose stages are frozen takes part in the step of the others."""
-        if self.context.pipeline is not None:
-            self._step_once()
-
-    def _step_once(self) -> None:
-        """The update of all stages on this rank, whose gradients are whole by the first ``step``."""
+        """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
         if self.stepped:
             return
         self.stepped = True
-        self._add_up_shared()
+        self._show_gradients()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        self.gradients.drop()
+
+    def end_step(self) -> None:
+        """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.stepped:
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Give whole gradients to who wants to see them, put together on the hosts."""
         if self.before_step is not None:
             own, pipeline = self.gradients.complete(), self.context.pipeline
             self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
-        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
-        self.gradients.drop()
-
-    def _add_up_shared(self) -> None:
-        """Add up the gradients that stages share, whole for as long."""
-        pipeline, gradients = self.context.pipeline, self.gradients
-        if pipeline is None:
-            return
-        scattered = gradients if isinstance(gradients, GradientSynchronisation) and gradients.sharded else None
-        if scattered is not None:
-            scattered.gather(pipeline.own_shared)
-        pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
-        if scattered is not None:
-            scattered.cut(pipeline.own_shared)
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more

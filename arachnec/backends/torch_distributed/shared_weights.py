@@ -61,7 +61,7 @@ def shared_modules(
     A parameter that is not kept, by the names of module and parameter, is zeros without memory on this rank.
     """
     modules = build(CPU) if dist.get_rank() == 0 else _received(build, device, is_kept)
-    agree({"the tensors of the model and its encoders": digest_of(modules)}, device)
+    agree({"the tensors of the model and its encoders": digest_of(modules)})
     left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
         if id(tensor) in left_out:

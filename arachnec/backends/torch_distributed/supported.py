@@ -42,7 +42,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "free": (Phase.ENCODE, Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD),
 }
 STAGED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
-OF_STAGES = ("reduce", "step")
+OF_STAGES = ("reduce", "norm", "step")
 
 
 def demand_supported(module: Module, programs: Sequence[Program]) -> None:
@@ -81,6 +81,5 @@ def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExe
         reason = f"its cascade is of phase `{phase.value}`, and its stage was not made by `stages`"
     else:
         reason = f"its cascade is of phase `{phase and phase.value}`"
-    return NotExecutable(
-        instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and `reduce`, `step`"
-    )
+    of_stages = ", ".join(f"`{name}`" for name in OF_STAGES)
+    return NotExecutable(instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and {of_stages}")

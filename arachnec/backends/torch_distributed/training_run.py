@@ -137,7 +137,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -175,9 +175,6 @@ class Trainer:
                 sharded=sharded if pipeline is None else place is not None,
                 group=None if place is None else gradient_groups.get(place),
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None or pipeline is not None else cells.norm,
-                norm=None if pipeline is None else partial(pipeline.norm, device=device),
-                device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=gradient_groups,
@@ -202,7 +199,7 @@ class Trainer:
             shapes=None if cells is None else partial(build_model, model_file, training, META),
         )
         folder, keep = options.checkpoint, options.keep
-        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
         self.module = first  # of the latest step
@@ -333,19 +330,16 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
-        if context.pipeline is not None:
-            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
         runtime = self._context.runtime
         peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
-        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(NotFinite(None, own.step, loss, norm))
@@ -379,7 +373,7 @@ class Trainer:
         if not options.resume:
             checkpoint.demand_empty(options.checkpoint)
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0))
         if position is None:
             events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
             return 0
@@ -405,7 +399,7 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
 def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
     """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
     device = trainer.device
-    rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
+    rows = gather_text(msgspec.json.encode(trainer.intervals).decode())
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]

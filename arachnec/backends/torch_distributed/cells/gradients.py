@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
-from arachnec.backends.cascade_step import gradients_of
 from arachnec.backends.kept_gradients import set_gradient
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.collectives import all_gather_flat
+from arachnec.backends.torch_distributed.collectives import gathered_on_first
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
 
@@ -46,8 +46,8 @@ class ShardGradients:
 
     stages: Mapping[str, StageCells]
     groups: ProcessGroups
+    whole: GradientSynchronisation
     piece_bytes: int = SMALLEST_PIECE
-    whole: Mapping[str, Tensor] = field(default_factory=dict)
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
 
@@ -69,6 +69,9 @@ class ShardGradients:
 
     def start(self, reduce: Instruction) -> None:
         """Start to sum shards over the ranks that hold them; a shard that no backward reached is zero."""
+        if "tied" in reduce.attrs:
+            self.whole.start(reduce)
+            return
         if any(reduce is other for other in self._started):
             return
         self._started.append(reduce)
@@ -115,34 +118,33 @@ class ShardGradients:
     @property
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return all(started.done for started in self._pending)
+        return self.whole.done and all(started.done for started in self._pending)
 
     def wait(self) -> None:
         """Wait for the sums, and give every piece its gradient, or None where no rank had one."""
+        self.whole.wait()
         for started in self._pending:
             started.finish()
         self._pending.clear()
 
     def complete(self) -> dict[str, Tensor]:
-        """Every parameter's whole gradient, on the host; zeros where none was. Collective over the cell.
+        """On the first rank of each stage its parameters' whole gradients, zeros where none was. Collective.
 
-        One flat tensor after another is put together.
+        One flat tensor after another is put together, on the hosts, from the shards of the first cell.
         """
-        gradients = {name: value.to("cpu") for name, value in gradients_of(self.whole).items()}
+        gradients = self.whole.complete()
         for stage in self.stages.values():
             for flat in stage.trained:
                 assert flat.gradient is not None, "gradients are complete once they were waited for"
-                whole = flat.gradient.new_empty(flat.layout.shard_size * flat.layout.ranks)
-                all_gather_flat(whole, flat.gradient, stage.cell)
-                for slot in flat.layout.slots:
-                    part = whole[slot.first : slot.first + slot.size].view(slot.shape)
-                    gradients[slot.name] = part.to("cpu", copy=True)
+                whole = gathered_on_first(flat.gradient, stage.ranks[: flat.layout.ranks])
+                for slot in flat.layout.slots if whole is not None else ():
+                    assert whole is not None
+                    gradients[slot.name] = whole[slot.first : slot.first + slot.size].view(slot.shape).clone()
         return gradients
 
     def drop(self) -> None:
         """Give the gradients' memory back."""
-        for value in self.whole.values():
-            set_gradient(value, None)
+        self.whole.drop()
         for flat in self._trained:
             flat.gradient = None
             for piece in flat.pieces.values():
@@ -190,11 +192,3 @@ def _with_gradient(flat: FlatLayer) -> nn.Parameter:
         shard.grad_dtype = flat.gradient_dtype
     shard.grad = flat.gradient
     return shard
-
-
-def squared_norm_over(cell: dist.ProcessGroup, parameters: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-    """The norm of all shards of a cell together, from that of one rank's."""
-    device = next((value.device for value in parameters.values()), norm.device)
-    square = norm.to(device).square()
-    dist.all_reduce(square, group=cell)
-    return square.sqrt()

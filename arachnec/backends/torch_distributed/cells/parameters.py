@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells, squared_norm_over
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.layout import Piece
 from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.shared_weights import CPU
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
@@ -60,14 +61,9 @@ class CellParameters:
         flats = (flat for stage in self.stages.values() for flat in stage.trained)
         return {**self.whole, **{name: piece for flat in flats for name, piece in flat.pieces.items()}}
 
-    def gradients(self, groups: ProcessGroups, piece_bytes: int) -> ShardGradients:
-        """The gradients of one iteration."""
-        return ShardGradients(self.stages, groups, piece_bytes, self.whole)
-
-    def norm(self, own: Tensor) -> Tensor:
-        """Of a model that is one stage, the norm of all shards from that of this rank's. Collective over the cell."""
-        (stage,) = self.stages.values()
-        return squared_norm_over(stage.cell, self.pieces, own)
+    def gradients(self, groups: ProcessGroups, whole: GradientSynchronisation, piece_bytes: int) -> ShardGradients:
+        """The gradients of one iteration; ``whole`` are those of what is not dealt out."""
+        return ShardGradients(self.stages, groups, whole, piece_bytes)
 
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.

@@ -64,7 +64,7 @@ def dealt_out_model(
         return {"model": build_model(model_file, training, home)}
 
     modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
-    agree({"the tensors of the model": digest_of(modules)}, device)
+    agree({"the tensors of the model": digest_of(modules)})
     model = modules["model"]
     whole = dict(model.named_parameters())
     flats: dict[str, list[FlatLayer]] = {}
