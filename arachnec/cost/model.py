@@ -160,9 +160,9 @@ class CostModel:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
         return self._memory.kept(cascade, ranks, recompute, side)
 
-    def most_sides(self, cascade: Cascade, ranks: int) -> int:
-        """The most of its clips that the cascade may run side by side on so many ranks."""
-        return max(sides(cascade, self.stages[cascade.stage], ranks), default=1)
+    def sides(self, cascade: Cascade, ranks: int) -> tuple[int, ...]:
+        """How many of its clips the cascade may run side by side on so many ranks."""
+        return sides(cascade, self.stages[cascade.stage], ranks)
 
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""

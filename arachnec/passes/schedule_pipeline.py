@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
@@ -16,8 +16,9 @@ class SchedulePipeline(Pass):
     """Runs the stages that ``stages`` made by a fixed ``schedule``, as often side by side as there are ranks for.
 
     ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel
-    degree of every stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at
-    which the micro-batches fit, recomputing where that is faster.
+    degree of every stage, or ``degrees`` that of each, which then has as many ranks; ``recompute`` whether blocks are
+    run again in the backward. By default the least degree at which the micro-batches fit, recomputing where that is
+    faster.
     """
 
     needs: ClassVar[Level] = Level.COSTED
@@ -28,6 +29,7 @@ class SchedulePipeline(Pass):
     v: int = 2
     degree: int | None = None
     recompute: bool | None = None
+    degrees: tuple[int, ...] | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -35,9 +37,9 @@ class SchedulePipeline(Pass):
         return self.schedule in SPLITTING
 
     @property
-    def stages_each(self) -> int:
-        """Stages on every rank."""
-        return stages_each(self.schedule, self.v)
+    def place_options(self) -> dict[str, Any]:
+        """What says how many ranks hold a stage: passes before this one have these as options."""
+        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees}
 
     def run(self, module: Module) -> Module:
-        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute))
+        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.degrees))

@@ -20,6 +20,7 @@ from arachnec.passes.partition import Partition
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.passes.shard_optimizer import ShardOptimizer
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.pipeline_orders import ranks_of_stages
 from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
 
 
@@ -43,8 +44,8 @@ class ShardParameters(Pass):
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
     or ``auto`` for the one with which the first iteration is estimated shortest, which may be none. Of a model in
-    stages ``world`` are the ranks of a stage, and ``auto`` is none; ``stages_each`` are those on one rank, which the
-    schedule says.
+    stages ``world`` are the ranks of a stage, and ``auto`` is none. How many these are follows from ``stages_each``,
+    the stages on one rank, or from ``degrees``, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -53,10 +54,11 @@ class ShardParameters(Pass):
 
     cell: str = "node"
     stages_each: int = 1
+    degrees: tuple[int, ...] | None = None
 
     def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
-        each = next((step.stages_each for step in following if isinstance(step, SchedulePipeline)), self.stages_each)
-        return replace(self, stages_each=each)
+        schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
+        return self if schedule is None else replace(self, **schedule.place_options)
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:
@@ -71,7 +73,8 @@ class ShardParameters(Pass):
         parts = sum("part_of" in stage.attrs for stage in module.stages)
         if self.cell == "auto":
             return 1 if parts else _shortest(module, cluster)
-        ranks = cluster.world * self.stages_each // parts if parts else cluster.world
+        places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
+        ranks = math.gcd(*places)  # which cells must divide
 
         def fits(size: int) -> bool:
             return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0

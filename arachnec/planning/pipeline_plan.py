@@ -59,6 +59,17 @@ class DegreeDoesNotDivide(Diagnostic):
 
 
 @dataclass(frozen=True)
+class DegreesForOtherStages(Diagnostic):
+    title: ClassVar[str] = "degrees {degrees} do not fit {stages} stages on {world} ranks"
+    help: ClassVar[str] = (
+        "give one degree for each stage, their sum dividing {world}, and a schedule with one stage on a rank"
+    )
+    degrees: list[int]
+    stages: int
+    world: int
+
+
+@dataclass(frozen=True)
 class CellDoesNotDivide(Diagnostic):
     title: ClassVar[str] = "cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch"
     help: ClassVar[str] = "give `shard-parameters` a cell that divides {ranks}, and a degree that it divides"
@@ -86,8 +97,8 @@ class PipelineDoesNotFit(Diagnostic):
 class Options:
     """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster.
 
-    ``degree`` ranks run a micro-batch on every stage. Where parameters are dealt out over cells they are whole cells,
-    on which as many clips run side by side as can.
+    ``degree`` ranks run a micro-batch on every stage, or ``degrees`` on each. Where parameters are dealt out over cells
+    they are whole cells, on which as many clips run side by side as can.
     """
 
     schedule: ScheduleName
@@ -95,6 +106,7 @@ class Options:
     v: int = 2
     degree: int | None = None
     recompute: bool | None = None
+    degrees: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,19 +125,11 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(NoStages(None))
     world = cost.cluster.world
     ranks = pipeline_ranks(options.schedule, len(parts), options.v)
-    if ranks > world or world % ranks:
-        raise UserError(RanksDoNotDivide(None, world, ranks))
-    run = world // ranks
-    if options.degree is not None and (options.degree < 1 or run % options.degree):
-        raise UserError(DegreeDoesNotDivide(None, options.degree, run))
+    widths = _widths(options, parts, world, ranks)
     batches = micro_batches(module, parts)
-    cell = max(cell_of(part) or 1 for part in parts)
-    if run % cell or (options.degree or cell) % cell:
-        raise UserError(CellDoesNotDivide(None, cell, run, options.degree or run))
-    degrees = [options.degree] if options.degree else [d for d in range(cell, run + 1, cell) if run % d == 0]
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
-    plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
+    plans = [_Plan(module, cost, parts, batches, options, ranks, w, r) for w in widths for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
     if options.recompute is None:
@@ -137,6 +141,26 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
     return _at_level_placed(module, cost, placed, offered[0].places)
+
+
+def _widths(options: Options, parts: Sequence[Stage], world: int, ranks: int) -> list[tuple[int, ...]]:
+    """On how many ranks the stages of each rank of a pipeline may run a micro-batch, the least first."""
+    cell = max(cell_of(part) or 1 for part in parts)
+    if (degrees := options.degrees) is not None:
+        if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
+            raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
+        if any(degree % cell for degree in degrees):
+            raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+        return [degrees]
+    if ranks > world or world % ranks:
+        raise UserError(RanksDoNotDivide(None, world, ranks))
+    run = world // ranks
+    if options.degree is not None and (options.degree < 1 or run % options.degree):
+        raise UserError(DegreeDoesNotDivide(None, options.degree, run))
+    if run % cell or (options.degree or cell) % cell:
+        raise UserError(CellDoesNotDivide(None, cell, run, options.degree or run))
+    each = [options.degree] if options.degree else [d for d in range(cell, run + 1, cell) if run % d == 0]
+    return [(degree,) * ranks for degree in each]
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
@@ -162,7 +186,8 @@ def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One degree, and a number of blocks that every stage recomputes, or all where it has fewer."""
+    """Ranks for a micro-batch on each rank of a pipeline, and a number of blocks that every stage recomputes, or all
+    where it has fewer."""
 
     module: Module
     cost: CostModel
@@ -170,18 +195,29 @@ class _Plan:
     batches: Sequence[MicroBatch]
     options: Options
     ranks: int  # of a pipeline
-    degree: int
+    widths: tuple[int, ...]
     recompute: int
 
     @property
-    def run(self) -> int:
-        """Ranks that hold the same stages."""
-        return self.cost.cluster.world // self.ranks
+    def count(self) -> int:
+        """Replicas of the pipeline."""
+        return self.cost.cluster.world // sum(self.widths)
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same stages, those of one rank of a pipeline."""
+        first = self.count * sum(self.widths[:rank])
+        return tuple(range(first, first + self.count * self.widths[rank]))
+
+    def _width(self, stage: str) -> int:
+        """Ranks that run a micro-batch on a stage; where they differ, every rank of a pipeline has one stage."""
+        if len(set(self.widths)) == 1:
+            return self.widths[0]
+        return self.widths[next(number for number, part in enumerate(self.parts) if part.name == stage)]
 
     @cached_property
     def replicas(self) -> list[list[MicroBatch]]:
         """The micro-batches of each replica of the pipeline, longest first."""
-        count = self.run // self.degree
+        count = self.count
         loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
         for batch in sorted(self.batches, key=self._work, reverse=True):
             replica = loads.index(min(loads))
@@ -193,11 +229,12 @@ class _Plan:
         return min(self.recompute, self.cost.blocks(cascade))
 
     def _side(self, cascade: Cascade) -> int:
-        """Clips side by side, the same on all stages."""
+        """Clips side by side: as many as all stages can."""
         key = cascade.batch, cascade.tokens
         if key not in self._sides:
-            on_stages = (replace(cascade, stage=part.name) for part in self.parts)
-            self._sides[key] = min(self.cost.most_sides(one, self.degree) for one in on_stages)
+            on_stages = [replace(cascade, stage=part.name) for part in self.parts]
+            possible = (frozenset(self.cost.sides(one, self._width(one.stage))) for one in on_stages)
+            self._sides[key] = max(frozenset.intersection(*possible), default=1)
         return self._sides[key]
 
     @cached_property
@@ -208,7 +245,8 @@ class _Plan:
         return sum(self._time(cascade) for cascade in batch.cascades.values())
 
     def _time(self, cascade: Cascade) -> float:
-        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade), side=self._side(cascade))
+        width, side = self._width(cascade.stage), self._side(cascade)
+        return self.cost.time(cascade, width, recompute=self._blocks(cascade), side=side)
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
@@ -240,7 +278,7 @@ class _Plan:
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
                 pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
                 sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = source * self.run, target * self.run
+                first, second = self.place(source)[0], self.place(target)[0]
                 rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
             return rows
 
@@ -262,9 +300,7 @@ class _Plan:
     def places(self) -> dict[str, tuple[int, ...]]:
         """The ranks of every stage."""
         return {
-            self.parts[stage].name: tuple(range(rank * self.run, (rank + 1) * self.run))
-            for rank, stages in enumerate(self.stages_on)
-            for stage in stages
+            self.parts[stage].name: self.place(rank) for rank, stages in enumerate(self.stages_on) for stage in stages
         }
 
     @cached_property
@@ -287,7 +323,7 @@ class _Plan:
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
         forward = batch.cascades[stage, Phase.FORWARD]
-        return self.cost.kept(forward, self.degree, self._blocks(forward), self._side(forward))
+        return self.cost.kept(forward, self._width(forward.stage), self._blocks(forward), self._side(forward))
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
@@ -295,12 +331,12 @@ class _Plan:
         for batch in batches:
             for stage in stages:
                 begun = batch.cascades[stage, Phase.FORWARD]
-                side = self._side(begun)
-                forward = self.cost.memory(begun, self.degree, self._blocks(begun), side)
+                side, width = self._side(begun), self._width(begun.stage)
+                forward = self.cost.memory(begun, width, self._blocks(begun), side)
                 backward = batch.cascades.get((stage, Phase.BACKWARD))
                 most = max(most, forward - self._kept(batch, stage))
                 if backward is not None:
-                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward), side))
+                    most = max(most, self.cost.memory(backward, width, self._blocks(backward), side))
         return most
 
     @property
@@ -312,8 +348,9 @@ class _Plan:
         lanes: list[tuple[tuple[int, ...], list[Cascade]]] = []
         for replica, (batches, order) in enumerate(zip(self.replicas, self.orders, strict=True)):
             for rank, actions in enumerate(order.orders):
-                first = rank * self.run + replica * self.degree
-                lanes.append((tuple(range(first, first + self.degree)), list(self._lane(batches, rank, actions))))
+                width = self.widths[rank]
+                ranks = self.place(rank)[replica * width : (replica + 1) * width]
+                lanes.append((ranks, list(self._lane(batches, rank, actions))))
         free = [0.0] * self.cost.cluster.world
         done: dict[str, Cascade] = {}
         at = [0] * len(lanes)
@@ -340,7 +377,7 @@ class _Plan:
     ) -> Cascade:
         side = 1 if cascade.phase is Phase.ENCODE else self._side(cascade)
         if cascade.phase is Phase.ENCODE:
-            ranks = ranks[: min(self.degree, max(self.cost.legal_degrees(cascade)))]
+            ranks = ranks[: min(len(ranks), max(self.cost.legal_degrees(cascade)))]
         degree, again = len(ranks), self.cost.can_recompute(cascade) or cascade.phase is Phase.BACKWARD
         recompute = self._blocks(cascade) if again else 0
         time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute, side=side)

@@ -324,7 +324,8 @@ class _Walk:
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
-                made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
+                message = self._message(self.staged.before(cascade))
+                made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
             return

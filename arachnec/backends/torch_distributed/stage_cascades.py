@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import split_backwards
@@ -114,15 +115,30 @@ class StageCascades:
             return objective, None
         return None, pack(run.made, forms_between(cut, number))
 
-    def backward(self, cascade: Cascade, message: Tensor | None) -> Tensor | None:
-        """Run a stage's backward. Returns its message to the stage before; the first stage has none."""
+    def backward(self, cascade: Cascade, message: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | None:
+        """Run a stage's backward on the ranks of ``group``. Returns its message to the stage before; the first has
+        none.
+
+        Every rank has a part of the gradient of what the stage was handed. It goes to one rank of the stage before,
+        which takes it for its own part. Where that stage has another degree, the parts are added up, and each of its
+        ranks takes an equal share.
+        """
         name = self.forward_of(cascade)
         saved = self._saved.pop(name)
         received = {} if message is None else unpack(message, gradient_forms(saved.cut, saved.number))
         gradients = backward_of(saved.run, saved.objective, received)
         if not saved.number:
             return None
-        return pack(gradients, gradient_forms(saved.cut, saved.number - 1))
+        forms = gradient_forms(saved.cut, saved.number - 1)
+        if (degree := self._degree_before(cascade)) != cascade.degree:
+            given = saved.run.given
+            gradients = {output: _share(given[output], group, degree) for output in forms}
+        return pack(gradients, forms)
+
+    def _degree_before(self, cascade: Cascade) -> int:
+        """The degree of the stage that reads this one's gradient."""
+        readers = (c for c in self.module.cascades if cascade.name in c.inputs)
+        return next(c.degree for c in readers if c.stage != cascade.stage and c.phase is Phase.BACKWARD)
 
     def weight(self, instruction: Instruction, cascade: Cascade, cells: StageCells | None) -> None:
         """The weight gradients that a split backward left; layer by layer where they are dealt out over ``cells``."""
@@ -137,6 +153,17 @@ class StageCascades:
     def deferring(self, forward: str) -> Deferred | None:
         """What keeps the weight gradients of a forward's blocks for later; None where the backward has them."""
         return self._deferred.setdefault(forward, Deferred()) if forward in self._split else None
+
+
+@torch.no_grad()
+def _share(given: Tensor, group: dist.ProcessGroup | None, degree: int) -> Tensor:
+    """The sum of all ranks' parts of a value's gradient over ``degree``, added up in fp32 at least. Collective."""
+    precise = torch.promote_types(given.dtype, torch.float32)
+    part = torch.zeros_like(given) if given.grad is None else given.grad
+    total = part.detach().to(precise, copy=True)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return (total / degree).to(given.dtype)
 
 
 def encoders_of(cascade: Cascade, cascades: Mapping[str, Cascade]) -> Sequence[str]:
