@@ -164,6 +164,10 @@ class CostModel:
         """How many of its clips the cascade may run side by side on so many ranks."""
         return sides(cascade, self.stages[cascade.stage], ranks)
 
+    def host_inputs(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
+        """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
+        return self._memory.host_inputs(cascade, ranks, recompute, side)
+
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
         return self._memory.received(cascade)

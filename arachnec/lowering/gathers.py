@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from arachnec.ir.host_placement import HOST, layers_in_host
 from arachnec.ir.nodes import Instruction, Phase, Stage
 from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell
 from arachnec.ir.values import Attributes
@@ -24,16 +25,18 @@ def on_rank(
 
     ``split`` is a backward that leaves its weight gradients to another cascade.
     """
-    cell = cell_of(stage) or 1
+    cell, place = cell_of(stage), HOST if layers_in_host(stage) else None
     for instruction in instructions:
-        if cell > 1 and instruction.op in ("forward", "backward", "weight"):
-            yield _gathering(instruction, stage, own_cell(rank, cell), phase, split)
+        if cell is not None and instruction.op in ("forward", "backward", "weight"):
+            yield _gathering(instruction, stage, own_cell(rank, cell), place, phase, split)
         else:
             yield instruction
 
 
 @lru_cache(maxsize=4096)  # the members of a cell have the same line
-def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...], phase: Phase, split: bool) -> Instruction:
+def _gathering(
+    instruction: Instruction, stage: Stage, cell: tuple[int, ...], place: str | None, phase: Phase, split: bool
+) -> Instruction:
     last = last_layer(stage)
     blocks, every = tuple(range(last)), (last, *range(last))
     trained = tuple(number for number in every if layer_sizes(stage)[number].trained)
@@ -45,4 +48,4 @@ def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...], ph
         gathered = blocks if phase is Phase.TRAIN else (*blocks, last)
         scattered = None if split else trained
         lists = Attributes.of(cell=cell, gather=gathered, scatter=scattered, release=every, held=HELD)
-    return replace(instruction, attrs=instruction.attrs.updated(**dict(lists.pairs)))
+    return replace(instruction, attrs=instruction.attrs.updated(**dict(lists.pairs), place=place))

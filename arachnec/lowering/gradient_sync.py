@@ -15,6 +15,7 @@ from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, inte
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.host_copies import step_copies
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
-        if "buckets" in stated or (cell_of(stage) or 1) > 1:
+        if "buckets" in stated or cell_of(stage) is not None:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
             if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
                 own = {}  # whose reduces stand between backwards
@@ -70,7 +71,8 @@ def gradient_synchronisation(
         for stage in here:
             ranks = tuple(sorted(resident[stage.name]))
             time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage, ranks), "ms"))
-            items.append(Instruction("step", stage.name, (), Attributes.of(time=time)))
+            attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
+            items.append(Instruction("step", stage.name, (), attrs))
     return ends
 
 
@@ -114,7 +116,7 @@ def _add_buckets(
         lines: dict[Instruction, Instruction] = {}  # one for all ranks that have the same
         for rank in group:
             same, time = shards[rank % cell], times[rank % cell]
-            attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell > 1 else None)
+            attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell_of(stage) else None)
             if bucket is not None:
                 attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
             backward = overlapped.get(rank)

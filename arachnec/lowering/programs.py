@@ -33,6 +33,7 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
+from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,
@@ -73,12 +74,21 @@ def lower(module: Module, attention: str | None = None) -> Module:
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
     lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
+    lists = _with_copies(module, lists)
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
     }
+    kept = {
+        rank: math.fsum(_gib(stage.attrs.get("host_state")) for stage in module.stages if rank in resident[stage.name])
+        for rank in range(module.cluster.world)
+    }
     programs = tuple(
-        Program(rank, (*lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
+        Program(
+            rank,
+            (*lists[rank], *ends[rank]),
+            Attributes.of(state=Quantity(states[rank], "GiB"), host_state=_some(kept[rank])),
+        )
         for rank in range(module.cluster.world)
     )
     return replace(module, level=Level.LOWERED, programs=programs)
@@ -88,11 +98,18 @@ def compute_lists(
     module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None = None
 ) -> dict[int, list[Instruction]]:
     """Every rank's instructions up to the gradient synchronisation."""
-    return _in_order(_placed(module, cluster, order, handoffs, attention))
+    return _with_copies(module, _in_order(_placed(module, cluster, order, handoffs, attention)))
 
 
 def _in_order(placed: Mapping[int, Sequence[tuple[Place, Instruction]]]) -> dict[int, list[Instruction]]:
     return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
+
+
+def _with_copies(module: Module, lists: Mapping[int, list[Instruction]]) -> dict[int, list[Instruction]]:
+    """The lists with what each instruction brings in from host memory and takes back."""
+    cascades = {cascade.name: cascade for cascade in module.cascades}
+    stages = {stage.name: stage for stage in module.stages}
+    return {rank: with_host_copies(items, cascades, stages) for rank, items in lists.items()}
 
 
 def _moved_up(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, integers, quantity
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass, Scope
@@ -68,7 +68,9 @@ def _sharded_stages(
     if everywhere + each * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
         return module
     ranks = ranks_of_stages(cluster.world, len(parts), each, degrees)
-    dealt = {part.name: _dealt_out(part, count) for part, count in zip(parts, ranks, strict=True)}
+    placed = [integers(part.attrs["place"]) if "place" in part.attrs else None for part in parts]
+    counts = [count if place is None else len(place) for count, place in zip(ranks, placed, strict=True)]
+    dealt = {part.name: _dealt_out(part, count) for part, count in zip(parts, counts, strict=True)}
     return replace(module, stages=tuple(dealt.get(stage.name, stage) for stage in module.stages))
 
 

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import floor
 from typing import ClassVar
 
 from arachnec.cluster.topology import handoff_time
@@ -18,36 +19,47 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
-from arachnec.pipelining.evaluate import StageTimes
+from arachnec.pipelining.action import (
+    ACTIVATION_GRADIENT,
+    BACKWARD,
+    FORWARD,
+    WEIGHT_GRADIENT,
+    Action,
+    PipelineSchedule,
+)
+from arachnec.pipelining.evaluate import StageTimes, Table
+from arachnec.pipelining.grouping import choose_k, groupings
 from arachnec.pipelining.held import held
+from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
+from arachnec.planning.pipeline_places import (
+    Lane,
+    MicroBatch,
+    Places,
+    lanes_in_turns,
+    places_of,
+    replica_lanes,
+    runs_of,
+)
 from arachnec.planning.placed_cascade import on
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 TRIES = 400  # orders of entry that `planned` looks at for each replica
+ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
 
 
 @dataclass(frozen=True)
 class NoStages(Diagnostic):
     title: ClassVar[str] = "the module has no pipeline to schedule"
     help: ClassVar[str] = "put `stages{{p=4}}` before `partition`"
-
-
-@dataclass(frozen=True)
-class RanksDoNotDivide(Diagnostic):
-    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
-    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
-    world: int
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -102,19 +114,12 @@ class Options:
     """
 
     schedule: ScheduleName
-    k: int = 1
+    k: int | None = None
     v: int = 2
     degree: int | None = None
     recompute: bool | None = None
+    policy: WarmUp = "A"
     degrees: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The cascades of one micro-batch by stage and phase."""
-
-    encoders: tuple[Cascade, ...]
-    cascades: Mapping[tuple[int, Phase], Cascade]
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -123,44 +128,45 @@ def pipelined(module: Module, options: Options) -> Module:
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
         raise UserError(NoStages(None))
-    world = cost.cluster.world
-    ranks = pipeline_ranks(options.schedule, len(parts), options.v)
-    widths = _widths(options, parts, world, ranks)
+    places, widths = _layouts(options, parts, cost.cluster.world)
     batches = micro_batches(module, parts)
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
-    plans = [_Plan(module, cost, parts, batches, options, ranks, w, r) for w in widths for r in ways]
+    plans = [_Plan(module, cost, parts, batches, options, places, w, r) for w in widths for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
     if options.recompute is None:
-        offered = [fewest_blocks(plan) for plan in offered]
+        # where the schedule runs fewer ahead to fit, recomputing more may let it run more ahead
+        further = offered if options.schedule in ADAPTING else []
+        offered = [*(fewest_blocks(plan) for plan in offered), *further]
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
-        worst = max(range(ranks), key=lambda rank: least.needed[rank])
+        worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
-    return _at_level_placed(module, cost, placed, offered[0].places)
+    lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
+    return _at_level_placed(module, cost, placed, lies_on)
 
 
-def _widths(options: Options, parts: Sequence[Stage], world: int, ranks: int) -> list[tuple[int, ...]]:
-    """On how many ranks the stages of each rank of a pipeline may run a micro-batch, the least first."""
+def _layouts(options: Options, parts: Sequence[Stage], world: int) -> tuple[Places, list[tuple[int, ...]]]:
+    """Where the stages lie, and on how many ranks of each run a micro-batch may run, the least first."""
     cell = max(cell_of(part) or 1 for part in parts)
     if (degrees := options.degrees) is not None:
+        ranks = pipeline_ranks(options.schedule, len(parts), options.v)
         if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
             raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
         if any(degree % cell for degree in degrees):
             raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
-        return [degrees]
-    if ranks > world or world % ranks:
-        raise UserError(RanksDoNotDivide(None, world, ranks))
-    run = world // ranks
-    if options.degree is not None and (options.degree < 1 or run % options.degree):
-        raise UserError(DegreeDoesNotDivide(None, options.degree, run))
-    if run % cell or (options.degree or cell) % cell:
-        raise UserError(CellDoesNotDivide(None, cell, run, options.degree or run))
-    each = [options.degree] if options.degree else [d for d in range(cell, run + 1, cell) if run % d == 0]
-    return [(degree,) * ranks for degree in each]
+        return runs_of(degrees, world), [degrees]
+    places = places_of(parts, options.schedule, options.v, world)
+    most = places.most_degree
+    if options.degree is not None and (options.degree < 1 or most % options.degree):
+        raise UserError(DegreeDoesNotDivide(None, options.degree, most))
+    if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
+        raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
+    each = [options.degree] if options.degree else [d for d in range(cell, most + 1, cell) if most % d == 0]
+    return places, [(degree,) * len(places.runs) for degree in each]
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
@@ -194,30 +200,34 @@ class _Plan:
     parts: Sequence[Stage]
     batches: Sequence[MicroBatch]
     options: Options
-    ranks: int  # of a pipeline
+    places: Places
     widths: tuple[int, ...]
     recompute: int
 
-    @property
-    def count(self) -> int:
-        """Replicas of the pipeline."""
-        return self.cost.cluster.world // sum(self.widths)
-
-    def place(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same stages, those of one rank of a pipeline."""
-        first = self.count * sum(self.widths[:rank])
-        return tuple(range(first, first + self.count * self.widths[rank]))
-
     def _width(self, stage: str) -> int:
-        """Ranks that run a micro-batch on a stage; where they differ, every rank of a pipeline has one stage."""
+        """Ranks that run a micro-batch on a stage."""
         if len(set(self.widths)) == 1:
             return self.widths[0]
-        return self.widths[next(number for number, part in enumerate(self.parts) if part.name == stage)]
+        return self.widths[self.places.placement[self._numbers[stage]]]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {part.name: number for number, part in enumerate(self.parts)}
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        if self.places.replicas(self.widths) is not None:
+            return replica_lanes(self.places, self.widths, self.replicas, self.orders)
+        degree = self.widths[0]
+        counts = [len(self.places.of(stage)) // degree for stage in range(len(self.parts))]
+        batches = sorted(self.batches, key=self._work, reverse=True)
+        orders = dapple_in_turns(counts, len(batches), self.options.policy, self._most_held(batches))
+        return lanes_in_turns(self.places, degree, batches, orders)
 
     @cached_property
     def replicas(self) -> list[list[MicroBatch]]:
         """The micro-batches of each replica of the pipeline, longest first."""
-        count = self.count
+        count = len(self.places.runs[0]) // self.widths[0]
         loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
         for batch in sorted(self.batches, key=self._work, reverse=True):
             replica = loads.index(min(loads))
@@ -251,19 +261,63 @@ class _Plan:
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
-        return [self._order(batches) if batches else PipelineSchedule(((),) * self.ranks) for batches in self.replicas]
+        ranks = len(self.places.runs)
+        return [self._order(batches) if batches else PipelineSchedule(((),) * ranks) for batches in self.replicas]
 
     def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
-        options = self.options
-        if options.schedule != "planned":
-            return orders_of(options.schedule, self.ranks, len(batches), k=min(options.k, len(batches)), v=options.v)
-        stages = range(len(self.parts))
-        kept = [[self._kept(batch, stage) for batch in batches] for stage in stages]
-        limits = [limit_of(self.cost) - self._state([stage]) - self._running(batches, [stage]) for stage in stages]
-        if any(max(row) > limit for row, limit in zip(kept, limits, strict=True)):
-            return orders_of("1f1b", self.ranks, len(batches), k=1, v=1)  # which does not fit either, and says so
-        problem = OrderProblem(self._times(batches), kept, limits, tuple(stages))
+        options, ranks = self.options, len(self.places.runs)
+        if options.schedule == "dapple":
+            return dapple(ranks, len(batches), options.policy, self._most_held(batches))
+        if options.schedule not in ("planned", "kfkb"):
+            return orders_of(options.schedule, ranks, len(batches), v=options.v)
+        kept = self._kept_table(batches)
+        limits = self._limits(batches)
+        if options.schedule == "kfkb":
+            return kfkb(ranks, len(batches), self._k(batches, kept, limits))
+        if self._overfull(kept, limits):
+            return self._without_plan(batches)
+        problem = OrderProblem(self._times(batches), kept, limits, self.places.placement)
         return plan_order(problem, split=True, tries=TRIES).schedule
+
+    def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
+        """Whether a micro-batch does not fit on a rank alone."""
+        columns = [zip(*(kept[stage] for stage in own), strict=True) for own in self.stages_on]
+        alone = [[sum(column) for column in own] for own in columns]
+        return any(max(row) > limit for row, limit in zip(alone, limits, strict=True))
+
+    def _without_plan(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
+        """One micro-batch after the other, which does not fit either, and says so."""
+        stages, placement = len(self.parts), self.places.placement
+        orders: list[list[Action]] = [[] for _ in self.places.runs]
+        for number in range(len(batches)):
+            for stage in range(stages):
+                orders[placement[stage]].append(Action(stage, FORWARD, number))
+            for stage in reversed(range(stages)):
+                orders[placement[stage]].append(Action(stage, BACKWARD, number))
+        return PipelineSchedule(tuple(map(tuple, orders)))
+
+    def _k(self, batches: Sequence[MicroBatch], kept: Table, limits: Sequence[float]) -> int:
+        """The one that was asked for, else the one with the shortest step of those that fit, else 1."""
+        if self.options.k is not None:
+            return min(self.options.k, len(batches))
+        if self._overfull(kept, limits):
+            return 1
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).k
+
+    def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
+        return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
+
+    def _limits(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """GiB for what micro-batches have saved, on the ranks of every run."""
+        limit = limit_of(self.cost)
+        return [limit - self._state(stages) - self._running(batches, stages) for stages in self.stages_on]
+
+    def _most_held(self, batches: Sequence[MicroBatch]) -> list[int]:
+        """How many of the largest micro-batches fit on a rank of each run, one at least: less is not a pipeline."""
+        kept, limits = self._kept_table(batches), self._limits(batches)
+        sizes = [max(max(kept[stage]) for stage in stages) for stages in self.stages_on]
+        pairs = zip(sizes, limits, strict=True)
+        return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
         """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
@@ -278,7 +332,7 @@ class _Plan:
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
                 pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
                 sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = self.place(source)[0], self.place(target)[0]
+                first, second = self.places.of(source)[0], self.places.of(target)[0]
                 rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
             return rows
 
@@ -292,28 +346,19 @@ class _Plan:
 
     @cached_property
     def stages_on(self) -> list[list[int]]:
-        """The stages of every rank of a pipeline."""
-        placement = next(order for order in self.orders if order.stages).placement
-        return [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(self.ranks)]
-
-    @property
-    def places(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of every stage."""
-        return {
-            self.parts[stage].name: self.place(rank) for rank, stages in enumerate(self.stages_on) for stage in stages
-        }
+        """The stages of every run."""
+        placement = self.places.placement
+        return [[stage for stage, run in enumerate(placement) if run == own] for own in range(len(self.places.runs))]
 
     @cached_property
     def needed(self) -> list[float]:
         """GiB on the ranks of each run: state, what the most micro-batches at once have saved, and workspace."""
-        totals = []
-        for rank, stages in enumerate(self.stages_on):
-            most = 0.0
-            for batches, order in zip(self.replicas, self.orders, strict=True):
-                kept = [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
-                most = max(most, held(order, kept)[rank] + self._running(batches, stages))
-            totals.append(self._state(stages) + most)
-        return totals
+        most = [0.0] * len(self.places.runs)
+        for lane in self.lanes:
+            alone = PipelineSchedule((lane.order,))
+            saved = held(alone, self._kept_table(lane.batches))[0]
+            most[lane.run] = max(most[lane.run], saved + self._running(lane.batches, self.stages_on[lane.run]))
+        return [self._state(stages) + saved for stages, saved in zip(self.stages_on, most, strict=True)]
 
     def _state(self, stages: Sequence[int]) -> float:
         """GiB that always lie on the ranks of these stages."""
@@ -345,12 +390,7 @@ class _Plan:
 
     def placed(self) -> list[Cascade]:
         """Every cascade on its ranks, as early as its inputs, their handoffs and its rank's order allow."""
-        lanes: list[tuple[tuple[int, ...], list[Cascade]]] = []
-        for replica, (batches, order) in enumerate(zip(self.replicas, self.orders, strict=True)):
-            for rank, actions in enumerate(order.orders):
-                width = self.widths[rank]
-                ranks = self.place(rank)[replica * width : (replica + 1) * width]
-                lanes.append((ranks, list(self._lane(batches, rank, actions))))
+        lanes = [(lane.ranks, list(self._cascades_of(lane))) for lane in self.lanes]
         free = [0.0] * self.cost.cluster.world
         done: dict[str, Cascade] = {}
         at = [0] * len(lanes)
@@ -384,21 +424,16 @@ class _Plan:
         begun = decided(cascade, self.cost, degree, recompute, 0.0, time, side)
         return on(begun, ranks, inputs, free, self.cost)
 
-    def _lane(self, batches: Sequence[MicroBatch], rank: int, actions: Sequence[Action]) -> Iterator[Cascade]:
-        """The cascades of one rank of a pipeline in its order, and among them its share of the encoders.
-
-        The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's
-        input longest; a later one a round ahead of its forward.
-        """
+    def _cascades_of(self, lane: Lane) -> Iterator[Cascade]:
+        """The cascades of a lane in its order, and among them its share of the encoders."""
         encoded = 0
-        mine = [number for number in range(len(batches)) if number % self.ranks == self.ranks - 1 - rank]
-        for action in actions:
-            while encoded < len(mine) and mine[encoded] <= action.micro_batch + self.ranks:
-                yield from batches[mine[encoded]].encoders
+        for action in lane.order:
+            while encoded < len(lane.encodes) and lane.encodes[encoded] <= action.micro_batch + lane.ahead:
+                yield from lane.batches[lane.encodes[encoded]].encoders
                 encoded += 1
-            yield from self._cascades(batches[action.micro_batch], action)
-        for number in mine[encoded:]:
-            yield from batches[number].encoders
+            yield from self._cascades(lane.batches[action.micro_batch], action)
+        for number in lane.encodes[encoded:]:
+            yield from lane.batches[number].encoders
 
     def _cascades(self, batch: MicroBatch, action: Action) -> Iterator[Cascade]:
         phases = {FORWARD: (Phase.FORWARD,), ACTIVATION_GRADIENT: (Phase.BACKWARD,), WEIGHT_GRADIENT: (Phase.WEIGHT,)}

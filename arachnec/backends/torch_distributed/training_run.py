@@ -46,6 +46,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -150,7 +151,11 @@ class Trainer:
         dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
         cells: CellParameters | None = None
         if not dealt_out:
-            model = shared_model(model_file, training, device, own)
+            model = (
+                shared_model(model_file, training, device)
+                if own is None
+                else own_model(model_file, training, device, own)
+            )
         else:
             model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
         encoders = shared_encoders(model_file, training, device)

@@ -1,33 +1,18 @@
-"""A model whose weights rank 0 reads or draws, and every rank keeps its shards of.
-
-Weights are sent tensor by tensor: a rank other than 0 never holds more than one of them whole. Rank 0 has all of them
-in its host's memory, once, and gives each up as it is sent.
-"""
+"""A model whose weights rank 0 reads or draws, and every rank keeps its shards of: none ever holds the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
-from arachnec.backends.torch_distributed.shared_weights import (
-    CPU,
-    Modules,
-    broadcast,
-    digest_of,
-    leave_out,
-    pass_on,
-    put_in_place,
-    share_random_state,
-    without_memory,
-)
+from arachnec.backends.torch_distributed.shared_weights import put_in_place
+from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
@@ -59,34 +44,39 @@ def dealt_out_model(
     What no stage deals out is whole on the ranks whose ``own`` it is. Of all else nothing is kept. Collective. Raises
     ``UserError`` where the ranks' models have other tensors.
     """
+    made: dict[str, _Shards] = {}
+    kept: dict[str, Tensor] = {}
 
-    def build(home: torch.device) -> Modules:
-        return {"model": build_model(model_file, training, home)}
+    def taking(model: nn.Module) -> Take:
+        left = dict(model.named_parameters())
+        for stage in stages:
+            named = {n: left.pop(n) for n in list(left) if stage.parameters is None or n in stage.parameters}
+            if dist.get_rank() in stage.ranks:
+                layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
+                made[stage.name] = _Shards(layouts, device)
 
-    modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
-    agree({"the tensors of the model": digest_of(modules)})
-    model = modules["model"]
-    whole = dict(model.named_parameters())
-    flats: dict[str, list[FlatLayer]] = {}
-    for stage in stages:
-        taken = {name: whole.pop(name) for name in list(whole) if stage.parameters is None or name in stage.parameters}
-        for layout in layouts_of(taken, numbered(model, stage.paths), stage.cell):
-            flat = _flat(model, layout, device, kept=dist.get_rank() in stage.ranks)
-            if flat is not None:
-                flats.setdefault(stage.name, []).append(flat)
-    for name, parameter in whole.items():
-        if own is not None and name not in own:
-            pass_on(parameter, device)
-            continue
-        home = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-        broadcast(home)
-        put_in_place(parameter, home)
-    for buffer in list(model.buffers()):
-        home = buffer.detach().to(device) if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
-        broadcast(home)
-        put_in_place(buffer, home)
+        def take(name: str, value: Tensor) -> None:
+            for shards in made.values():
+                shards.take(name, value)
+            if name in left and (own is None or name in own):
+                kept[name] = value.clone()
+
+        return take
+
+    model = streamed_model(model_file, training, device, taking)
+    parameters = dict(model.named_parameters())
+    flats = {
+        name: [
+            FlatLayer.of(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots}, shards.member)
+            for layout, shard in zip(shards.layouts, shards.values, strict=True)
+        ]
+        for name, shards in made.items()
+    }
+    for name, parameter in parameters.items():
+        here = kept.pop(name, None)
+        put_in_place(parameter, absent(parameter, device) if here is None else here)
+        parameter.requires_grad_(parameter.requires_grad and here is not None)
     model.to(device)  # what is no tensor of the module, such as a device that it remembers
-    share_random_state()
     return model, flats
 
 
@@ -96,22 +86,20 @@ def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
     return {name: len(paths) if layer is None else layer for name, layer in layers.items()}
 
 
-def _flat(model: nn.Module, layout: FlatLayout, device: torch.device, *, kept: bool) -> FlatLayer | None:
-    """One flat tensor with the values of rank 0; None where this rank keeps nothing of it."""
-    member = dist.get_rank() % layout.ranks
-    shard = torch.zeros(layout.shard_size, dtype=layout.dtype, device=device)
-    pieces = {piece.slot.name: piece for piece in layout.pieces(member)}
-    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    for slot in layout.slots:
-        source = parameters[slot.name].detach()
-        value = torch.empty(slot.shape, dtype=layout.dtype, device=device)
-        if dist.get_rank() == 0:
-            value.copy_(source)
-        broadcast(value)
-        if (piece := pieces.get(slot.name)) is not None:
+class _Shards:
+    """This rank's shards of the layouts that are its own, filled from parameters as they come."""
+
+    def __init__(self, layouts: Sequence[FlatLayout], device: torch.device) -> None:
+        self.layouts = layouts
+        self.member = dist.get_rank() % layouts[0].ranks if layouts else 0
+        self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
+        self._pieces = {
+            piece.slot.name: (piece, shard)
+            for layout, shard in zip(layouts, self.values, strict=True)
+            for piece in layout.pieces(self.member)
+        }
+
+    def take(self, name: str, value: Tensor) -> None:
+        if name in self._pieces:
+            piece, shard = self._pieces[name]
             shard[piece.place : piece.place + piece.size] = value.reshape(-1)[piece.start : piece.start + piece.size]
-        if not kept:
-            leave_out(model.get_parameter(slot.name), device)
-    if not kept:
-        return None
-    return FlatLayer.of(layout, shard, {slot.name: model.get_parameter(slot.name) for slot in layout.slots}, member)
