@@ -1,8 +1,9 @@
 """The communicators that a rank's program uses, and the memory they take beside the allocator's.
 
 A group of ranks has one communicator for the collectives of cascades, whatever the order of its ranks. Gradient
-all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. A
-device-to-device handoff has one per direction.
+all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. Updated
+parameters are gathered on that of the all-reduces, which is idle then. A device-to-device handoff has one per
+direction.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
     names: set[Communicator] = set()
     cells = {integers(step.attrs["cell"]) for step in program.instructions if "cell" in step.attrs}
     for step in program.instructions:
-        if len(step.peers) > 1 and step.op == "reduce":
+        if len(step.peers) > 1 and step.op in ("gather", "reduce"):
             names.add(_all_reduce(step.peers))
         elif len(step.peers) > 1 and step.op == "norm":
             names.add(norm_communicator(step.peers, cells))

@@ -49,11 +49,6 @@ def gradient_bytes(stage: Stage) -> float:
     return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
 
 
-def trained_bytes(stage: Stage) -> float:
-    """Bytes of a stage's trained parameters, in their precision."""
-    return element_bytes(stage) * trained_count(stage)
-
-
 def trained_count(stage: Stage) -> int:
     """How many of a stage's parameters train."""
     return count_in(stage, "trained") if "trained" in stage.attrs else count_in(stage, "params")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
@@ -69,8 +69,7 @@ def gradient_synchronisation(
             norm_time = Quantity(cost.norm_time(ranks), "ms")
             items.append(Instruction("norm", first.name, ranks, Attributes.of(time=norm_time)))
         for stage in here:
-            ranks = tuple(sorted(resident[stage.name]))
-            time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage, ranks), "ms"))
+            time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
             attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
             items.append(Instruction("step", stage.name, (), attrs))
     return ends
@@ -89,7 +88,8 @@ def _tied(module: Module, cost: CostModel, places: Places) -> dict[int, list[Ins
     for tied, count in sorted(sets):
         stage, group = tied_parts(tied, module.stages)[0], tied_ranks(tied, module.stages, places)
         size = round(count * gradient_element_bytes(stage))
-        attrs = Attributes.of(bytes=size, time=Quantity(cost.reduce_time(stage, group, size), "ms"), tied=tied)
+        whole = replace(stage, attrs=stage.attrs.updated(sharded=None))  # whole also where the optimizer is dealt out
+        attrs = Attributes.of(bytes=size, time=Quantity(cost.reduce_time(whole, group, size), "ms"), tied=tied)
         for rank in group:
             reduces[rank].append(Instruction("reduce", stage.name, group, attrs))
     return reduces

@@ -43,6 +43,7 @@ class _Host:
     leaving: dict[str, list[Hashable]] = field(default_factory=lambda: defaultdict(list))
     connected: set[Hashable] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
+    gathering: dict[str, Hashable] = field(default_factory=dict)  # the stream of each stage that was not waited for
 
     @property
     def rank(self) -> int:
@@ -67,6 +68,8 @@ class _Host:
                 yield from self._sent(step.target)
             case "reduce":
                 yield from self._reduce(index)
+            case "gather":
+                yield from self._gather(step)
             case "norm":
                 yield from self._reduced(step)
                 yield from self._meet(step, "cell" if step.peers in self._cells else "all-reduce", step.peers)
@@ -75,6 +78,12 @@ class _Host:
                 yield Launch(self._text(step))
             case _:
                 yield from self._compute(step, inside)
+
+    def _gather(self, step: Instruction) -> Iterator[Action]:
+        """Layer after layer; a forward waits for them, here for all at once."""
+        for layer in integers(step.attrs["layers"]):
+            yield from self._meet(step, "all-reduce", step.peers, awaited=False, named=layer)
+        self.gathering[step.target] = ("all-reduce", frozenset(step.peers))
 
     def _reduced(self, step: Instruction) -> Iterator[Action]:
         """The computation waits for all all-reduces."""
@@ -87,6 +96,9 @@ class _Host:
 
     def _compute(self, step: Instruction, inside: list[int]) -> Iterator[Action]:
         """Blocks and their collectives in turn; a gradient all-reduce starts as soon as a part of them is through."""
+        stage = self.values.cascades[step.target].stage
+        if stage in self.gathering:
+            yield Fence(self._text(step), COMPUTE, self.gathering.pop(stage))
         cell, backward = integers(step.attrs.get("cell", ())), step.op == "backward"
         gathered = integers(step.attrs.get("gather", ()))[:: -1 if backward else 1]
         for layer in gathered:  # one ahead of the blocks, whose order is the same

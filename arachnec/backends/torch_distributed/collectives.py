@@ -13,6 +13,14 @@ def all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | No
     gather(everyone, own, group=group)
 
 
+def start_all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Start putting ``own`` of every rank of the group into the flat ``everyone``, one behind the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(everyone, own, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
     """Start summing the flat ``everyone`` over the ranks; ``own`` becomes this rank's equal share of the sum."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

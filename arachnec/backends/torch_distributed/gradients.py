@@ -29,7 +29,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import (
     ScatteredPiece,
     pieces_of,
 )
-from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
+from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, integers
@@ -70,7 +70,7 @@ class GradientSynchronisation:
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
     of_stages: Mapping[str, Mapping[str, int | None]] | None = None
     tied: Mapping[tuple[int, ...], Collection[str]] = field(default_factory=dict)  # those of several, by their numbers
-    place: tuple[int, ...] | None = None
+    place: tuple[int, ...] | None = None  # None: all ranks of the run
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
     _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
@@ -83,35 +83,20 @@ class GradientSynchronisation:
         group = self.groups.get(reduce.peers)
         if group is not None:
             hosts = (self.host_groups or self.groups).get(reduce.peers)
-            scattered = self.sharded and "tied" not in reduce.attrs
-            assert not scattered or dist.get_world_size(group) == self._cut.ranks
-            members = self._members(reduce)
+            members, whole = self._members(reduce), "tied" in reduce.attrs or not self.sharded
+            assert whole or dist.get_world_size(group) == self._cut.ranks
             used = torch.tensor([gradient_of(value) is not None for value in members.values()], dtype=torch.int32)
-            runs = pieces_of(members.values(), self.piece_bytes)
-            pieces = [self._send(run, group, ScatteredPiece if scattered else Piece) for run in runs]
+            pieces = [self._send(run, group, whole) for run in pieces_of(members.values(), self.piece_bytes)]
             told = dist.all_reduce(used, group=hosts, async_op=True)
             assert told is not None
-            cut = self._cut if self.sharded and not scattered else None
-            self._pending.append(_Started(members, pieces, used, told, cut))
+            self._pending.append(_Started(members, pieces, used, told, self._cut if self.sharded and whole else None))
 
-    @property
-    def _cut(self) -> Parts:
-        """How gradients are cut where they are sharded."""
-        return Parts.of() if self.place is None else Parts(len(self.place), self.place.index(dist.get_rank()))
-
-    @property
-    def _hosts(self) -> dist.ProcessGroup | None:
-        """Those of the ranks that have a part each."""
-        return None if self.place is None else (self.host_groups or self.groups).get(self.place)
-
-    def _send(
-        self, values: list[Tensor], group: dist.ProcessGroup, kind: type[Piece | ScatteredPiece]
-    ) -> Piece | ScatteredPiece:
+    def _send(self, values: list[Tensor], group: dist.ProcessGroup, whole: bool) -> Piece | ScatteredPiece:
         """Start a piece; behind too many that have memory twice, once the first of them is through."""
         doubled = [piece for piece in self._sent if piece.doubled]
         for piece in doubled[: max(0, len(doubled) - EXCHANGED + 1)]:
             piece.finish()
-        started = kind.sent(values, group)
+        started = (Piece if whole else ScatteredPiece).sent(values, group)
         self._sent = [*(piece for piece in doubled if piece.doubled), started]
         return started
 
@@ -169,11 +154,16 @@ class GradientSynchronisation:
         Where they are sharded they are put together on the hosts, by all ranks.
         """
         gradients = gradients_of(self.parameters)
+        hosts = None if self.place is None else (self.host_groups or self.groups).get(self.place)
         for name in (name for name in self.parameters if name in self.parts):
             value = self.parameters[name]
             gradients[name] = torch.empty(value.shape, dtype=gradient_dtype(value))
-            gather_parts(self._cut, [gradients[name]], [self.parts[name].cpu()], self._hosts)
+            GatheredParts.started(self._cut, [gradients[name]], [self.parts[name].cpu()], hosts).wait()
         return gradients
+
+    @property
+    def _cut(self) -> Parts:
+        return Parts.of() if self.place is None else Parts(len(self.place), self.place.index(dist.get_rank()))
 
     def drop(self) -> None:
         """Give the gradients' memory back."""
@@ -207,7 +197,7 @@ class _Started:
     pieces: Sequence[Piece | ScatteredPiece]
     used: Tensor  # on the host
     told: dist.Work
-    cut: Parts | None  # how to cut gradients that are whole here, and needed in parts
+    cut: Parts | None = None  # of gradients that come whole where this rank wants its parts
 
     @property
     def done(self) -> bool:
@@ -222,16 +212,16 @@ class _Started:
             if count == 0:
                 set_gradient(value, None)
         if self.cut is not None:
-            return self._parts(self.cut)
+            return self._own_parts(self.cut)
         if not parts:
             return {}
         return {name: part for name, part, count in zip(self.values, parts, used, strict=True) if count}
 
-    def _parts(self, cut: Parts) -> dict[str, Tensor]:
-        """This rank's parts of whole gradients, which are given up."""
-        parts: dict[str, Tensor] = {}
+    def _own_parts(self, cut: Parts) -> dict[str, Tensor]:
+        """Give up whole gradients for this rank's parts of them."""
+        own: dict[str, Tensor] = {}
         for name, value in self.values.items():
             if (gradient := gradient_of(value)) is not None:
-                parts[name] = cut.own(gradient)
+                own[name] = cut.own(gradient)
                 set_gradient(value, None)
-        return parts
+        return own

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
@@ -40,9 +41,10 @@ from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
@@ -85,6 +87,7 @@ class RankContext:
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
+    updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
 
     @property
     def device(self) -> torch.device:
@@ -189,9 +192,10 @@ def _gradients(context: RankContext, module: Module, program: Program) -> Gradie
         context.optimizer.sharded,
     )
     if (pipeline := context.pipeline) is not None:
-        reduces = [step.target for step in program.instructions if step.op == "reduce"]
+        reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
+        place = pipeline.place if synchronisation.sharded else None
         of_stages = pipeline.of_stages(reduces)
-        synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=pipeline.place)
+        synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=place)
     if context.cells is None:
         return synchronisation
     return context.cells.gradients(context.gradient_groups, synchronisation, size)
@@ -221,6 +225,9 @@ class _Walk:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
                 self.gradients.wait()
+            if not self.stepped and self.run.norm is None:
+                for updated in self.context.updated.values():
+                    updated.wait()  # a rank without a forward has waited for none
             return
         if instruction.op in ("forward", "backward"):
             for name in self.cascades[instruction.target].inputs:
@@ -281,6 +288,8 @@ class _Walk:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        if cascade.stage in self.context.updated:
+            self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
@@ -356,6 +365,11 @@ class _Walk:
     def _receive(self, instruction: Instruction) -> None:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
+    def _gather(self, instruction: Instruction) -> None:
+        """A layer's forward waits for it."""
+        group = self.context.gradient_groups.get(instruction.peers)
+        self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
+
     def _reduce(self, instruction: Instruction) -> None:
         self.gradients.start(instruction)  # `step` waits for it
 
@@ -408,7 +422,7 @@ class _Walk:
         if cascade.phase is Phase.BACKWARD:
             cascade = self.cascades[self.staged.forward_of(cascade)]
         forward, context = self._forward_of(cascade), self.context
-        stage = next(stage for stage in self.iteration.module.stages if stage.name == cascade.stage)
+        stage = self._stages[cascade.stage]
         family = attention_of(forward, stage, context.training.dtype, context.device)
         with ExitStack() as stack:
             if family is not None:  # for attention that is not distributed
@@ -423,8 +437,15 @@ class _Walk:
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:
-        steps = self.iteration.program.instructions
-        return next(step for step in steps if step.op == "forward" and step.target == cascade.name)
+        return self._forwards[cascade.name]
+
+    @cached_property
+    def _forwards(self) -> dict[str, Instruction]:
+        return {step.target: step for step in self.iteration.program.instructions if step.op == "forward"}
+
+    @cached_property
+    def _stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.iteration.module.stages}
 
 
 def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:

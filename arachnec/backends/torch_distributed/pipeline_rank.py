@@ -81,6 +81,7 @@ class PipelineRank:
         """The parameters in each stage's all-reduce, with their layers; the stages in the order of ``reduces``.
 
         Of those that several stages of one place share, the later all-reduce has them: their gradients are whole there.
+        One that lies on other ranks too is in none of these.
         """
         taken = set[str]().union(*self.tied.values())
         of: dict[str, dict[str, int | None]] = {}
@@ -102,6 +103,18 @@ class PipelineRank:
             if len(places) > 1 or (self.dealt_out and len(readers) > 1):
                 stages.setdefault(readers, []).append(name)
         return {readers: tuple(names) for readers, names in stages.items()}
+
+    @cached_property
+    def updated(self) -> dict[str, dict[str, int | None]]:
+        """The parameters that train of each stage of this rank, each once, with their layers."""
+        taken: set[str] = set()
+        of: dict[str, dict[str, int | None]] = {}
+        for number, (name, ranks) in enumerate(zip(self.names, self.places, strict=True)):
+            if self.rank in ranks:
+                own = self.parameters[number] - taken
+                of[name] = {p: layer for p, layer in self._layers[number].items() if p in own}
+                taken |= own
+        return of
 
     @cached_property
     def _layers(self) -> tuple[dict[str, int | None], ...]:

@@ -20,8 +20,8 @@ def wanted_groups(module: Module) -> list[tuple[int, ...]]:
 
 
 def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
-    """The ranks of every gradient all-reduce, and of every norm but those of cells; the same list on every rank."""
+    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells; the same list on every rank."""
     steps = [step for program in module.programs for step in program.instructions]
     cells = {integers(step.attrs["cell"]) for step in steps if "cell" in step.attrs}
     norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
-    return list(dict.fromkeys([*(step.peers for step in steps if step.op == "reduce"), *norms]))
+    return list(dict.fromkeys([*(step.peers for step in steps if step.op in ("gather", "reduce")), *norms]))

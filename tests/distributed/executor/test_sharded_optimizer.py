@@ -48,6 +48,8 @@ def stepped(
         for value in parameters.values():
             value.grad = torch.randn(value.shape, generator=generator).to(dtype)
         optimizer.step(norm=norm_over(None, global_norm(optimizer.gradients())) if sharded else None)
+        for coming in optimizer.gathered(parameters) if sharded else ():
+            coming.wait()
     if folder is not None and not resume:
         checkpoint.save(folder, optimizer.tensors(), POSITION)
     return {name: value.detach().clone() for name, value in parameters.items()}
