@@ -287,8 +287,7 @@ class _Plan:
             return min(self.options.k, len(batches))
         if overfull(1, kept, limits) is not None:
             return 1  # which does not fit either, and says so
-        # k = 1 holds least: another must be worth it
-        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).modest
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]

@@ -6,6 +6,8 @@ The embedding goes with the first blocks and the head with the last, as the mode
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
@@ -14,7 +16,8 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
-from arachnec.ir.tables import FIGURES
+from arachnec.ir.stage_sizes import tied_sets
+from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -140,7 +143,9 @@ def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
     bounds = [0, *cuts, len(layers_of(stage))]
     parts = [_part(stage, number, a, b) for number, (a, b) in enumerate(pairwise(bounds))]
-    first = next((i for i, part in enumerate(parts) if _trained(part)), 0)
+    tied = [_tied(stage, cuts, number) or None for number in range(len(parts))]
+    parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
+    first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
     return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
 
 
@@ -216,6 +221,16 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             part_of=stage.name,
         ),
     )
+
+
+def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
+    """The parts that read parameters of this one, by their numbers, and how many of these parameters train."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for layers, count in tied_sets(stage.attrs.get(TIED)):
+        parts = tuple(sorted({bisect_right(cuts, layer) for layer in layers}))
+        if len(parts) > 1 and number in parts:
+            counts[parts] += count
+    return tuple(sorted(counts.items()))
 
 
 def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:

@@ -90,7 +90,7 @@ def _synchronisation(timeline: Timeline, makespan: float) -> str:
     after = timeline.end - makespan
     if after <= NOTHING * timeline.end:
         return "and next to nothing after them"
-    steps = [sum(i.end - i.start for i in lane if i.op == "step") for lane in timeline.lanes.values()]
+    steps = [sum(i.end - i.start for i in lane if i.op in ("norm", "step")) for lane in timeline.lanes.values()]
     step = max(steps, default=0.0)
     exposed = max(0.0, after - step)
     if exposed <= NOTHING * timeline.end:

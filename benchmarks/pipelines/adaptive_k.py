@@ -99,7 +99,7 @@ def report(rows: list[dict], steps: int) -> None:  # type: ignore[type-arg]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=14, help="of each phase and plan")
-    parser.add_argument("--mbit", type=float, default=800.0, help="of the good link")
+    parser.add_argument("--mbit", type=float, default=500.0, help="of the good link")
     parser.add_argument("--json", type=Path, help="keep what was measured here")
     options = parser.parse_args()
     reason = unavailable()

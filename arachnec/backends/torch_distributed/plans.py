@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import share_text
@@ -30,7 +29,6 @@ from arachnec.passes.check import Check
 Key = tuple[int, int]  # an iteration, and how often its links were measured anew
 KEPT = 256
 CLOSE_S = 5.0
-HOST = torch.device("cpu")
 
 
 class Plans:
@@ -113,14 +111,14 @@ class Plans:
 
     def _shared(self, key: Key) -> str:
         if self._planner is None:
-            return share_text(None, HOST, self._group)
+            return share_text(None, self._group)
         try:
             text = self._planner.fetch(self._question(key))
         except UserError:
             if self._closing:
-                share_text("", HOST, self._group)  # the other ranks wait for it
+                share_text("", self._group)  # the other ranks wait for it
             raise
-        return share_text(text, HOST, self._group)
+        return share_text(text, self._group)
 
     def _is_compiled(self, key: Key) -> bool:
         return key == (0, 0) and self._compiled is not None
