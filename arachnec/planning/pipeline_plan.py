@@ -167,7 +167,11 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
-    return min(modules, key=lambda placed: quantity(placed.attrs["makespan"]))
+    marked = [
+        replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
+        for made, plan in zip(modules, offered, strict=True)
+    ]
+    return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:
@@ -303,6 +307,14 @@ class _Plan:
         width, side = self._width(cascade.stage), self._side(cascade)
         return self.cost.time(cascade, width, recompute=self._blocks(cascade), side=side)
 
+    @property
+    def grouping(self) -> int | None:
+        """The largest k of the replicas, where the links choose it."""
+        if self.options.schedule != "kfkb" or self.options.k is not None or self.options.orders is not None:
+            return None
+        tables = ((own, self._kept_table(own), self._limits(own)) for own in self.replicas if own)
+        return max(self._k(*table) for table in tables)
+
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
@@ -353,8 +365,7 @@ class _Plan:
             return min(self.options.k, len(batches))
         if overfull(1, kept, limits) is not None:
             return 1  # which does not fit either, and says so
-        # k = 1 holds least: another must be worth it
-        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).modest
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
@@ -371,7 +382,7 @@ class _Plan:
         return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
-        """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
+        """ms of every stage, phase and micro-batch, and of messages, as in the replica whose link is slowest."""
 
         def table(phase: Phase) -> list[list[float]]:
             rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
@@ -383,8 +394,9 @@ class _Plan:
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
                 pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
                 sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = self.places.of(source)[0], self.places.of(target)[0]
-                rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
+                between = zip(*(self.places.of(stage)[:: self.degree] for stage in (source, target)), strict=True)
+                slowest = max(between, key=lambda link: handoff_time(self.cost.cluster, *link, GIB))
+                rows.append([handoff_time(self.cost.cluster, *slowest, size) if size else 0.0 for size in sizes])
             return rows
 
         return StageTimes(
