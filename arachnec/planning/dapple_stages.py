@@ -62,9 +62,12 @@ def device_groups(cluster: Cluster) -> Iterator[tuple[int, Groups]]:
     for degree in range(1, cluster.world + 1):
         size = max(degree, cluster.gpus)
         if size % degree == 0 and cluster.world % size == 0 and size % cluster.gpus == 0:
-            yield degree, tuple(
-                tuple(tuple(range(first, first + degree)) for first in range(machine, machine + size, degree))
-                for machine in range(0, cluster.world, size)
+            yield (
+                degree,
+                tuple(
+                    tuple(tuple(range(first, first + degree)) for first in range(machine, machine + size, degree))
+                    for machine in range(0, cluster.world, size)
+                ),
             )
 
 

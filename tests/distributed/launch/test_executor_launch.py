@@ -181,7 +181,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path: Path) -> None:
 
 def _agree(by_rank: list[dict[str, str]]) -> None:
     digests = by_rank[torch.distributed.get_rank()]
-    agree({name: hashlib.sha256(text.encode()).hexdigest() for name, text in digests.items()}, torch.device("cpu"))
+    agree({name: hashlib.sha256(text.encode()).hexdigest() for name, text in digests.items()})
 
 
 def test_ranks_that_differ_in_a_part_say_which(tmp_path: Path) -> None:
