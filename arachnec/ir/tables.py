@@ -111,6 +111,8 @@ STAGE = table("""
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
+    activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
+    weight          | ms formula     | costed | optional | of a split backward the products with weights, measured
     update          | ms             | costed | optional | the optimizer's step, measured
     costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
 """)

@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Clip, Stage, formula, integer, integers, quantity
+from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import tied_sets
 from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
@@ -68,6 +68,17 @@ class CutsForOtherStages(Diagnostic):
     cuts: int
     made: int
     stages: int
+
+
+@dataclass(frozen=True)
+class ReplicasForOthers(Diagnostic):
+    title: ClassVar[str] = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
+    help: ClassVar[str] = "give every stage a number of ranks, 1 at least, {world} in all at most"
+    replicas: list[int]
+    given: int
+    ranks: str
+    stages: int
+    world: int
 
 
 def demand_cuttable(stage: Stage) -> None:
@@ -136,6 +147,19 @@ def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
     first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
     return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
+
+
+def on_ranks(parts: Sequence[Stage], replicas: Sequence[int], module: Module) -> tuple[Stage, ...]:
+    """The stages in their places: so many ranks each, in order. Raises UserError where these are not the cluster's."""
+    world = module.cluster.world if module.cluster else 0
+    if len(replicas) != len(parts) or min(replicas) < 1 or sum(replicas) > world:
+        ranks = counted(sum(replicas), "rank")
+        raise UserError(ReplicasForOthers(None, list(replicas), len(replicas), ranks, len(parts), world))
+    places = pairwise([0, *accumulate(replicas)])
+    return tuple(
+        replace(part, attrs=part.attrs.updated(place=tuple(range(*place))))
+        for part, place in zip(parts, places, strict=True)
+    )
 
 
 def _trained(part: Stage) -> int:

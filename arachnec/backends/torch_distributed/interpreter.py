@@ -44,7 +44,7 @@ from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
@@ -400,7 +400,7 @@ class _Walk:
         if cascade.phase is Phase.BACKWARD:
             cascade = self.cascades[self.staged.forward_of(cascade)]
         forward, context = self._forward_of(cascade), self.context
-        stage = next(stage for stage in self.iteration.module.stages if stage.name == cascade.stage)
+        stage = self._stages[cascade.stage]
         family = attention_of(forward, stage, context.training.dtype, context.device)
         with ExitStack() as stack:
             if family is not None:  # for attention that is not distributed
@@ -415,8 +415,15 @@ class _Walk:
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:
-        steps = self.iteration.program.instructions
-        return next(step for step in steps if step.op == "forward" and step.target == cascade.name)
+        return self._forwards[cascade.name]
+
+    @cached_property
+    def _forwards(self) -> dict[str, Instruction]:
+        return {step.target: step for step in self.iteration.program.instructions if step.op == "forward"}
+
+    @cached_property
+    def _stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.iteration.module.stages}
 
 
 def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:

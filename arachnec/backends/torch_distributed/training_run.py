@@ -27,7 +27,7 @@ from arachnec.backends.torch_distributed.agreement import agree, gather, gather_
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
@@ -208,6 +208,7 @@ class Trainer:
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
+        self._own: dict[int, Iteration] = {}  # by iteration of the manifest, with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
@@ -230,9 +231,8 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
+        own = self._iteration(number, given)
         self._load(number, own.program, self.module)
         self._ahead = None if last else self._look_ahead(number + 1)
         if self._ahead is not None:
@@ -248,6 +248,18 @@ class Trainer:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _iteration(self, number: int, given: Mapping[str, OnHost]) -> Iteration:
+        """What this rank is to do in step ``number``; worked out once for a plan that comes again."""
+        place = number % self._executable.header.iterations
+        known = self._own.get(place)
+        if known is not None and known.module is self.module and not given:
+            return replace(known, step=number)
+        received = self._received(program_of(self.module, self._context.rank))
+        own = Iteration.of(self.module, self._context.rank, self._clips, received, number, given)
+        if not given:
+            self._own[place] = own
+        return own
 
     def _received(self, program: Program) -> dict[str, TensorSpec]:
         """The spec of every value this rank receives, by cascade."""

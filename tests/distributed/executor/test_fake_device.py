@@ -37,7 +37,8 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
 from tests.distributed import fake_device
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import PRELOAD, RankPool
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[3]
 PASSES = ROOT / "tests" / "acceptance" / "passes.py"
@@ -234,7 +235,7 @@ def needs_what_was_planned(seen: Seen) -> None:
 
 @pytest.fixture(scope="module")
 def seen_by_grid(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
-    pool = RankPool(1, anew=True)
+    pool = RankPool(1, program=warm_python(PRELOAD))
     try:
         (seen,) = pool.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
     finally:
@@ -251,7 +252,7 @@ def test_a_step_waits_for_nothing_and_needs_what_was_planned(ulysses: int, seen_
 
 
 def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_path: Path) -> None:
-    pool = RankPool(1, anew=True)
+    pool = RankPool(1, program=warm_python(PRELOAD))
     try:
         ((seen,),) = (by_grid.values() for by_grid in pool.run(steps, tmp_path, True, timeout=280))
     finally:
@@ -283,7 +284,7 @@ def wait_in_every_way() -> list[str]:
 
 
 def test_every_way_of_waiting_is_seen() -> None:
-    pool = RankPool(1, anew=True)
+    pool = RankPool(1, program=warm_python(PRELOAD))
     try:
         (seen,) = pool.run(wait_in_every_way)
     finally:
