@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,8 +217,8 @@ def until_the_optimizer_is_done(waits: fake_device.Waits, patch: pytest.MonkeyPa
     """What comes later, such as the loss that is reported, may wait."""
     step = Optimizer.step
 
-    def last(self: Optimizer, parts: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        norm = step(self, parts)
+    def last(self: Optimizer, *arguments: Any) -> torch.Tensor:
+        norm = step(self, *arguments)
         waits.noting = False
         return norm
 
