@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module, Stage
+from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.partition import Partition
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.layer_costs import CostedLayers, costed_layers
 from arachnec.planning.stage_count import fitting_stages
 from arachnec.planning.stage_cuts import (
     CutsForOtherStages,
     balanced_cuts,
     demand_cuts,
     demand_cuttable,
+    on_ranks,
     parts_of,
 )
+
+
+def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: Module, profile: str | None) -> Module:
+    """The module with the stages that a planner makes of what the trained stage's layers cost.
+
+    They cost what cascades of the default's micro-batches would, by ``annotate{profile}``.
+    """
+
+    def costed(iteration: Module) -> Module:
+        return Annotate(profile=profile).run(Partition(split_backward=True).run(with_gradient_precision(iteration)))
+
+    def parts(stage: Stage) -> tuple[Stage, ...]:
+        if not stage.trained or "part_of" in stage.attrs:
+            return (stage,)
+        demand_cuttable(stage)
+        return planner(costed_layers(module, stage, costed), stage)
+
+    if module.level is not Level.TRACED:
+        return module
+    stages = tuple(part for stage in module.stages for part in parts(stage))
+    return with_gradient_precision(replace(module, stages=stages))
 
 
 @dataclass(frozen=True)
 class Stages(Pass):
     """Cut the trained stage into ``p`` stages of nearly equal work, or at ``cuts``: the first block of each later one.
 
-    Without either, into the fewest stages that divide the ranks and leave room for the longest clip.
+    Without either, into the fewest stages that divide the ranks and leave room for the longest clip. ``replicas`` is
+    on how many ranks each stage lies, in the order of the ranks, where they are not to be equally many.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -32,6 +59,7 @@ class Stages(Pass):
 
     p: int | None = None
     cuts: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
 
     def run(self, module: Module) -> Module:
         if module.level is not Level.TRACED:
@@ -42,7 +70,8 @@ class Stages(Pass):
                 stages.append(stage)
                 continue
             demand_cuttable(stage)
-            stages += parts_of(stage, self._cuts(module, stage))
+            parts = parts_of(stage, self._cuts(module, stage))
+            stages += parts if self.replicas is None else on_ranks(parts, self.replicas, module)
         return with_gradient_precision(replace(module, stages=tuple(stages)))
 
     def _cuts(self, module: Module, stage: Stage) -> tuple[int, ...]:

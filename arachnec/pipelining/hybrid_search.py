@@ -12,7 +12,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from arachnec.ir.diagnostic import UserError
+from arachnec.pipelining.errors import FitsNowhere
 from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
 from arachnec.pipelining.placement_policies import allocations
 
@@ -44,21 +47,24 @@ def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPl
     """The published dynamic program: of all cuts, replicas and placements by policy, the smallest block.
 
     Its latency may be far above the best. Between the ``pipelines``, numbers of copies, the latency decides.
-    ValueError if none of them divides batch and cluster.
+    ValueError if none of them divides batch and cluster; UserError if no plan fits the memory.
     """
-    plans = [
-        hybrid_plan(instance, _smallest_block(instance, copies), copies.pipelines, copies.apart)
-        for copies in _copies(instance, pipelines)
-    ]
+    chosen = [(copies, _smallest_block(instance, copies)) for copies in _copies(instance, pipelines)]
+    plans = [hybrid_plan(instance, stages, copies.pipelines, copies.apart) for copies, stages in chosen if stages]
+    if chosen and not plans:
+        raise UserError(FitsNowhere(None, instance.layers, instance.machines.count * instance.machines.devices))
     return min(plans, key=lambda plan: plan.latency)
 
 
 def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
     """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
-    best = dapple_plan(instance, pipelines)
+    every = list(_copies(instance, pipelines))
+    known = [hybrid_plan(instance, stages, c.pipelines, c.apart) for c in every for stages in _even(instance, c)]
     if 1 in pipelines:
-        best = min(best, pipedream_plan(instance), key=lambda plan: plan.latency)
-    for copies in _copies(instance, pipelines):
+        partition = pipedream_plan(instance)
+        known += [partition] if all(instance.fits(stage.first, stage.last) for stage in partition.stages) else []
+    best = min(known, key=lambda plan: plan.latency) if known else dapple_plan(instance, pipelines)
+    for copies in every:
         best = _least_latency(instance, copies, best)
     return best
 
@@ -112,13 +118,35 @@ def _copies(instance: Instance, wanted: Sequence[int]) -> Iterator[_Copies]:
             yield _Copies(pipelines, False, machines, devices // pipelines)
 
 
+def _even(instance: Instance, copies: _Copies) -> Iterator[tuple[Stage, ...]]:
+    """Plans of stages on equally many devices, taken in order, cut where the work of each is nearest to its share."""
+    count = copies.machines * copies.devices
+    for stages in range(1, min(count, instance.layers) + 1):
+        if count % stages:
+            continue
+        shares = [instance.total * stage / stages for stage in range(1, stages)]
+        cuts = [bisect_left(instance.until, share) for share in shares]
+        ends = [max(stage, min(cut, instance.layers - stages + stage)) for stage, cut in enumerate(cuts, 1)]
+        used: Allocation = (0,) * copies.machines
+        plan: list[Stage] = []
+        for first, last in pairwise([0, *ends, instance.layers]):
+            devices = _filled(used, copies.devices, count // stages)
+            used = _sum(used, devices)
+            plan.append(Stage(first, last, devices))
+        if all(stage.first < stage.last and instance.fits(stage.first, stage.last) for stage in plan):
+            yield tuple(plan)
+
+
 def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
-    """DAPPLE's program over growing numbers of layers."""
+    """DAPPLE's program over growing numbers of layers; no stages where none fit."""
     none: Allocation = (0,) * copies.machines
     states: list[dict[tuple[Allocation, Allocation], _Partial]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = _Partial((), none, 0.0, 0.0, ())
-    chosen: tuple[Stage, ...] = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
-    bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
+    chosen: tuple[Stage, ...] = ()
+    bound = math.inf
+    if instance.fits(0, instance.layers):
+        chosen = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
+        bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
     for placed, partials in enumerate(states):
         for partial in partials.values():
             for longer in _next(instance, copies, partial, placed, bound):
@@ -175,7 +203,7 @@ def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, m
             first = bisect_left(instance.until, instance.total - most * left * (1 + SLACK)) if left else instance.layers
             for last in range(max(placed + 1, first), instance.layers + 1):
                 length = instance.time(placed, last) / shared
-                if length > most:
+                if length > most or not instance.fits(placed, last):
                     break
                 stage = Stage(placed, last, devices)
                 reduce = (len(partial.stages), instance.all_reduce(stage, copies.pipelines, copies.apart))

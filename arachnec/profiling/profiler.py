@@ -158,7 +158,7 @@ class Profiler:
         started = time.perf_counter()
         work()
         took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        return max(float(value) for value in gather(took, self.device))
+        return max(float(value) for value in gather(took))
 
     def round(self) -> None:
         """Measure everything once."""
@@ -177,7 +177,7 @@ class Profiler:
     def measured(self) -> Measured:
         """The median over the rounds so far of each job's mean over its ranks."""
         flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
-        everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
+        everyone = torch.stack(gather(flat))  # ranks, rounds, phases of jobs
         takers = [job.ranks for job in self.jobs for _ in job.phases]
         medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
         measurements: dict[tuple[str, str], list[Measurement]] = {}
@@ -209,7 +209,7 @@ class Profiler:
             self._stages = {stage.name: stage for stage in traced.stages}
             tokens = [traced.tokens(clip) for clip in self.clips]
             text = msgspec.json.encode(_Traced(tokens, _layers(self._stages[TRAINED]))).decode()
-        facts = msgspec.json.decode(share_text(text, self.device), type=_Traced)
+        facts = msgspec.json.decode(share_text(text), type=_Traced)
         self._layers = Layers(facts.layers) if facts.layers else None
         return facts.tokens
 
@@ -336,7 +336,7 @@ def _ring_times(device: torch.device) -> list[float]:
         for _ in range(ROUNDS[0] + 1):
             dist.barrier()
             rows.append(_timed_exchange(outgoing, incoming, device))
-        times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
+        times.append(torch.stack(gather(torch.tensor(rows[1:]).median())).mean().item())
     return times
 
 

@@ -121,7 +121,7 @@ Steps: TypeAlias = list[tuple[Instruction, _Sharded]]
 
 
 def check_gathers(values: Values) -> Iterator[Diagnostic]:
-    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if (cell_of(stage) or 1) > 1}
+    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if cell_of(stage)}
     if not sharded:
         return
     world = len(values.module.programs)
@@ -144,7 +144,7 @@ def _sharded(stage: Stage) -> _Sharded:
 
 def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, str]]:
     for step in program.instructions:
-        if step.op in ("reduce", "step"):
+        if step.op == "reduce":
             yield step, step.target
         elif step.op in OPS:
             yield step, values.cascades[step.target].stage
@@ -185,7 +185,7 @@ def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
         cell = own_cell(program.rank, one.cell)
         where = step.span, program.rank, written(step)
         name, right = one.stage.name, rank_list(cell)
-        stated = step.peers if step.op == "step" else integers(step.attrs.get("cell", ()))
+        stated = integers(step.attrs.get("cell", ()))
         if stated != cell:
             yield NotTheCell(*where, f"cell {rank_list(stated)}" if stated else "no cell", name, right)
         elif step.op in OPS and not set(cell) <= set(step.peers):

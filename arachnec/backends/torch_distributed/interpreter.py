@@ -1,4 +1,4 @@
-"""One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
+"""One rank walks its own program: encode, forward, backward, send, receive, reduce, norm, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
 and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
@@ -32,13 +34,14 @@ from arachnec.backends.torch_distributed.gradients import GradientSynchronisatio
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
@@ -84,10 +87,15 @@ class RankContext:
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
+    updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
 
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
+        return self.gradient_groups.get(ranks) if self.cells is None else self.cells.cell
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ def run_iteration(
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
-    gradients = _gradients(context, iteration.module)
+    gradients = _gradients(context, iteration.module, iteration.program)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -169,16 +177,20 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module) -> GradientSynchronisation | ShardGradients:
+def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
-    sharded = context.optimizer.sharded
-    stages = None if context.pipeline is None else context.pipeline.of_stages
-    return GradientSynchronisation(
-        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded, of_stages=stages
+    synchronisation = GradientSynchronisation(
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, context.optimizer.sharded
     )
+    pipeline = context.pipeline
+    if pipeline is None:
+        return synchronisation
+    reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
+    place = pipeline.place if synchronisation.sharded else None
+    return replace(synchronisation, of_stages=pipeline.of_stages(reduces), tied=pipeline.tied, place=place)
 
 
 @dataclass
@@ -200,11 +212,14 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op == "step":
+        if instruction.op in ("norm", "step"):
             if self.ahead is not None:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
                 self.gradients.wait()
+            if not self.stepped and self.run.norm is None:
+                for updated in self.context.updated.values():
+                    updated.wait()  # a rank without a forward has waited for none
             return
         if instruction.op in ("forward", "backward"):
             for name in self.cascades[instruction.target].inputs:
@@ -265,6 +280,8 @@ class _Walk:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        if cascade.stage in self.context.updated:
+            self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
@@ -306,7 +323,8 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            with self._sharded(instruction, cascade):
+            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            with self._sharded(instruction, cascade), inside:
                 made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
@@ -325,29 +343,41 @@ class _Walk:
     def _receive(self, instruction: Instruction) -> None:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
+    def _gather(self, instruction: Instruction) -> None:
+        """A layer's forward waits for it."""
+        group = self.context.gradient_groups.get(instruction.peers)
+        self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
+
     def _reduce(self, instruction: Instruction) -> None:
         self.gradients.start(instruction)  # `step` waits for it
 
+    def _norm(self, instruction: Instruction) -> None:
+        """Of the gradients of all these ranks, of which this one has a share."""
+        own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
+        if pipeline is not None:
+            own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
+        group = self.context.norm_group(instruction.peers)
+        self.run.norm = norm_over(group, global_norm(own, self.context.device))
+
     def _step(self, instruction: Instruction) -> None:
-        self._step_once()
-
-    def end_step(self) -> None:
-        """A rank whose stages are frozen takes part in the step of the others."""
-        if self.context.pipeline is not None:
-            self._step_once()
-
-    def _step_once(self) -> None:
-        """The update of all stages on this rank, whose gradients are whole by the first ``step``."""
+        """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
         if self.stepped:
             return
         self.stepped = True
-        if self.context.pipeline is not None:
-            self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
+        self._show_gradients()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        self.gradients.drop()
+
+    def end_step(self) -> None:
+        """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.stepped:
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Give whole gradients to who wants to see them, put together on the hosts."""
         if self.before_step is not None:
             own, pipeline = self.gradients.complete(), self.context.pipeline
             self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
-        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
-        self.gradients.drop()
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more

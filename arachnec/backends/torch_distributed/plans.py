@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import share_text
-from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
+from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, cluster_for
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.executable.folder import Executable
+from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
@@ -25,7 +25,6 @@ from arachnec.passes.check import Check
 
 KEPT = 256
 CLOSE_S = 5.0
-HOST = torch.device("cpu")
 
 
 class Plans:
@@ -33,6 +32,10 @@ class Plans:
 
     def __init__(self, executable: Executable, rank: int, world: int) -> None:
         self._rank = rank
+        self._executable = executable
+        traced = executable.traced.cluster
+        assert traced is not None
+        self._cluster = cluster_for(traced, world)
         self._plans: dict[int, Future[Module]] = {}
         program = executable.program
         fits = program.cluster is not None and program.cluster.world == world
@@ -78,18 +81,20 @@ class Plans:
 
     def _proved(self, number: int) -> Module:
         text = self._compiled if self._is_compiled(number) else self._shared(number)
-        return checked_program(text or "", f"iteration {number}")
+        module = checked_program(text or "", f"iteration {number}")
+        demand_own_input(self._executable, module, number, self._cluster)
+        return module
 
     def _shared(self, number: int) -> str:
         if self._planner is None:
-            return share_text(None, HOST, self._group)
+            return share_text(None, self._group)
         try:
             text = self._planner.fetch(number)
         except UserError:
             if self._closing:
-                share_text("", HOST, self._group)  # the other ranks wait for it
+                share_text("", self._group)  # the other ranks wait for it
             raise
-        return share_text(text, HOST, self._group)
+        return share_text(text, self._group)
 
     def _is_compiled(self, number: int) -> bool:
         return number == 0 and self._compiled is not None

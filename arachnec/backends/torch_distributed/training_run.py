@@ -29,7 +29,6 @@ from arachnec.backends.torch_distributed.cells.parameters import CellParameters,
 from arachnec.backends.torch_distributed.clock import Clock, Interval
 from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
@@ -47,6 +46,7 @@ from arachnec.backends.torch_distributed.shared_weights import META, shared_enco
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -138,7 +138,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -160,7 +160,10 @@ class Trainer:
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
+        gradient_groups = ProcessGroups(GROUP_TIMEOUT)
+        gradient_groups.ensure(wanted_gradient_groups(first), device=device)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        place = None if pipeline is None else pipeline.place
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -173,14 +176,11 @@ class Trainer:
             optimizer=Optimizer(
                 parameters if cells is None else cells.pieces,
                 training,
-                sharded=sharded,
-                piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None else cells.norm,
-                norm=None if pipeline is None else partial(pipeline.norm, device=device),
-                device=device,
+                sharded=sharded if pipeline is None else place is not None,
+                group=None if place is None else gradient_groups.get(place),
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
-            gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            gradient_groups=gradient_groups,
             host_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
@@ -189,6 +189,9 @@ class Trainer:
             cells=cells,
             pipeline=pipeline,
         )
+        layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
+        updated = updated_parameters(layers, first, model, self._context.optimizer)
+        self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
@@ -202,7 +205,7 @@ class Trainer:
             shapes=None if cells is None else partial(build_model, model_file, training, META),
         )
         folder, keep = options.checkpoint, options.keep
-        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
         self._own: dict[int, Iteration] = {}  # by iteration of the manifest, with nothing encoded before
@@ -345,19 +348,16 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
-        if context.pipeline is not None:
-            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
         runtime = self._context.runtime
         peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
-        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(NotFinite(None, own.step, loss, norm))
@@ -392,7 +392,7 @@ class Trainer:
         if not options.resume:
             checkpoint.demand_empty(options.checkpoint)
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0))
         if position is None:
             events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
             return 0
@@ -418,7 +418,7 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
 def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
     """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
     device = trainer.device
-    rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
+    rows = gather_text(msgspec.json.encode(trainer.intervals).decode())
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]

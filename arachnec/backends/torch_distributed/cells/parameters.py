@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, squared_norm_over
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
 from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
@@ -61,10 +61,6 @@ class CellParameters:
         """The gradients of one iteration."""
         return ShardGradients(self.flats, self.cell, groups, self.hosts, piece_bytes)
 
-    def norm(self, own: Tensor) -> Tensor:
-        """The norm of all shards, from that of this rank's. Collective over the cell."""
-        return squared_norm_over(self.cell, self.pieces, own)
-
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
 
@@ -87,4 +83,4 @@ class CellParameters:
 
 def dealt_out_stage(module: Module) -> Stage | None:
     """The trained stage where its parameters are dealt out over cells, else None."""
-    return next((stage for stage in module.stages if stage.trained and (cell_of(stage) or 1) > 1), None)
+    return next((stage for stage in module.stages if stage.trained and cell_of(stage)), None)
