@@ -381,6 +381,10 @@ class _Plan:
         pairs = zip((max(max(kept[stage]) for stage in stages) for stages in self.stages_on), limits, strict=True)
         return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
+    def _firsts(self, stage: int) -> tuple[int, ...]:
+        """The first rank of a stage in each replica."""
+        return self.places.of(stage)[:: self.widths[self.places.placement[stage]]]
+
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
         """ms of every stage, phase and micro-batch, and of messages, as in the replica whose link is slowest."""
 
@@ -392,11 +396,11 @@ class _Plan:
             rows = []
             for cut in range(len(self.parts) - 1):
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
-                pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
-                sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                between = zip(*(self.places.of(stage)[:: self.degree] for stage in (source, target)), strict=True)
-                slowest = max(between, key=lambda link: handoff_time(self.cost.cluster, *link, GIB))
-                rows.append([handoff_time(self.cost.cluster, *slowest, size) if size else 0.0 for size in sizes])
+                pairs = [(x.cascades.get((source, phase)), x.cascades.get((target, phase))) for x in batches]
+                sizes = [self.cost.handed(x, y) * GIB if x is not None and y is not None else 0.0 for x, y in pairs]
+                links = zip(self._firsts(source), self._firsts(target), strict=True)
+                a, b = max(links, key=lambda link: handoff_time(self.cost.cluster, link[0], link[1], GIB))
+                rows.append([handoff_time(self.cost.cluster, a, b, size) if size else 0.0 for size in sizes])
             return rows
 
         return StageTimes(
