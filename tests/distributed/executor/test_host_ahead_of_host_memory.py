@@ -15,7 +15,8 @@ from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.values import Attributes
 from tests.distributed import fake_device
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import PRELOAD, RankPool
+from tests.warm_python import warm_python
 
 BLOCKS, WIDTH = 3, 64
 FORWARD = {"gather": (BLOCKS, 0, 1, 2), "release": (0, 1, 2), "held": 2}
@@ -70,7 +71,7 @@ def two_cascades() -> tuple[list[str], tuple[int, int], int]:
 
 
 def test_cascades_bring_layers_and_take_gradients_back_without_waiting() -> None:
-    pool = RankPool(1, anew=True)
+    pool = RankPool(1, program=warm_python(PRELOAD))
     try:
         ((waits, (from_host, to_host), size),) = pool.run(two_cascades)
     finally:
