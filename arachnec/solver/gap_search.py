@@ -7,7 +7,8 @@ twice the time, when those are answered. Two questions run at once (Z3 works out
 bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
 question where it has become pointless.
 
-What is known outlasts a call, so that a search can go on where it ended.
+What is known outlasts a call, so that a search can go on where it ended. So do questions: one that was cut off goes on
+where Z3 was.
 """
 
 from __future__ import annotations
@@ -20,28 +21,20 @@ from functools import partial
 
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock, question_ms
-from arachnec.solver.problem import Effort, Problem, Schedule, violations
-from arachnec.solver.z3_assignment import Conflict, schedule_by_sets
-from arachnec.solver.z3_question import Answer, Question
-from arachnec.solver.z3_schedule import find_schedule
+from arachnec.solver.problem import Problem, Schedule, violations
+from arachnec.solver.z3_assignment import Assignment, Conflict
+from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_schedule import StartTimes
 
-Ask = Callable[[int, int, Effort, Question], tuple[Answer, Schedule | None]]  # horizon and seed come first
+Inquiry = Assignment | StartTimes
 
 
-def asker(problem: Problem) -> Ask:
-    """The encoding with fewer variables: sets of GPUs, where nothing waits, or start times."""
+def asker(problem: Problem) -> Callable[[int, int], Inquiry]:
+    """Of a horizon and a seed the question, in fewer variables: sets of GPUs, where nothing waits, or start times."""
     if any(job.before for job in problem.jobs) or not sets_are_fewer(problem):
-
-        def by_starts(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
-            return find_schedule(problem, horizon, seed=seed, effort=effort, question=question)
-
-        return by_starts
+        return partial(StartTimes, problem)
     conflicts: list[Conflict] = []
-
-    def by_sets(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
-        return schedule_by_sets(problem, horizon, seed=seed, effort=effort, question=question, conflicts=conflicts)
-
-    return by_sets
+    return lambda horizon, seed: Assignment(problem, horizon, seed, conflicts)
 
 
 def sets_are_fewer(problem: Problem) -> bool:
@@ -87,9 +80,9 @@ def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, cl
         nonlocal best
         if not clock.any_left():
             return Answer.UNKNOWN, 0
-        question = Question()
-        answer, shorter = schedule_by_sets(fixed, horizon, seed=seed, effort=clock.effort(), question=question)
-        clock.count_z3(question.steps)
+        inquiry = Assignment(fixed, horizon, seed, [])
+        answer, shorter = inquiry.answer(clock.effort())
+        clock.count_z3(inquiry.question.steps)
         if shorter is not None and not violations(fixed, shorter):
             best = replace(schedule, starts=shorter.starts)
             return answer, shorter.makespan(fixed)
@@ -116,10 +109,10 @@ class GapSearch:
         self.ask = asker(problem)
         self.put_off = self.high  # the least horizon at which a question took too long
         self.limit = 2 * question_ms(variables(problem))
-        self.limit_from_above = 4 * self.limit
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
-        self.asked: dict[Question, Asked] = {}
+        self.open: dict[int, Inquiry] = {}  # by horizon, questions that were asked and have no answer
+        self.asked: list[Asked] = []  # of them, those that Z3 works on
 
     def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
         """Until the bound is met or the time is over; schedule and bound are the best known now."""
@@ -140,27 +133,29 @@ class GapSearch:
                 asked = self.next()
                 if asked is None:
                     return
-                question = Question()
-                self.asked[question] = asked
                 self.number += 1
-                effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
-                number = self.number
-            schedule = None
+                if asked.horizon not in self.open:
+                    self.open[asked.horizon] = self.ask(asked.horizon, seed + self.number)
+                inquiry = self.open[asked.horizon]
+                self.asked.append(asked)
+                effort = clock.effort(self.limit)
+            question, schedule = inquiry.question, None
+            before = question.steps
             try:
-                asking = partial(self.ask, asked.horizon, seed + number, effort, question)
-                answer, schedule = question.answered(asking)
+                answer, schedule = question.answered(partial(inquiry.answer, effort))
                 if schedule is not None and not any(job.before for job in self.problem.jobs):
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
-                    del self.asked[question]
+                    self.asked.remove(asked)
             with self.lock:
-                clock.count_z3(question.steps)
+                clock.count_z3(question.steps - before)
                 if not question.stopped or answer is not Answer.UNKNOWN:
                     self.learn(asked, answer, schedule)
-                for other, at in self.asked.items():
-                    if not self.low <= at.horizon < self.high:
-                        other.stop()
+                for other in self.asked:
+                    if not self.low <= other.horizon < self.high:
+                        self.open[other.horizon].question.stop()
+                self.open = {h: other for h, other in self.open.items() if self.low <= h < self.high}
 
     def next(self) -> Asked | None:
         """Where to ask next; None where bound and makespan have met."""
@@ -168,16 +163,18 @@ class GapSearch:
             return None
         if self.put_off <= self.low + (self.high - self.low) // 4:
             self.put_off, self.limit = self.high, 2 * self.limit
-        running = {asked.horizon for asked in self.asked.values()}
+        running = {asked.horizon for asked in self.asked}
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
-        horizon = self.low + room // 2
+        middle = self.low + room // 2
+        begun = [h for h in self.open if h not in running and 4 * abs(h - middle) <= room]
+        horizon = min(begun, key=lambda h: abs(h - middle), default=middle)
         return Asked(horizon if horizon not in running else self.low + room // 4)
 
     def _from_above(self) -> bool:
         """Every other question of one thread, one of the questions of two."""
-        return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked.values())
+        return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked)
 
     def learn(self, asked: Asked, answer: Answer, schedule: Schedule | None) -> None:
         if answer is Answer.IMPOSSIBLE:
@@ -185,9 +182,7 @@ class GapSearch:
         elif schedule is not None and not violations(self.problem, schedule):
             if schedule.makespan(self.problem) < self.high:
                 self._shorter(schedule)
-        elif asked.from_above:
-            self.limit_from_above *= 2
-        else:
+        elif not asked.from_above:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, 2 * self.limit

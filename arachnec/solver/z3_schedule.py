@@ -19,23 +19,35 @@ from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, unit
 from arachnec.solver.z3_question import Answer, Question, true
 
 
-def find_schedule(
-    problem: Problem, horizon: int, *, seed: int, effort: Effort, question: Question | None = None
-) -> tuple[Answer, Schedule | None]:
+def find_schedule(problem: Problem, horizon: int, *, seed: int, effort: Effort) -> tuple[Answer, Schedule | None]:
     """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
-    unit = reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0)
-    if unit > 1:
-        coarse = Problem(tuple(_divided(job, unit) for job in problem.jobs), problem.gpus)
-        answer, schedule = find_schedule(coarse, horizon // unit, seed=seed, effort=effort, question=question)
-        if schedule is not None:
-            schedule = replace(schedule, starts=tuple(start * unit for start in schedule.starts))
-        return answer, schedule
-    question = question or Question()
-    model = _Model(problem, horizon, question, question.begin(effort, seed))
-    if not model.complete:
-        return Answer.UNKNOWN, None
-    answer = question.check(model.solver)
-    return answer, model.schedule(model.solver.model()) if answer is Answer.POSSIBLE else None
+    return StartTimes(problem, horizon, seed).answer(effort)
+
+
+class StartTimes:
+    """Whether there is a schedule that ends by ``horizon`` ticks: a question that goes on where its effort ended."""
+
+    def __init__(self, problem: Problem, horizon: int, seed: int) -> None:
+        self.unit = max(1, reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0))
+        self.problem = Problem(tuple(_divided(job, self.unit) for job in problem.jobs), problem.gpus)
+        self.horizon, self.seed = horizon // self.unit, seed
+        self.question = Question()
+        self.model: _Model | None = None
+
+    def answer(self, effort: Effort) -> tuple[Answer, Schedule | None]:
+        """A schedule, or the certainty that there is none, or neither within so much more effort."""
+        self.question.allow(effort)
+        if self.model is None:
+            solver = self.question.begin(effort, self.seed, z3.SimpleSolver)
+            model = _Model(self.problem, self.horizon, self.question, solver)
+            if not model.complete:
+                return Answer.UNKNOWN, None
+            self.model = model
+        answer = self.question.check(self.model.solver)
+        if answer is not Answer.POSSIBLE:
+            return answer, None
+        schedule = self.model.schedule(self.model.solver.model())
+        return answer, replace(schedule, starts=tuple(start * self.unit for start in schedule.starts))
 
 
 def _divided(job: Job, unit: int) -> Job:
