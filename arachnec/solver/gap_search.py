@@ -31,10 +31,14 @@ Inquiry = Assignment | StartTimes
 
 def asker(problem: Problem) -> Callable[[int, int], Inquiry]:
     """Of a horizon and a seed the question, in fewer variables: sets of GPUs, where nothing waits, or start times."""
-    if any(job.before for job in problem.jobs) or not sets_are_fewer(problem):
+    if _chained(problem) or not sets_are_fewer(problem):
         return partial(StartTimes, problem)
     conflicts: list[Conflict] = []
     return lambda horizon, seed: Assignment(problem, horizon, seed, conflicts)
+
+
+def _chained(problem: Problem) -> bool:
+    return any(job.before for job in problem.jobs)
 
 
 def sets_are_fewer(problem: Problem) -> bool:
@@ -44,8 +48,7 @@ def sets_are_fewer(problem: Problem) -> bool:
 def variables(problem: Problem) -> int:
     """How many booleans a question about the whole problem has."""
     jobs = len(problem.jobs)
-    chained = any(job.before for job in problem.jobs)
-    across = jobs if chained or not sets_are_fewer(problem) else problem.gpus
+    across = jobs if _chained(problem) or not sets_are_fewer(problem) else problem.gpus
     return across * sum(len(job.choices) for job in problem.jobs)
 
 
@@ -74,13 +77,13 @@ def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, cl
     """
     jobs = (replace(job, choices=(job.choices[pick],)) for job, pick in zip(problem.jobs, schedule.picks, strict=True))
     fixed = Problem(tuple(jobs), problem.gpus)
-    best = schedule
+    best, chained = schedule, _chained(problem)
 
     def ask(horizon: int) -> tuple[Answer, int]:
         nonlocal best
         if not clock.any_left():
             return Answer.UNKNOWN, 0
-        inquiry = Assignment(fixed, horizon, seed, [])
+        inquiry = StartTimes(fixed, horizon, seed) if chained else Assignment(fixed, horizon, seed, [])
         answer, shorter = inquiry.answer(clock.effort())
         clock.count_z3(inquiry.question.steps)
         if shorter is not None and not violations(fixed, shorter):
@@ -143,7 +146,7 @@ class GapSearch:
             before = question.steps
             try:
                 answer, schedule = question.answered(partial(inquiry.answer, effort))
-                if schedule is not None and not any(job.before for job in self.problem.jobs):
+                if schedule is not None:
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
