@@ -29,26 +29,18 @@ from arachnec.solver.z3_schedule import StartTimes
 Inquiry = Assignment | StartTimes
 
 
-def asker(problem: Problem) -> Callable[[int, int], Inquiry]:
-    """Of a horizon and a seed the question, in fewer variables: sets of GPUs, where nothing waits, or start times."""
-    if _chained(problem) or not sets_are_fewer(problem):
-        return partial(StartTimes, problem)
-    conflicts: list[Conflict] = []
-    return lambda horizon, seed: Assignment(problem, horizon, seed, conflicts)
-
-
 def _chained(problem: Problem) -> bool:
     return any(job.before for job in problem.jobs)
 
 
-def sets_are_fewer(problem: Problem) -> bool:
-    return problem.gpus <= len(problem.jobs)
+def by_sets(problem: Problem) -> bool:
+    """Whether questions are about sets of GPUs: nothing waits, and sets have fewer variables than start times."""
+    return not _chained(problem) and problem.gpus <= len(problem.jobs)
 
 
 def variables(problem: Problem) -> int:
     """How many booleans a question about the whole problem has."""
-    jobs = len(problem.jobs)
-    across = jobs if _chained(problem) or not sets_are_fewer(problem) else problem.gpus
+    across = problem.gpus if by_sets(problem) else len(problem.jobs)
     return across * sum(len(job.choices) for job in problem.jobs)
 
 
@@ -83,8 +75,8 @@ def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, cl
         nonlocal best
         if not clock.any_left():
             return Answer.UNKNOWN, 0
-        inquiry = StartTimes(fixed, horizon, seed) if chained else Assignment(fixed, horizon, seed, [])
-        answer, shorter = inquiry.answer(clock.effort())
+        inquiry = StartTimes(fixed, seed) if chained else Assignment(fixed, seed, [])
+        answer, shorter = inquiry.answer(horizon, clock.effort())
         clock.count_z3(inquiry.question.steps)
         if shorter is not None and not violations(fixed, shorter):
             best = replace(schedule, starts=shorter.starts)
@@ -109,13 +101,14 @@ class GapSearch:
     def __init__(self, problem: Problem, schedule: Schedule, bound: int) -> None:
         self.problem, self.schedule, self.low = problem, schedule, bound
         self.high = schedule.makespan(problem)
-        self.ask = asker(problem)
+        self.by_sets = by_sets(problem)
+        self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
         self.limit = 2 * question_ms(variables(problem))
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
-        self.open: dict[int, Inquiry] = {}  # by horizon, questions that were asked and have no answer
-        self.asked: list[Asked] = []  # of them, those that Z3 works on
+        self.idle: dict[int, Inquiry] = {}  # of sets by horizon, of start times one from below and one from above
+        self.asked: dict[Asked, Inquiry] = {}
 
     def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
         """Until the bound is met or the time is over; schedule and bound are the best known now."""
@@ -137,28 +130,36 @@ class GapSearch:
                 if asked is None:
                     return
                 self.number += 1
-                if asked.horizon not in self.open:
-                    self.open[asked.horizon] = self.ask(asked.horizon, seed + self.number)
-                inquiry = self.open[asked.horizon]
-                self.asked.append(asked)
+                inquiry = self.asked[asked] = self._inquiry(asked, seed + self.number)
                 effort = clock.effort(self.limit)
             question, schedule = inquiry.question, None
             before = question.steps
             try:
-                answer, schedule = question.answered(partial(inquiry.answer, effort))
+                answer, schedule = question.answered(partial(inquiry.answer, asked.horizon, effort))
                 if schedule is not None:
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
-                    self.asked.remove(asked)
+                    del self.asked[asked]
             with self.lock:
                 clock.count_z3(question.steps - before)
                 if not question.stopped or answer is not Answer.UNKNOWN:
                     self.learn(asked, answer, schedule)
-                for other in self.asked:
-                    if not self.low <= other.horizon < self.high:
-                        self.open[other.horizon].question.stop()
-                self.open = {h: other for h, other in self.open.items() if self.low <= h < self.high}
+                for at, other in self.asked.items():
+                    if not self.low <= at.horizon < self.high:
+                        other.question.stop()
+                self.idle[self._key(asked)] = inquiry
+                if self.by_sets:
+                    self.idle = {h: other for h, other in self.idle.items() if self.low <= h < self.high}
+
+    def _inquiry(self, asked: Asked, seed: int) -> Inquiry:
+        inquiry = self.idle.pop(self._key(asked), None)
+        if inquiry is None:
+            inquiry = Assignment(self.problem, seed, self.conflicts) if self.by_sets else StartTimes(self.problem, seed)
+        return inquiry
+
+    def _key(self, asked: Asked) -> int:
+        return asked.horizon if self.by_sets else int(asked.from_above)
 
     def next(self) -> Asked | None:
         """Where to ask next; None where bound and makespan have met."""
@@ -171,7 +172,7 @@ class GapSearch:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
         middle = self.low + room // 2
-        begun = [h for h in self.open if h not in running and 4 * abs(h - middle) <= room]
+        begun = [h for h in self.idle if self.by_sets and 4 * abs(h - middle) <= room]
         horizon = min(begun, key=lambda h: abs(h - middle), default=middle)
         return Asked(horizon if horizon not in running else self.low + room // 4)
 

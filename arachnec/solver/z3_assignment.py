@@ -45,40 +45,43 @@ def schedule_by_sets(
     conflicts: list[Conflict] | None = None,
 ) -> tuple[Answer, Schedule | None]:
     """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
-    return Assignment(problem, horizon, seed, conflicts if conflicts is not None else []).answer(effort)
+    return Assignment(problem, seed, conflicts if conflicts is not None else []).answer(horizon, effort)
 
 
 class Assignment:
-    """Whether there is a schedule that ends by ``horizon`` ticks: a question that goes on where its effort ended.
+    """Questions about one problem; asked about the same horizon again, it goes on with all that it has learnt.
 
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
     known, of the same jobs, to which those found are added, also while others add theirs.
     """
 
-    def __init__(self, problem: Problem, horizon: int, seed: int, conflicts: list[Conflict]) -> None:
-        self.problem, self.horizon, self.seed, self.conflicts = problem, horizon, seed, conflicts
+    def __init__(self, problem: Problem, seed: int, conflicts: list[Conflict]) -> None:
+        self.problem, self.seed, self.conflicts = problem, seed, conflicts
+        self.horizon = -1
+        self.question = Question()
+
+    def answer(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
+        """A schedule that ends by ``horizon``, or the certainty that there is none, or neither within the effort."""
+        self.question.allow(effort)
+        if horizon != self.horizon:
+            choices = self._choices(horizon)
+            if choices is None:
+                return Answer.IMPOSSIBLE, None
+            solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
+            self.matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
+            if not self.matrix.complete:
+                return Answer.UNKNOWN, None
+            solver.set("phase", "always_false")  # few cells of the matrix are true
+            self.horizon, self.in_doubt, self.seen = horizon, False, 0
+        return self._answer(self.matrix)
+
+    def _choices(self, horizon: int) -> list[tuple[Choice, ...]] | None:
+        problem = self.problem
         in_time = [
             [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
             for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
         ]
-        self.choices = affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
-        self.question = Question()
-        self.matrix: _Matrix | None = None
-        self.in_doubt, self.seen = False, 0
-
-    def answer(self, effort: Effort) -> tuple[Answer, Schedule | None]:
-        """A schedule, or the certainty that there is none, or neither within so much more effort."""
-        if self.choices is None:
-            return Answer.IMPOSSIBLE, None
-        self.question.allow(effort)
-        if self.matrix is None:
-            solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
-            matrix = _Matrix(self.problem.gpus, self.horizon, self.choices, self.question, solver)
-            if not matrix.complete:
-                return Answer.UNKNOWN, None
-            solver.set("phase", "always_false")  # few cells of the matrix are true
-            self.matrix = matrix
-        return self._answer(self.matrix)
+        return affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
 
     def _answer(self, matrix: _Matrix) -> tuple[Answer, Schedule | None]:
         horizon, question, conflicts = self.horizon, self.question, self.conflicts

@@ -42,7 +42,8 @@ class Question:
         return solver
 
     def allow(self, effort: Effort) -> None:
-        """So much from now on."""
+        """So much from now on, whoever stopped it before."""
+        self.stopped = False
         self._most = None if effort.steps is None else self.steps + effort.steps
         self._until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
 
@@ -82,7 +83,7 @@ class Question:
             raise
 
     def stop(self) -> None:
-        """From another thread: there is to be no answer any more."""
+        """From another thread: nobody waits for the answer any more."""
         self.stopped = True
         if self._context is not None:
             self._context.interrupt()
