@@ -30,21 +30,23 @@ def limited(check: Any) -> Any:
         if ms is None:
             return check(solver, *assumptions)
         clock = time.pthread_getcpuclockid(threading.get_ident())
-        until, over = time.clock_gettime(clock) + ms / 1e3, threading.Event()
+        until, over, late = time.clock_gettime(clock) + ms / 1e3, threading.Event(), threading.Event()
 
         def watch() -> None:
             while not over.wait(TICK):
                 if time.clock_gettime(clock) > until:
+                    late.set()
                     solver.ctx.interrupt()
                     return
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         try:
-            return check(solver, *assumptions)
+            answer = check(solver, *assumptions)
         finally:
             over.set()
             watching.join()
+        return z3.unknown if late.is_set() else answer  # an interrupted context reads no model
 
     return checked
 

@@ -57,22 +57,23 @@ class Assignment:
 
     def __init__(self, problem: Problem, seed: int, conflicts: list[Conflict]) -> None:
         self.problem, self.seed, self.conflicts = problem, seed, conflicts
-        self.horizon = -1
+        self.horizon = 0
+        self.matrix: _Matrix | None = None
         self.question = Question()
 
     def answer(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
         """A schedule that ends by ``horizon``, or the certainty that there is none, or neither within the effort."""
         self.question.allow(effort)
-        if horizon != self.horizon:
+        if self.matrix is None or horizon != self.horizon:
             choices = self._choices(horizon)
             if choices is None:
                 return Answer.IMPOSSIBLE, None
             solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
-            self.matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
-            if not self.matrix.complete:
+            matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
+            if not matrix.complete:
                 return Answer.UNKNOWN, None
             solver.set("phase", "always_false")  # few cells of the matrix are true
-            self.horizon, self.in_doubt, self.seen = horizon, False, 0
+            self.horizon, self.matrix, self.in_doubt, self.seen = horizon, matrix, False, 0
         return self._answer(self.matrix)
 
     def _choices(self, horizon: int) -> list[tuple[Choice, ...]] | None:

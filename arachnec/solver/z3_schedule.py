@@ -37,7 +37,8 @@ class StartTimes:
     def __init__(self, problem: Problem, seed: int) -> None:
         self.unit = max(1, reduce(math.gcd, (choice.ticks for job in problem.jobs for choice in job.choices), 0))
         self.problem = Problem(tuple(_divided(job, self.unit) for job in problem.jobs), problem.gpus)
-        self.seed, self.horizon = seed, -1
+        self.seed = seed
+        self.horizon: int | None = None
         self.question = Question()
         self.model: _Model | None = None
 
@@ -52,12 +53,13 @@ class StartTimes:
                 return Answer.UNKNOWN, None
             self.model = model
         solver = self.model.solver
-        if horizon // self.unit != self.horizon:
-            if horizon // self.unit > self.horizon:
+        nearer = horizon // self.unit
+        if nearer != self.horizon:
+            if self.horizon is None or nearer > self.horizon:
                 solver.pop(solver.num_scopes())
                 solver.push()
-            self.horizon = horizon // self.unit
-            self.model.end_by(self.horizon)
+            self.horizon = nearer
+            self.model.end_by(nearer)
         answer = self.question.check(solver)
         if answer is not Answer.POSSIBLE:
             return answer, None
