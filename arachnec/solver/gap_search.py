@@ -7,8 +7,8 @@ twice the time, when those are answered. Two questions run at once (Z3 works out
 bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
 question where it has become pointless.
 
-What is known outlasts a call, so that a search can go on where it ended. So do questions: one that was cut off goes on
-where Z3 was.
+What is known outlasts a call, so that a search can go on where it ended. So do
+questions about start times: one that was cut off goes on where Z3 was.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class GapSearch:
         self.by_sets = by_sets(problem)
         self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit = 2 * question_ms(variables(problem))
+        self.limit = self.limit_from_above = 2 * question_ms(variables(problem))
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
-        self.idle: dict[int, Inquiry] = {}  # of sets by horizon, of start times one from below and one from above
+        self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
         self.asked: dict[Asked, Inquiry] = {}
 
     def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
@@ -130,8 +130,8 @@ class GapSearch:
                 if asked is None:
                     return
                 self.number += 1
-                inquiry = self.asked[asked] = self._inquiry(asked, seed + self.number)
-                effort = clock.effort(self.limit)
+                inquiry = self.asked[asked] = self._inquiry(asked.from_above, seed + self.number)
+                effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
             question, schedule = inquiry.question, None
             before = question.steps
             try:
@@ -148,18 +148,13 @@ class GapSearch:
                 for at, other in self.asked.items():
                     if not self.low <= at.horizon < self.high:
                         other.question.stop()
-                self.idle[self._key(asked)] = inquiry
-                if self.by_sets:
-                    self.idle = {h: other for h, other in self.idle.items() if self.low <= h < self.high}
+                if isinstance(inquiry, StartTimes):
+                    self.idle[asked.from_above] = inquiry
 
-    def _inquiry(self, asked: Asked, seed: int) -> Inquiry:
-        inquiry = self.idle.pop(self._key(asked), None)
-        if inquiry is None:
-            inquiry = Assignment(self.problem, seed, self.conflicts) if self.by_sets else StartTimes(self.problem, seed)
-        return inquiry
-
-    def _key(self, asked: Asked) -> int:
-        return asked.horizon if self.by_sets else int(asked.from_above)
+    def _inquiry(self, above: bool, seed: int) -> Inquiry:
+        if self.by_sets:
+            return Assignment(self.problem, seed, self.conflicts)
+        return self.idle.pop(above, None) or StartTimes(self.problem, seed)
 
     def next(self) -> Asked | None:
         """Where to ask next; None where bound and makespan have met."""
@@ -171,9 +166,7 @@ class GapSearch:
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
-        middle = self.low + room // 2
-        begun = [h for h in self.idle if self.by_sets and 4 * abs(h - middle) <= room]
-        horizon = min(begun, key=lambda h: abs(h - middle), default=middle)
+        horizon = self.low + room // 2
         return Asked(horizon if horizon not in running else self.low + room // 4)
 
     def _from_above(self) -> bool:
@@ -186,7 +179,9 @@ class GapSearch:
         elif schedule is not None and not violations(self.problem, schedule):
             if schedule.makespan(self.problem) < self.high:
                 self._shorter(schedule)
-        elif not asked.from_above:
+        elif asked.from_above:
+            self.limit_from_above *= 2
+        else:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, 2 * self.limit

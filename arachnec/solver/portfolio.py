@@ -11,7 +11,8 @@ closed; a prover closes it from below. Of a wide gap, most of which is the bound
 improver with the most gain for its effort so far is called, older calls counting half as much as the next, and a
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
 gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
-nothing more. Without any gain its next slice is twice as long, and its hope half as large.
+nothing more. Without any gain its next slice is twice as long, and its hope half as large;
+a prover keeps its hope, and its slices always double: some questions that a slice cuts off begin anew in the next.
 
 *The prover's floor.* The last ``SHARE`` of the effort is its own, whatever the others gain: a proof is of one schedule,
 and the best is known last.
@@ -156,12 +157,15 @@ class Record:
 
     @property
     def expected(self) -> float:
-        """What it gained, and what it is trusted to: after every call that gained nothing, half as much."""
-        return self.gained + self.improver.hope / self.longer
+        """What it gained, and what it is trusted to: after every call that gained nothing, half as much.
+
+        But for a prover: that it had no answer yet says nothing.
+        """
+        return self.gained + self.improver.hope / (1.0 if self.improver.proves else self.longer)
 
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
-        self.longer = 1.0 if gain > 0 else 2 * self.longer
+        self.longer = 1.0 if gain > 0 and not self.improver.proves else 2 * self.longer
 
 
 def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: random.Random) -> list[Record]:

@@ -49,7 +49,10 @@ def schedule_by_sets(
 
 
 class Assignment:
-    """Questions about one problem; asked about the same horizon again, it goes on with all that it has learnt.
+    """Questions about one problem, each with a solver of its own.
+
+    One that was cut off begins anew: where Z3's solver of finite domains was interrupted as it took the constraints in,
+    and is asked again, its models break them.
 
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
     known, of the same jobs, to which those found are added, also while others add theirs.
@@ -57,24 +60,45 @@ class Assignment:
 
     def __init__(self, problem: Problem, seed: int, conflicts: list[Conflict]) -> None:
         self.problem, self.seed, self.conflicts = problem, seed, conflicts
-        self.horizon = 0
-        self.matrix: _Matrix | None = None
         self.question = Question()
 
     def answer(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
         """A schedule that ends by ``horizon``, or the certainty that there is none, or neither within the effort."""
-        self.question.allow(effort)
-        if self.matrix is None or horizon != self.horizon:
-            choices = self._choices(horizon)
-            if choices is None:
-                return Answer.IMPOSSIBLE, None
-            solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
-            matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
-            if not matrix.complete:
-                return Answer.UNKNOWN, None
-            solver.set("phase", "always_false")  # few cells of the matrix are true
-            self.horizon, self.matrix, self.in_doubt, self.seen = horizon, matrix, False, 0
-        return self._answer(self.matrix)
+        choices = self._choices(horizon)
+        if choices is None:
+            return Answer.IMPOSSIBLE, None
+        solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
+        matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
+        return self._answer(matrix, horizon) if matrix.complete else (Answer.UNKNOWN, None)
+
+    def _answer(self, matrix: _Matrix, horizon: int) -> tuple[Answer, Schedule | None]:
+        question, conflicts = self.question, self.conflicts
+        in_doubt, seen = False, 0
+        matrix.solver.set("phase", "always_false")  # few cells of the matrix are true
+        while not question.late():
+            while seen < len(conflicts) and not question.late():
+                if conflicts[seen].horizon >= horizon:
+                    matrix.exclude(conflicts[seen])
+                seen += 1
+            answer = question.check(matrix.solver)
+            if answer is Answer.IMPOSSIBLE:
+                return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
+            if answer is Answer.UNKNOWN:
+                break
+            rows = matrix.rows(matrix.solver.model())
+            starts, pairs = _starts(rows, horizon, question)
+            if starts is not None:
+                picks = [self.problem.jobs[job].choices.index(row.choice) for job, row in enumerate(rows)]
+                return Answer.POSSIBLE, Schedule(tuple(picks), tuple(starts))
+            if pairs is None:
+                in_doubt = True
+                pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
+            conflict = Conflict(horizon, {job: rows[job].choice.ticks for pair in pairs for job in pair}, tuple(pairs))
+            if in_doubt:
+                matrix.exclude(conflict)
+            else:
+                conflicts.append(conflict)
+        return Answer.UNKNOWN, None
 
     def _choices(self, horizon: int) -> list[tuple[Choice, ...]] | None:
         problem = self.problem
@@ -83,35 +107,6 @@ class Assignment:
             for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
         ]
         return affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
-
-    def _answer(self, matrix: _Matrix) -> tuple[Answer, Schedule | None]:
-        horizon, question, conflicts = self.horizon, self.question, self.conflicts
-        while not question.late():
-            while self.seen < len(conflicts) and not question.late():
-                if conflicts[self.seen].horizon >= horizon:
-                    matrix.exclude(conflicts[self.seen])
-                self.seen += 1
-            answer = question.check(matrix.solver)
-            if answer is Answer.IMPOSSIBLE:
-                return (Answer.UNKNOWN if self.in_doubt else Answer.IMPOSSIBLE), None
-            if answer is Answer.UNKNOWN:
-                break
-            rows = matrix.rows(matrix.solver.model())
-            starts, pairs = _starts(rows, horizon, question)
-            if starts is not None:
-                picks = [self.problem.jobs[job].choices.index(row.choice) for job, row in enumerate(rows)]
-                return Answer.POSSIBLE, Schedule(tuple(picks), tuple(starts))
-            if pairs is None and question.late():
-                break  # these sets come up again
-            if pairs is None:
-                self.in_doubt = True
-                pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
-            conflict = Conflict(horizon, {job: rows[job].choice.ticks for pair in pairs for job in pair}, tuple(pairs))
-            if self.in_doubt:
-                matrix.exclude(conflict)
-            else:
-                conflicts.append(conflict)
-        return Answer.UNKNOWN, None
 
 
 @dataclass(frozen=True)

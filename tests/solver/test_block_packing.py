@@ -15,7 +15,7 @@ from arachnec.solver.problem import Choice, Effort, Job, Problem, violations
 from arachnec.solver.search import solve
 from arachnec.solver.z3_assignment import Assignment, Conflict, schedule_by_sets
 from arachnec.solver.z3_packing import find_packing
-from arachnec.solver.z3_question import Answer, Question
+from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import find_schedule
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
