@@ -11,6 +11,7 @@ from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.cost.recomputation import Runs, least_blocks, runs_of, share_saved
+from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.recomputation import block_count
@@ -57,6 +58,11 @@ class Memory:
             part = share_saved(runs_on(stage, cascade, share), recompute)
             total += again if cascade.phase is Phase.BACKWARD else -again * part
         return total + divided(stage, "workspace", cascade, share)
+
+    def host_inputs(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
+        """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
+        cascade = on_one_side(cascade, side)
+        return offloaded(self.stages[cascade.stage], cascade, uneven(cascade.tokens, ranks // side), recompute)
 
     def kept(self, cascade: Cascade, degree: int, recompute: int) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
@@ -176,7 +182,16 @@ def saved_for_backward(stage: Stage, cascade: Cascade, share: float, recompute: 
     if not recompute or "saved_recompute" not in stage.attrs:
         return saved
     least = divided(stage, "saved_recompute", cascade, share)
+    blocks = block_count(stage)  # on the device stay the inputs of those that are on their way
+    least -= offloaded(stage, cascade, share, blocks) * max(0, blocks - IN_FLIGHT) / blocks
     return saved - share_saved(runs_on(stage, cascade, share), recompute) * (saved - least)
+
+
+def offloaded(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
+    """GiB in its host's memory of a rank that has this ``share`` of the tokens: inputs of blocks that run again."""
+    if not inputs_in_host(stage) or cascade.phase is not Phase.TRAIN:
+        return 0.0
+    return divided(stage, "host_inputs", cascade, share) * recompute / block_count(stage)
 
 
 def runs_on(stage: Stage, cascade: Cascade, share: float) -> Runs:

@@ -4,17 +4,22 @@ Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.1: each parameter's mom
 which updates it and hands the result round. Parameters and gradients stay whole on every rank, so that cascades of any
 degree on any ranks need nothing from the others while they run; the step moves once more the bytes of the parameters.
 
+The stages of a pipeline lie on ranks of their own: each is dealt out over the ranks that hold it.
+
 With the state known, the gradients' precision is too: fp32 where it fits (``arachnec.planning.gradient_precision``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.nodes import Level, Module, Stage, quantity
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
@@ -22,26 +27,50 @@ CROWDED = 0.5  # of the device's memory, taken by state alone
 
 @dataclass(frozen=True)
 class ShardOptimizer(Pass):
-    """Deal the optimizer's state out over all ranks where its copies would take more than half of a device."""
+    """Deal the optimizer's state out over all ranks where its copies would take more than half of a device.
+
+    Of a model in stages, over the ranks of each stage; ``stages_each`` are those on one rank, which the schedule says.
+    """
 
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.TRACED
     scope: ClassVar[Scope] = Scope.MODEL
 
+    stages_each: int = 1
+
     def run(self, module: Module) -> Module:
-        return with_gradient_precision(_sharded(module))
+        return with_gradient_precision(_sharded(module, self.stages_each))
+
+    def informed(self, following: tuple[Pass, ...]) -> ShardOptimizer:
+        each = next((step.stages_each for step in following if isinstance(step, SchedulePipeline)), self.stages_each)
+        return replace(self, stages_each=each)
 
 
-def _sharded(module: Module) -> Module:
+def _sharded(module: Module, stages_each: int) -> Module:
     if module.cluster is None or module.cluster.world < 2:
         return module
+    if parts := [stage for stage in module.stages if "part_of" in stage.attrs]:
+        return _sharded_stages(module, module.cluster, parts, stages_each)
     state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
     if state <= CROWDED * module.cluster.memory:
         return module
     return replace(module, stages=tuple(_dealt_out(stage, module.cluster.world) for stage in module.stages))
 
 
+def _sharded_stages(module: Module, cluster: Cluster, parts: Sequence[Stage], each: int) -> Module:
+    """Where the fullest rank of the pipeline would be crowded; its stages are taken to be as large as the largest."""
+    ranks = cluster.world * each // len(parts)  # of each stage
+    everywhere = sum(gib(stage.attrs.get("state")) for stage in module.stages if stage not in parts)
+    if everywhere + each * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
+        return module
+    return replace(
+        module, stages=tuple(_dealt_out(stage, ranks) if stage in parts else stage for stage in module.stages)
+    )
+
+
 def _dealt_out(stage: Stage, ranks: int) -> Stage:
+    if ranks < 2:
+        return stage
     if not stage.trained or "optimizer" not in stage.attrs or {"sharded", "cell"} & set(stage.attrs):
         return stage
     spared = quantity(stage.attrs["optimizer"]) * (1 - 1 / ranks)

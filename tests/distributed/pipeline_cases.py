@@ -129,8 +129,11 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
 
 
 def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
-    """The passes that train in ``stages`` by a ``schedule``."""
-    return f"stages{{{stages}}},partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},lower,check"
+    """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
+    return (
+        f"stages{{{stages}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        "bucket{mib=0},lower,check"
+    )
 
 
 def planned(world: int, batch: Sequence[VideoClip], passes: str, *, encoder: bool = False) -> Module:
@@ -150,10 +153,12 @@ def executable(
     more: str = "",
     trained: Sequence[str] | None = None,
     training: Training | None = None,
+    crowded: bool = False,
 ) -> Path:
     """An executable folder of the hard model by these passes.
 
-    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train.
+    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train; ``crowded`` are
+    devices on which two copies of the optimizer's state do not fit.
     """
     from tests.distributed.executor_cases import ENCODER
 
@@ -163,12 +168,16 @@ def executable(
     module = traced(world, iterations, encoder=encoder)
     if trained is not None:
         module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
+    if crowded:
+        large = module.stages[-1].attrs.updated(state=Quantity(6.0, "GiB"), optimizer=Quantity(4.0, "GiB"))
+        module = replace(module, stages=(*module.stages[:-1], replace(module.stages[-1], attrs=large)))
     pipeline = Pipeline.parse(passes)
     model, _ = plan_model(module, pipeline)
     return write_executable(
         folder,
         program=plan_iteration(model, pipeline, 0)[0],
         traced=module,
+        model=model,
         pipeline=passes,
         model_file=load_model_file(source),
         clips=[c for batch in iterations for c in batch],

@@ -105,9 +105,14 @@ class IterationPlanner:
 
     @cached_property
     def _model(self) -> Module:
-        """The module after the passes of scope ``model``, for the ranks that run: once for all iterations."""
-        traced = self.executable.traced
+        """The module after the passes of scope ``model``, for the ranks that run: once for all iterations.
+
+        What was chosen when it was compiled is held, unless it runs on other ranks.
+        """
+        traced, planned = self.executable.traced, self.executable.model
         assert traced.cluster is not None
+        if self.world == traced.cluster.world:
+            return replace(planned, clips=traced.clips)
         return self._pipeline.run_model_part(replace(traced, cluster=cluster_for(traced.cluster, self.world)))
 
 

@@ -26,11 +26,11 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
-    that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
-    method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
-    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name. ``device`` is that of
-    all ranks: a rank without gradients joins the others' collectives with a tensor there.
+    same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``),
+    updates that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1).
+    Every method is called by all these ranks together then. Where ``parameters`` are only a rank's share of all,
+    ``norm_of_all`` makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
+    ``device`` is that of all ranks: a rank without gradients joins the others' collectives with a tensor there.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Optimizer:
         training: Training,
         *,
         sharded: bool = False,
+        group: dist.ProcessGroup | None = None,
         piece_bytes: int = SMALLEST_PIECE,
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
@@ -49,7 +50,8 @@ class Optimizer:
         self._norm_of_all = norm_of_all
         self._norm = norm
         self._device = device
-        self._parts = Parts.of() if sharded else None
+        self._group = group
+        self._parts = Parts.of(group) if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: _master(value) for name, value in owned.items()}
@@ -129,7 +131,7 @@ class Optimizer:
         names = {id(value): name for name, value in self._parameters.items()}
         for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
             masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
-            gather_parts(self._parts, piece, masters)
+            gather_parts(self._parts, piece, masters, self._group)
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.

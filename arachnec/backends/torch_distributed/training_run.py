@@ -46,6 +46,7 @@ from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -149,13 +150,20 @@ class Trainer:
         stage = dealt_out_stage(first)
         cells: CellParameters | None = None
         if stage is None:
-            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+            model = (
+                shared_model(model_file, training, device)
+                if pipeline is None
+                else own_model(model_file, training, device, pipeline.own)
+            )
         else:
             model, cells = CellParameters.of(model_file, training, device, stage)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
+        gradient_groups = ProcessGroups(GROUP_TIMEOUT)
+        gradient_groups.ensure(wanted_gradient_groups(first), device=device)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        place = None if pipeline is None else pipeline.place
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -168,14 +176,15 @@ class Trainer:
             optimizer=Optimizer(
                 parameters if cells is None else cells.pieces,
                 training,
-                sharded=sharded,
+                sharded=sharded if pipeline is None else place is not None,
+                group=None if place is None else gradient_groups.get(place),
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
                 norm_of_all=None if cells is None else cells.norm,
                 norm=None if pipeline is None else partial(pipeline.norm, device=device),
                 device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
-            gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            gradient_groups=gradient_groups,
             host_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,
