@@ -108,7 +108,7 @@ class GapSearch:
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
-        self.asked: dict[Asked, Inquiry] = {}
+        self.asked: dict[Inquiry, Asked] = {}
 
     def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
         """Until the bound is met or the time is over; schedule and bound are the best known now."""
@@ -130,7 +130,8 @@ class GapSearch:
                 if asked is None:
                     return
                 self.number += 1
-                inquiry = self.asked[asked] = self._inquiry(asked.from_above, seed + self.number)
+                inquiry = self._inquiry(asked.from_above, seed + self.number)
+                self.asked[inquiry] = asked
                 effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
             question, schedule = inquiry.question, None
             before = question.steps
@@ -140,12 +141,12 @@ class GapSearch:
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
-                    del self.asked[asked]
+                    del self.asked[inquiry]
             with self.lock:
                 clock.count_z3(question.steps - before)
                 if not question.stopped or answer is not Answer.UNKNOWN:
                     self.learn(asked, answer, schedule)
-                for at, other in self.asked.items():
+                for other, at in self.asked.items():
                     if not self.low <= at.horizon < self.high:
                         other.question.stop()
                 if isinstance(inquiry, StartTimes):
@@ -162,7 +163,7 @@ class GapSearch:
             return None
         if self.put_off <= self.low + (self.high - self.low) // 4:
             self.put_off, self.limit = self.high, 2 * self.limit
-        running = {asked.horizon for asked in self.asked}
+        running = {asked.horizon for asked in self.asked.values()}
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
@@ -171,7 +172,7 @@ class GapSearch:
 
     def _from_above(self) -> bool:
         """Every other question of one thread, one of the questions of two."""
-        return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked)
+        return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked.values())
 
     def learn(self, asked: Asked, answer: Answer, schedule: Schedule | None) -> None:
         if answer is Answer.IMPOSSIBLE:

@@ -9,7 +9,7 @@ constraint, which is what makes refusals fast. Practical up to some twenty jobs;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -147,7 +147,18 @@ class _Model:
                     constraints.append(z3.Or(both, z3.Not(pick), apart))
                     held.append((both, choice.degree))
             self.solver.add([*constraints, z3.PbLe(held, self.problem.gpus)])
+            self.solver.add([clause for i in range(j) if (i, j) in free for clause in self._too_wide(i, j, end)])
         return True
+
+    def _too_wide(self, i: int, j: int, end: Sequence[z3.ArithRef]) -> Iterator[z3.BoolRef]:
+        """Two jobs that together hold more GPUs than there are run one after the other.
+
+        That follows from the rest; stated, it makes a refusal of case 33 of benchmarks/plan_tables.py 1.6 times faster.
+        """
+        for pick, choice in self._choices(i):
+            narrow = [other for other, own in self._choices(j) if own.degree + choice.degree <= self.problem.gpus]
+            if len(narrow) < len(self.pick[j]):
+                yield z3.Or(z3.Not(pick), *narrow, self.start[i] >= end[j], self.start[j] >= end[i])
 
     def schedule(self, model: z3.ModelRef) -> Schedule:
         picks = tuple(next(k for k, pick in enumerate(row) if true(model, pick)) for row in self.pick)
