@@ -49,16 +49,17 @@ class CostedLayers:
 
         What a stage receives and hands on is spread over the layers that it has, with so many ``stages``.
         """
-        return tuple(
-            LayerCosts(
-                *(self._mean(layer, phase, lambda c: self.cost.time(c, degree, recompute=int(recompute))) for phase in
-                  (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)),
-                saved=self._mean(layer, Phase.FORWARD, lambda c: self._saved(c, degree, recompute, stages)),
-                state=gib(part.attrs.get("state")),
-                output=self._mean(layer, Phase.FORWARD, self.cost.output),
+
+        def of(layer: int, part: Stage) -> LayerCosts:
+            forward, gradient, weight = (
+                self._mean(layer, phase, lambda cascade: self.cost.time(cascade, degree, recompute=int(recompute)))
+                for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
             )
-            for layer, part in enumerate(self.parts)
-        )  # fmt: skip
+            saved = self._mean(layer, Phase.FORWARD, lambda cascade: self._saved(cascade, degree, recompute, stages))
+            handed = self._mean(layer, Phase.FORWARD, self.cost.output)
+            return LayerCosts(forward, gradient, weight, saved, gib(part.attrs.get("state")), handed)
+
+        return tuple(of(layer, part) for layer, part in enumerate(self.parts))
 
     def running(self, degree: int, recompute: bool) -> float:
         """GiB that the largest cascade needs while it runs, beyond what is kept."""

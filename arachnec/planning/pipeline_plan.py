@@ -317,8 +317,8 @@ class _Plan:
                 pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
                 sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
                 between = zip(*(self.places.of(stage)[:: self.degree] for stage in (source, target)), strict=True)
-                slowest = max(between, key=lambda link: handoff_time(self.cost.cluster, *link, GIB))
-                rows.append([handoff_time(self.cost.cluster, *slowest, size) if size else 0.0 for size in sizes])
+                a, b = max(between, key=lambda link: handoff_time(self.cost.cluster, link[0], link[1], GIB))
+                rows.append([handoff_time(self.cost.cluster, a, b, size) if size else 0.0 for size in sizes])
             return rows
 
         return StageTimes(

@@ -262,7 +262,7 @@ class Trainer:
         own = notes.take()
         if not self._links.due(number):
             return
-        everyone = gather_text(msgspec.json.encode(own).decode(), self.device)
+        everyone = gather_text(msgspec.json.encode(own).decode())
         speeds = measured_speeds([msgspec.json.decode(text, type=Notes) for text in everyone])
         watch = self._links.after(number, speeds)
         if watch is not self._links:
