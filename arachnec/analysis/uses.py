@@ -10,11 +10,11 @@ a forward are needed as long as what it saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers, quantity
+from arachnec.ir.nodes import STAGE_OPS, Cascade, Instruction, Module, Phase, Program, integers, quantity
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
@@ -105,6 +105,13 @@ class Values:
         }
 
 
+def split_backwards(module: Module) -> frozenset[str]:
+    """The cascades of phase backward that leave their weight gradients to a cascade of phase weight."""
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    weights = (cascade for cascade in module.cascades if cascade.phase is Phase.WEIGHT)
+    return frozenset(name for weight in weights for name in weight.inputs if phases.get(name) is Phase.BACKWARD)
+
+
 def gib(instruction: Instruction, name: str) -> float:
     value = instruction.attrs.get(name)
     return 0.0 if value is None else quantity(value)
@@ -116,6 +123,11 @@ def bucket_of(instruction: Instruction) -> tuple[tuple[int, ...], bool] | None:
     if "layers" not in attrs and "rest" not in attrs:
         return None
     return integers(attrs.get("layers", ())), attrs.get("rest") is True
+
+
+def moved_by(instruction: Instruction) -> Hashable:
+    """What of its stage's gradients or parameters a collective moves: a bucket, layers, what parts share, or all."""
+    return bucket_of(instruction), instruction.attrs.get("tied")
 
 
 def overlapped_reduces(program: Program) -> dict[int, list[int]]:
@@ -134,15 +146,16 @@ def overlapped_reduces(program: Program) -> dict[int, list[int]]:
 
 
 def written(instruction: Instruction) -> str:
-    """The instruction as the IR writes it, without attributes except the layers of a reduce."""
-    sigil = "@" if instruction.op in ("reduce", "step") else "%"
+    """The instruction as the IR writes it, without attributes except those that say what it moves."""
+    sigil = "@" if instruction.op in STAGE_OPS else "%"
     word = {"send": " to ", "receive": " from "}.get(instruction.op, " on ")
     peers = instruction.peers
     where = ""
     if peers:
         where = word + (str(peers[0]) if word != " on " and len(peers) == 1 else rank_list(peers))
-    bucket = bucket_of(instruction) if instruction.op == "reduce" else None
-    parts = "" if bucket is None else f" {{ layers = {rank_list(bucket[0])}{', rest = true' if bucket[1] else ''} }}"
+    named = [f"{n} = {rank_list(integers(instruction.attrs[n]))}" for n in ("layers", "tied") if n in instruction.attrs]
+    named += ["rest = true"] if instruction.attrs.get("rest") is True else []
+    parts = f" {{ {', '.join(named)} }}" if named else ""
     return f"{instruction.op} {sigil}{instruction.target}{where}{parts}"
 
 

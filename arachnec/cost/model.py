@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arachnec.analysis.group_family import Grid, family_grids, heads_of
+from arachnec.analysis.uses import split_backwards
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
 from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
+from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of
-from arachnec.cost.table import CostTable, split_backwards
+from arachnec.cost.table import CostTable
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count, recomputed_blocks
@@ -154,9 +156,13 @@ class CostModel:
         entry = self.table.fitting(cascade, ranks)
         return 1 if entry is None else entry.strategy.side or 1
 
-    def kept(self, cascade: Cascade, degree: int, recompute: int = 0) -> float:
+    def kept(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
-        return self._memory.kept(cascade, degree, recompute)
+        return self._memory.kept(cascade, ranks, recompute, side)
+
+    def sides(self, cascade: Cascade, ranks: int) -> tuple[int, ...]:
+        """How many of its clips the cascade may run side by side on so many ranks."""
+        return sides(cascade, self.stages[cascade.stage], ranks)
 
     def host_inputs(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
         """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
@@ -244,9 +250,17 @@ class CostModel:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
         return synchronisation.reduce_time(self.cluster, stage, ranks, size)
 
-    def step_time(self, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
-        """ms of the optimizer's step, where it is dealt out over these ranks."""
-        return synchronisation.step_time(self.cluster, stage, ranks)
+    def gather_time(self, stage: Stage, ranks: tuple[int, ...], layers: Sequence[int]) -> float:
+        """ms of gathering what each of these ranks has updated of these layers."""
+        return synchronisation.gather_time(self.cluster, stage, ranks, layers)
+
+    def norm_time(self, ranks: tuple[int, ...]) -> float:
+        """ms of summing the norm of the gradients over these ranks."""
+        return synchronisation.norm_time(self.cluster, ranks)
+
+    def step_time(self, stage: Stage) -> float:
+        """ms of the optimizer's step."""
+        return synchronisation.step_time(self.cluster, stage)
 
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
-from arachnec.cost.memory import divided
+from arachnec.analysis.uses import split_backwards
+from arachnec.cost.memory import divided, on_one_side
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     Cascade,
@@ -30,7 +31,7 @@ from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
-from arachnec.lowering.gathers import on_rank
+from arachnec.lowering.gathers import on_rank, updated_parameters
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
@@ -74,6 +75,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
     lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
     lists = _with_copies(module, lists)
+    gathers = updated_parameters(module, resident)
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
@@ -85,7 +87,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     programs = tuple(
         Program(
             rank,
-            (*lists[rank], *ends[rank]),
+            (*gathers[rank], *lists[rank], *ends[rank]),
             Attributes.of(state=Quantity(states[rank], "GiB"), host_state=_some(kept[rank])),
         )
         for rank in range(module.cluster.world)
@@ -119,7 +121,7 @@ def _moved_up(
     if sum(item.op == "step" for item in ends) < 2:
         return
     last = {cascade.stage: i for i, cascade in enumerate(order) if cascade.phase in GRADIENT}
-    for item in [item for item in ends if item.op == "reduce" and item.target in last]:
+    for item in [item for item in ends if item.op == "reduce" and item.target in last and "tied" not in item.attrs]:
         ends.remove(item)
         yield (last[item.target], REDUCE), item
 
@@ -138,6 +140,7 @@ def _placed(
     stages = {stage.name: stage for stage in module.stages}
     count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
     position = {cascade.name: i for i, cascade in enumerate(order)}
+    split = split_backwards(module)
     for i, cascade in enumerate(with_attention(order, module.stages, cluster, attention)):
         inputs = math.fsum(
             output_gib(order[position[name]], cascade, stages)
@@ -147,7 +150,8 @@ def _placed(
         stage = stages[cascade.stage]
         instructions = instructions_of(cascade, stage, count, inputs)
         for rank in cascade.ranks:
-            placed[rank].extend(((i, COMPUTE), item) for item in on_rank(instructions, stage, rank))
+            lines = on_rank(instructions, stage, rank, cascade.phase, split=cascade.name in split)
+            placed[rank].extend(((i, COMPUTE), item) for item in lines)
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
     return placed
@@ -171,7 +175,8 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
         )
     if cascade.phase is Phase.FORWARD:
         # several micro-batches are held at once, and one of them runs
-        running = min(own, divided(stage, "workspace", cascade, uneven(cascade.tokens, cascade.degree)))
+        part = on_one_side(cascade, cascade.side)
+        running = min(own, divided(stage, "workspace", part, uneven(cascade.tokens, cascade.degree)))
         attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
         return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
+from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
@@ -18,8 +20,9 @@ class SchedulePipeline(Pass):
 
     ``k`` is that of ``kfkb``, by default the one with the shortest step of those that fit; ``v`` the stages a rank of
     ``interleaved-1f1b``; ``policy`` the warm-up of ``dapple``. ``degree`` is the sequence-parallel degree of every
-    stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at which the
-    micro-batches fit, recomputing where that is faster.
+    stage, or ``degrees`` that of each, which then has as many ranks; ``recompute`` whether blocks are run again in the
+    backward. By default the least degree at which the micro-batches fit, recomputing where that is faster. ``orders``
+    is a CSV of torch's pipelining that says what every rank of a pipeline does, instead of a schedule.
     """
 
     needs: ClassVar[Level] = Level.COSTED
@@ -31,16 +34,21 @@ class SchedulePipeline(Pass):
     policy: WarmUp = "A"
     degree: int | None = None
     recompute: bool | None = None
+    orders: str | None = None
+    degrees: tuple[int, ...] | None = None
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients must be cascades of their own."""
+        if self.orders is not None:
+            return read_csv(Path(self.orders)).splits_backward
         return self.schedule in SPLITTING
 
     @property
-    def stages_each(self) -> int:
-        """Stages on every rank."""
-        return stages_each(self.schedule, self.v)
+    def place_options(self) -> dict[str, Any]:
+        """What says how many ranks hold a stage: passes before this one have these as options."""
+        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees}
 
     def run(self, module: Module) -> Module:
-        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy))
+        how = (self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders, self.degrees)
+        return pipelined(module, Options(*how))

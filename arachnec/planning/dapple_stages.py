@@ -62,9 +62,12 @@ def device_groups(cluster: Cluster) -> Iterator[tuple[int, Groups]]:
     for degree in range(1, cluster.world + 1):
         size = max(degree, cluster.gpus)
         if size % degree == 0 and cluster.world % size == 0 and size % cluster.gpus == 0:
-            yield degree, tuple(
-                tuple(tuple(range(first, first + degree)) for first in range(machine, machine + size, degree))
-                for machine in range(0, cluster.world, size)
+            yield (
+                degree,
+                tuple(
+                    tuple(tuple(range(first, first + degree)) for first in range(machine, machine + size, degree))
+                    for machine in range(0, cluster.world, size)
+                ),
             )
 
 
@@ -150,6 +153,6 @@ def by_blocks(profile: LayerProfile, stage: Stage) -> LayerProfile:
     joined = []
     for name, (a, b) in zip(names, pairwise(bounds), strict=True):
         run = profile.layers[a:b]
-        sums = (sum(getattr(layer, field) for layer in run) for field in ("forward", "backward"))
-        joined.append(Layer(name, *sums, run[-1].activation, sum(layer.parameters for layer in run)))
+        forward, backward = sum(layer.forward for layer in run), sum(layer.backward for layer in run)
+        joined.append(Layer(name, forward, backward, run[-1].activation, sum(layer.parameters for layer in run)))
     return LayerProfile(tuple(joined), tuple(profile.cuts[b - 1] for b in bounds[1:-1]))

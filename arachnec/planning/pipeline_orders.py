@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -41,8 +41,15 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     return stages // each
 
 
+def ranks_of_stages(world: int, stages: int, each: int, degrees: Sequence[int] | None) -> tuple[int, ...]:
+    """How many ranks hold every stage: with ``each`` stages on a rank, or where they have ``degrees`` of their own."""
+    if degrees is None or len(degrees) != stages:
+        return (world * each // stages,) * stages
+    return tuple(world // max(1, sum(degrees)) * degree for degree in degrees)
+
+
 def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, v: int) -> PipelineSchedule:
-    """The orders of a schedule that asks for nothing else. What micro-batches lack of whole rounds is left out of the last."""
+    """The orders of a schedule that asks for nothing else. What lacks of whole rounds is left out of the last."""
     if name == "interleaved-1f1b":
         whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
         return _without(interleaved_1f1b(ranks, whole, v), micro_batches)

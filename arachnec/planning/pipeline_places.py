@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from math import gcd
 from typing import ClassVar
 
@@ -90,6 +90,12 @@ class Places:
         """The degrees of a pipeline divide it."""
         return gcd(*map(len, self.runs))
 
+    def replicas(self, widths: Sequence[int]) -> int | None:
+        """How many pipelines lie side by side that take so many ranks of every run; None where runs hold unequal
+        numbers."""
+        counts = {len(run) // width for run, width in zip(self.runs, widths, strict=True)}
+        return counts.pop() if len(counts) == 1 else None
+
     def of(self, stage: int) -> Ranks:
         return self.runs[self.placement[stage]]
 
@@ -114,17 +120,39 @@ class Lane:
     ahead: int
 
 
-def places_of(parts: Sequence[Stage], schedule: ScheduleName, v: int, world: int) -> Places:
-    """Where the planner of stages put them, else equal runs. Raises UserError for places no pipeline can have."""
+def places_of(
+    parts: Sequence[Stage], schedule: ScheduleName, v: int, world: int, given: PipelineSchedule | None = None
+) -> Places:
+    """Where the planner of stages put them, else equal runs. Raises UserError for places no pipeline can have.
+
+    ``given`` are orders that somebody wrote: they say which stages a rank has.
+    """
     stated = [_stated(part, world) for part in parts if "place" in part.attrs]
+    name = schedule if given is None else "orders"
     if stated:
-        return _planned(parts, stated, schedule, v)
-    ranks = pipeline_ranks(schedule, len(parts), v)
+        places = _planned(parts, stated)
+        if not places.equal and name != "dapple":
+            raise UserError(UnequalReplicas(None, name, [len(place) for place in stated]))
+        if name == "planned":
+            return places
+    ranks = pipeline_ranks(schedule, len(parts), v) if given is None else len(given.orders)
+    placement = _placement(schedule, len(parts), ranks) if given is None else given.placement
+    if stated:
+        if placement != places.placement:
+            raise UserError(PlacesForOtherSchedule(None, name, list(placement), list(places.placement)))
+        return places
     if ranks > world or world % ranks:
         raise UserError(RanksDoNotDivide(None, world, ranks))
     size = world // ranks
     runs = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
-    return Places(runs, _placement(schedule, len(parts), ranks))
+    return Places(runs, placement)
+
+
+def runs_of(degrees: Sequence[int], world: int) -> Places:
+    """A run for each stage, as many times its degree as there is room for."""
+    count = world // sum(degrees)
+    ends = [0, *accumulate(count * degree for degree in degrees)]
+    return Places(tuple(tuple(range(a, b)) for a, b in pairwise(ends)), tuple(range(len(degrees))))
 
 
 def _stated(part: Stage, world: int) -> Ranks:
@@ -134,7 +162,7 @@ def _stated(part: Stage, world: int) -> Ranks:
     return place
 
 
-def _planned(parts: Sequence[Stage], stated: Sequence[Ranks], schedule: ScheduleName, v: int) -> Places:
+def _planned(parts: Sequence[Stage], stated: Sequence[Ranks]) -> Places:
     if len(stated) < len(parts):
         bare = next(part for part in parts if "place" not in part.attrs)
         raise UserError(PlaceMissing(bare.span, bare.name))
@@ -143,15 +171,7 @@ def _planned(parts: Sequence[Stage], stated: Sequence[Ranks], schedule: Schedule
         if common and one != other:
             raise UserError(PlacesOverlap(b.span, b.name, a.name, common[0]))
     runs = tuple(dict.fromkeys(stated))
-    places = Places(runs, tuple(runs.index(place) for place in stated))
-    if not places.equal and schedule != "dapple":
-        raise UserError(UnequalReplicas(None, schedule, [len(place) for place in stated]))
-    if schedule != "planned":
-        ranks = pipeline_ranks(schedule, len(parts), v)
-        wanted = _placement(schedule, len(parts), ranks)
-        if wanted != places.placement:
-            raise UserError(PlacesForOtherSchedule(None, schedule, list(wanted), list(places.placement)))
-    return places
+    return Places(runs, tuple(runs.index(place) for place in stated))
 
 
 def _placement(schedule: ScheduleName, stages: int, ranks: int) -> tuple[int, ...]:
@@ -162,9 +182,12 @@ def _placement(schedule: ScheduleName, stages: int, ranks: int) -> tuple[int, ..
 
 
 def replica_lanes(
-    places: Places, degree: int, replicas: Sequence[Sequence[MicroBatch]], orders: Sequence[PipelineSchedule]
+    places: Places,
+    widths: Sequence[int],
+    replicas: Sequence[Sequence[MicroBatch]],
+    orders: Sequence[PipelineSchedule],
 ) -> list[Lane]:
-    """Of equal runs: replica i is the i-th group of every run.
+    """Of runs that hold as many groups: replica i is the i-th group of every run, of so many ranks.
 
     The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's input
     longest; a later one a round ahead of its forward.
@@ -172,7 +195,7 @@ def replica_lanes(
     ranks = len(places.runs)
     return [
         Lane(
-            places.runs[run][replica * degree : (replica + 1) * degree],
+            places.runs[run][replica * widths[run] : (replica + 1) * widths[run]],
             run,
             batches,
             order,

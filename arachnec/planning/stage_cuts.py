@@ -6,15 +6,18 @@ The embedding goes with the first blocks and the head with the last, as the mode
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Clip, Stage, formula, integer, integers, quantity
-from arachnec.ir.tables import FIGURES
+from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
+from arachnec.ir.stage_sizes import tied_sets
+from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -65,6 +68,17 @@ class CutsForOtherStages(Diagnostic):
     cuts: int
     made: int
     stages: int
+
+
+@dataclass(frozen=True)
+class ReplicasForOthers(Diagnostic):
+    title: ClassVar[str] = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
+    help: ClassVar[str] = "give every stage a number of ranks, 1 at least, {world} in all at most"
+    replicas: list[int]
+    given: int
+    ranks: str
+    stages: int
+    world: int
 
 
 def demand_cuttable(stage: Stage) -> None:
@@ -129,8 +143,23 @@ def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
     bounds = [0, *cuts, len(layers_of(stage))]
     parts = [_part(stage, number, a, b) for number, (a, b) in enumerate(pairwise(bounds))]
-    first = next((i for i, part in enumerate(parts) if _trained(part)), 0)
+    tied = [_tied(stage, cuts, number) or None for number in range(len(parts))]
+    parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
+    first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
     return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
+
+
+def on_ranks(parts: Sequence[Stage], replicas: Sequence[int], module: Module) -> tuple[Stage, ...]:
+    """The stages in their places: so many ranks each, in order. Raises UserError where these are not the cluster's."""
+    world = module.cluster.world if module.cluster else 0
+    if len(replicas) != len(parts) or min(replicas) < 1 or sum(replicas) > world:
+        ranks = counted(sum(replicas), "rank")
+        raise UserError(ReplicasForOthers(None, list(replicas), len(replicas), ranks, len(parts), world))
+    places = pairwise([0, *accumulate(replicas)])
+    return tuple(
+        replace(part, attrs=part.attrs.updated(place=tuple(range(*place))))
+        for part, place in zip(parts, places, strict=True)
+    )
 
 
 def _trained(part: Stage) -> int:
@@ -159,6 +188,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
     params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
     trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
     state, optimizer = _state(stage, params, trained)
+    cell = integer(attrs.get("cell", 1)) if trained else 1
     attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in each)
     names = attrs["blocks"]
     assert isinstance(names, tuple)
@@ -185,13 +215,24 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             saved_recompute=formula_sum(recomputed, "GiB"),
             workspace=_largest(stage, "block_workspace", once),
             traffic=blocks("block_traffic", "GiB", each) if attentions else None,
-            state=Quantity(state, "GiB"),
+            state=Quantity(state / cell, "GiB"),
             optimizer=Quantity(optimizer, "GiB"),
+            cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
             output=None if last else _handed_on(stage, end - 1),
             part_of=stage.name,
         ),
     )
+
+
+def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
+    """The parts that read parameters of this one, by their numbers, and how many of these parameters train."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for layers, count in tied_sets(stage.attrs.get(TIED)):
+        parts = tuple(sorted({bisect_right(cuts, layer) for layer in layers}))
+        if len(parts) > 1 and number in parts:
+            counts[parts] += count
+    return tuple(sorted(counts.items()))
 
 
 def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
@@ -216,13 +257,14 @@ def _handed_on(stage: Stage, layer: int) -> Formula:
 
 def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
     """GiB of a part's state, and of that what the optimizer needs: its share of the parameters, and of those that
-    train. Where the optimizer's part was dealt out, it is whole again."""
+    train. What was dealt out is whole again."""
     attrs = stage.attrs
     every = integer(attrs["params"])
     every_trained = integer(attrs.get("trained", every))
     optimizer = quantity(attrs["optimizer"]) if "optimizer" in attrs else 0.0
     ranks = integer(attrs.get("sharded", 1))
-    rest = (quantity(attrs["state"]) if "state" in attrs else 0.0) - optimizer / ranks
+    whole = quantity(attrs["state"]) * integer(attrs.get("cell", 1)) if "state" in attrs else 0.0
+    rest = whole - optimizer / ranks
     own = optimizer * trained / max(1, every_trained)
     return rest * (params + trained) / max(1, every + every_trained) + own, own
 

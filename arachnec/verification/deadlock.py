@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.receive_prefetch import Posted
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, rank_list, written
+from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
 from arachnec.verification.event_order import Event, Place, Step, find_cycle
@@ -139,8 +139,8 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         for place, instruction, inside in _ordered(program):
             if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
-            bucket = bucket_of(inside or instruction)
-            collective = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
+            moved = moved_by(inside or instruction)
+            collective = (instruction.op, instruction.target, instruction.peers, moved, inside is None)
             members[(*collective, times[collective])].append((program.rank, place, instruction))
             times[collective] += 1
     for joined in members.values():
@@ -177,7 +177,8 @@ def _starts_apart(values: Values) -> Iterator[StartsApart]:
         for index, numbers in overlapped_reduces(program).items():
             backward = program.instructions[index]
             for reduce in (program.instructions[number] for number in numbers):
-                bucket = (reduce.target, reduce.peers, bucket_of(reduce))
+                shards = "cell" in reduce.attrs  # of which every member of a cell has its own, over its own ranks
+                bucket = (reduce.target, () if shards else reduce.peers, bucket_of(reduce))
                 started[backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
     for (target, peers), by_bucket in started.items():
         for ranks in by_bucket.values():

@@ -62,6 +62,16 @@ class NotStepped(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongShare(Diagnostic):
+    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
+    stage: str
+    ranks: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class LeftOut(Diagnostic):
     title: ClassVar[str] = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
     label: ClassVar[str] = "rank {rank} keeps the old parameters"
@@ -73,16 +83,6 @@ class LeftOut(Diagnostic):
     ranks: str
 
 
-@dataclass(frozen=True)
-class WrongShare(Diagnostic):
-    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
-    stage: str
-    ranks: int
-    reason: str
-
-
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
     """After the last backward of a stage, every rank with gradients of it joins one all-reduce, then one step."""
     with_gradient: dict[str, set[int]] = defaultdict(set)
@@ -92,7 +92,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         reduces: dict[str, list[int]] = defaultdict(list)
         steps: dict[str, list[int]] = defaultdict(list)
         for index, instruction in enumerate(program.instructions):
-            if instruction.op == "reduce":
+            if instruction.op == "reduce" and "tied" not in instruction.attrs:
                 reduces[instruction.target].append(index)
                 groups.setdefault((instruction.target, instruction.peers), program.rank)
             elif instruction.op == "step":
@@ -128,7 +128,7 @@ def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
     """A rank updates its parts of all stages that are dealt out, over the ranks that gradients are scattered among."""
     first: Instruction | None = None
     for reduce in program.instructions:
-        if reduce.op != "reduce":
+        if reduce.op != "reduce" or "tied" in reduce.attrs:
             continue
         ranks = values.module.stage(reduce.target).attrs.get("sharded")
         if not isinstance(ranks, int):

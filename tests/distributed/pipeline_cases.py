@@ -84,6 +84,14 @@ def loss(prediction, target):
 def tokens(clip):
     return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+FROZEN = """
+
+def build():
+    model = Hard().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("second"))
+    return model
+"""
 
 
 TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")
@@ -112,6 +120,7 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
     attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
         params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
         saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
+        tied_layers=(((0, 3), 48), ((2, 3), 12)),
     )  # fmt: skip
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
@@ -125,13 +134,15 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     layers = [(path, count if path.startswith(tuple(paths)) else 0) for path, count in layers_of(stage)]
     trained = sum(count for _, count in layers)
     ends = ((84, 0), (24, 0))
-    return replace(stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained))
+    return replace(
+        stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained, tied_layers=None)
+    )
 
 
-def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
+def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1) -> str:
     """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
     return (
-        f"stages{{{stages}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        f"stages{{{stages}}},shard-parameters{{cell={cell}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
         "bucket{mib=0},lower,check"
     )
 

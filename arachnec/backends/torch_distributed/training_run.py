@@ -27,13 +27,13 @@ from arachnec.backends.torch_distributed.agreement import agree, gather, gather_
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -47,6 +47,7 @@ from arachnec.backends.torch_distributed.shared_weights import META, shared_enco
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -138,7 +139,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -147,16 +148,17 @@ class Trainer:
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
-        stage = dealt_out_stage(first)
+        stage, own = dealt_out_stage(first), None if pipeline is None else pipeline.own
+        dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
         cells: CellParameters | None = None
-        if stage is None:
+        if not dealt_out:
             model = (
                 shared_model(model_file, training, device)
-                if pipeline is None
-                else own_model(model_file, training, device, pipeline.own)
+                if own is None
+                else own_model(model_file, training, device, own)
             )
         else:
-            model, cells = CellParameters.of(model_file, training, device, stage)
+            model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
@@ -178,10 +180,6 @@ class Trainer:
                 training,
                 sharded=sharded if pipeline is None else place is not None,
                 group=None if place is None else gradient_groups.get(place),
-                piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None else cells.norm,
-                norm=None if pipeline is None else partial(pipeline.norm, device=device),
-                device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=gradient_groups,
@@ -192,7 +190,12 @@ class Trainer:
             training=training,
             cells=cells,
             pipeline=pipeline,
+            notes=HandoffNotes() if self._plans.follows_links else None,
         )
+        self._links = LinkWatch(changed=1)  # the first step connects and compiles
+        layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
+        updated = updated_parameters(layers, first, model, self._context.optimizer)
+        self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
@@ -206,9 +209,10 @@ class Trainer:
             shapes=None if cells is None else partial(build_model, model_file, training, META),
         )
         folder, keep = options.checkpoint, options.keep
-        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
+        self._own: dict[int, Iteration] = {}  # by iteration of the manifest, with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
@@ -231,9 +235,8 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
+        own = self._iteration(number, given)
         self._load(number, own.program, self.module)
         self._ahead = None if last else self._look_ahead(number + 1)
         if self._ahead is not None:
@@ -248,7 +251,36 @@ class Trainer:
         if iteration in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
+        self._watch_links(number)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _watch_links(self, number: int) -> None:
+        """Where plans follow the links: compare what all ranks noted, and plan anew from the step after the next on,
+        whose plan is not yet made."""
+        notes = self._context.notes
+        if notes is None:
+            return
+        own = notes.take()
+        if not self._links.due(number):
+            return
+        everyone = gather_text(msgspec.json.encode(own).decode())
+        speeds = measured_speeds([msgspec.json.decode(text, type=Notes) for text in everyone])
+        watch = self._links.after(number, speeds)
+        if watch is not self._links:
+            self._links = watch
+            self._plans.follow(watch.planned, number + 2)
+
+    def _iteration(self, number: int, given: Mapping[str, OnHost]) -> Iteration:
+        """What this rank is to do in step ``number``; worked out once for a plan that comes again."""
+        place = number % self._executable.header.iterations
+        known = self._own.get(place)
+        if known is not None and known.module is self.module and not given:
+            return replace(known, step=number)
+        received = self._received(program_of(self.module, self._context.rank))
+        own = Iteration.of(self.module, self._context.rank, self._clips, received, number, given)
+        if not given:
+            self._own[place] = own
+        return own
 
     def _received(self, program: Program) -> dict[str, TensorSpec]:
         """The spec of every value this rank receives, by cascade."""
@@ -275,18 +307,16 @@ class Trainer:
         """The program of step ``number``; the next one's is made meanwhile."""
         self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
         started = time.perf_counter()
-        iterations = self._executable.header.iterations
-        module = self._plans.get(number % iterations)
-        self._plans.prepare((number + 1) % iterations)
+        module = self._plans.get(number)
+        self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
         return module
 
     def _look_ahead(self, number: int) -> Ahead | None:
         """What this rank may encode for a later step, where that step's plan is there by now."""
         started = time.perf_counter()
-        iterations = self._executable.header.iterations
-        module = self._plans.get_ready(number % iterations)
-        self._plans.prepare((number + 1) % iterations)
+        module = self._plans.get_ready(number)
+        self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
         if module is None:
             return None
@@ -328,6 +358,8 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._context.threads.close()
+        if self._context.notes is not None:
+            self._context.notes.close()
 
     def _prepare(self, module: Module) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
@@ -337,19 +369,16 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
-        if context.pipeline is not None:
-            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
         runtime = self._context.runtime
         peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
-        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(NotFinite(None, own.step, loss, norm))
@@ -373,9 +402,8 @@ class Trainer:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
         state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
-        if pipeline is not None:
-            return {**pipeline.written(state), **buffers}
-        return {**(state if cells is None else cells.parts(state)), **buffers}
+        state = state if cells is None else cells.parts(state)
+        return {**(state if pipeline is None else pipeline.written(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
@@ -384,7 +412,7 @@ class Trainer:
         if not options.resume:
             checkpoint.demand_empty(options.checkpoint)
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0))
         if position is None:
             events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
             return 0
@@ -410,7 +438,7 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
 def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
     """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
     device = trainer.device
-    rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
+    rows = gather_text(msgspec.json.encode(trainer.intervals).decode())
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]

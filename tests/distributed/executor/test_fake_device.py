@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,15 +29,19 @@ from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
+from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.passes import trace
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
+from arachnec.tracing import blocks
 from tests.distributed import fake_device
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import PRELOAD, RankPool
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[3]
 PASSES = ROOT / "tests" / "acceptance" / "passes.py"
@@ -117,10 +122,12 @@ def steps(folder: Path, everything: bool = False) -> dict[int, Seen]:
     (folder / "model.py").write_text(MODEL + (WITH_ENCODER if everything else ""))
     (folder / "small.toml").write_text(CLUSTER)
     (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for clip in CLIPS))
-    compiled = compile(
-        folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
-        passes=pipeline(GRIDS[0]),
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "capture_blocks", blocks.capture_blocks)  # what this rank has captured, it keeps
+        compiled = compile(
+            folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
+            passes=pipeline(GRIDS[0]),
+        )  # fmt: skip
     seen = {}
     for ulysses in (RANKS,) if everything else GRIDS:
         module, _ = plan_iteration(compiled.model, pipeline(ulysses), 0)
@@ -157,12 +164,14 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
     cascades = {cascade.name: cascade for cascade in module.cascades}
     runtime = DeviceRuntime.of(device.device)
     with device.used():
+        optimizer = Optimizer(parameters, training, sharded=sharded)
+        layers = layers_of_stages(module, model, parameters)
         context = RankContext(
             rank=0, runtime=runtime, model_file=model_file, model=model, parameters=parameters,
-            encoders=encoders, sequence=sequence, optimizer=Optimizer(parameters, training, sharded=sharded),
+            encoders=encoders, sequence=sequence, optimizer=optimizer,
             groups=ProcessGroups(), gradient_groups=ProcessGroups(), host_groups=ProcessGroups(),
             connections=NoConnections(), threads=threads, loads=LoadAhead(threads.loads, encoders, runtime),
-            training=training,
+            training=training, updated=updated_parameters(layers, module, model, optimizer),
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
         context.gradient_groups.ensure(wanted_gradient_groups(module))
@@ -208,8 +217,8 @@ def until_the_optimizer_is_done(waits: fake_device.Waits, patch: pytest.MonkeyPa
     """What comes later, such as the loss that is reported, may wait."""
     step = Optimizer.step
 
-    def last(self: Optimizer, parts: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        norm = step(self, parts)
+    def last(self: Optimizer, *arguments: Any) -> torch.Tensor:
+        norm = step(self, *arguments)
         waits.noting = False
         return norm
 
@@ -222,7 +231,7 @@ def needs_what_was_planned(seen: Seen) -> None:
     for index, (op, peak, planned) in enumerate(zip(seen.done, seen.peaks, seen.planned, strict=True)):
         if op not in ("forward", "backward"):
             continue
-        if index == first:
+        if index == first or (seen.sharded and index < first):  # updated parameters arrive in the room of gradients
             assert (1 - WITHIN) * (planned - seen.gradients) < peak < (1 + WITHIN) * planned
         else:
             expected = planned - seen.gradients * (index < first)
@@ -230,12 +239,16 @@ def needs_what_was_planned(seen: Seen) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen_by_grid(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
-    pool = RankPool(1, anew=True)
-    try:
-        (seen,) = pool.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
-    finally:
-        pool.close()
+def process() -> Iterator[RankPool]:
+    """One that the device can be registered in."""
+    pool = RankPool(1, program=warm_python(PRELOAD))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def seen_by_grid(process: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    (seen,) = process.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
     return seen
 
 
@@ -247,14 +260,10 @@ def test_a_step_waits_for_nothing_and_needs_what_was_planned(ulysses: int, seen_
     needs_what_was_planned(seen)
 
 
-def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_path: Path) -> None:
-    pool = RankPool(1, anew=True)
-    try:
-        ((seen,),) = (by_grid.values() for by_grid in pool.run(steps, tmp_path, True, timeout=280))
-    finally:
-        pool.close()
+def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(process: RankPool, tmp_path: Path) -> None:
+    ((seen,),) = (by_grid.values() for by_grid in process.run(steps, tmp_path, True, timeout=280))
     assert seen.sharded
-    assert {"encode", "send", "forward", "backward", "free", "reduce", "step"} <= set(seen.done)
+    assert {"gather", "encode", "send", "forward", "backward", "free", "reduce", "norm", "step"} <= set(seen.done)
     # the thread that makes batches waits for what this rank has encoded itself
     assert [wait for wait in seen.waits if not wait[0].startswith((*MAY_WAIT, "batches"))] == []
     needs_what_was_planned(seen)
@@ -262,7 +271,9 @@ def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_p
 
 def wait_in_every_way() -> list[str]:
     """The names of the waits, and how many bytes lived at most."""
-    device = fake_device.register(0, 2)
+    device = fake_device.register(0, RANKS)
+    device.waits.seen.clear()
+    device.memory.peak = device.memory.now
     with device.used(), device.watched() as waits:
         value = torch.zeros(1000, device=device.device)
         value.to("cpu", non_blocking=True)
@@ -279,12 +290,8 @@ def wait_in_every_way() -> list[str]:
     return [what.partition("\n")[0].partition(",")[0] for _, what in waits.seen]
 
 
-def test_every_way_of_waiting_is_seen() -> None:
-    pool = RankPool(1, anew=True)
-    try:
-        (seen,) = pool.run(wait_in_every_way)
-    finally:
-        pool.close()
+def test_every_way_of_waiting_is_seen(process: RankPool) -> None:
+    (seen,) = process.run(wait_in_every_way)
     assert seen == [
         "aten::_to_copy", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_", "synchronize",
         "Event.synchronize",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import clip, plain_loop, train_on
-from tests.distributed.pipeline_cases import executable, pipeline_of
+from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
@@ -34,6 +34,10 @@ def assert_exact(found: Path, expected: dict[str, torch.Tensor]) -> None:
         (4, "p=4", "schedule=zb-h1"),
         (4, "p=2", "schedule=planned"),
         (4, "cuts=[1]", "schedule=1f1b"),
+        (2, "p=2", "schedule=kfkb"),
+        (3, "cuts=[1],replicas=[1,2]", "schedule=dapple"),
+        (4, "cuts=[2,3],replicas=[2,1,1]", "schedule=dapple,policy=B"),
+        (4, "cuts=[1],replicas=[1,2]", "schedule=dapple"),  # the last rank is idle
     ],
 )
 def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages: str, schedule: str) -> None:
@@ -43,16 +47,6 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages
     loss, expected = plain_loop(folder, CLIPS)
     assert report["steps"][0]["loss"] == pytest.approx(loss, rel=1e-12)
     assert_exact(tmp_path / "g.safetensors", expected)
-
-
-FROZEN = """
-
-def build():
-    model = Hard().double()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("second"))
-    return model
-"""
 
 
 def test_sequence_parallel_stages_that_recompute_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
