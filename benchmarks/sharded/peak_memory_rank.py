@@ -29,7 +29,7 @@ def main(folder: str) -> None:
         for number in range(STEPS):
             trainer.step(number)
         own = torch.tensor([resident("VmHWM") - idle], dtype=torch.float64)
-        everyone = [float(value) for value in gather(own, device)]
+        everyone = [float(value) for value in gather(own)]
         if dist.get_rank() == 0:
             (Path(folder) / "peak.json").write_text(json.dumps(everyone))
 
