@@ -169,7 +169,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.visits.append(visit)
 
 
-class _Questions(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Questions(TorchFunctionMode):
     """Tells the watch whenever a tensor is asked whether it is on the meta device."""
 
     def __init__(self, watch: _Watch) -> None:
@@ -182,7 +182,7 @@ class _Questions(TorchFunctionMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Stream(_Watch):
+class _Stream(_Watch):  # type: ignore[no-untyped-call]
     """Follows the second run, one visit after the other, and gives up what the first run says is done with."""
 
     def __init__(self, construction: Construction, hand_over: Callable[[str, Tensor], None]) -> None:
