@@ -229,6 +229,8 @@ INSTRUCTION = {
         _RUN
         + """
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
+    scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
 """
     ),
     "denoise": table(

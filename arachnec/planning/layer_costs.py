@@ -49,15 +49,16 @@ class CostedLayers:
 
         What a stage receives and hands on is spread over the layers that it has, with so many ``stages``.
         """
+        phases = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT
+
+        def time(cascade: Cascade) -> float:
+            return self.cost.time(cascade, degree, recompute=int(recompute))
 
         def of(layer: int, part: Stage) -> LayerCosts:
-            forward, gradient, weight = (
-                self._mean(layer, phase, lambda cascade: self.cost.time(cascade, degree, recompute=int(recompute)))
-                for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
-            )
-            saved = self._mean(layer, Phase.FORWARD, lambda cascade: self._saved(cascade, degree, recompute, stages))
-            handed = self._mean(layer, Phase.FORWARD, self.cost.output)
-            return LayerCosts(forward, gradient, weight, saved, gib(part.attrs.get("state")), handed)
+            forward, activation, weight = (self._mean(layer, phase, time) for phase in phases)
+            saved = self._mean(layer, Phase.FORWARD, lambda c: self._saved(c, degree, recompute, stages))
+            output = self._mean(layer, Phase.FORWARD, self.cost.output)
+            return LayerCosts(forward, activation, weight, saved, gib(part.attrs.get("state")), output)
 
         return tuple(of(layer, part) for layer, part in enumerate(self.parts))
 

@@ -86,20 +86,18 @@ class HandoffThreads:
 
     def send(
         self, value: OnHost, to: int, group: dist.ProcessGroup, tag: int, cascade: str, notes: Notes | None = None
-    ) -> Future[None]:
-        """Send once the value is on the host; done when the receiver has it, and until then the value is held.
+    ) -> Sending:
+        """Send once the value is on the host; it is held until the receiver has it.
 
-        What is there already, with none before it on the way, starts at once: a thread would only be waited for.
+        What is there already, with none before it on the way, is sent from here: two threads less to wake.
         """
         if value.ready and (self._latest is None or self._latest.done()):
-            started: Future[tuple[dist.Work, Tensor]] = Future()
             try:
-                started.set_result(_start_send(value, to, group, tag, cascade, notes))
+                return _Started(*_start_send(value, to, group, tag, cascade, notes), to, cascade)
             except RuntimeError as error:
-                started.set_exception(error)
-        else:
-            started = self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes)
-        return self._end.submit(_end_send, started, to, cascade)
+                raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
+        self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes)
+        return self._end.submit(_end_send, self._latest, to, cascade)
 
     def close(self) -> None:
         self._start.shutdown(wait=False, cancel_futures=True)
@@ -119,10 +117,34 @@ def _start_send(
 
 def _end_send(started: Future[tuple[dist.Work, Tensor]], to: int, cascade: str) -> None:
     try:
-        work, _ = started.result()
-        work.wait()
+        work, value = started.result()
     except RuntimeError as error:
         raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
+    _Started(work, value, to, cascade).result()
+
+
+class Sending(Protocol):
+    """A value on its way to another rank."""
+
+    def result(self) -> None:
+        """Wait until the receiver has it. Raises ``UserError`` where it never will."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A send that has begun; holds the value."""
+
+    work: dist.Work
+    value: Tensor
+    to: int
+    cascade: str
+
+    def result(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise UserError(HandoffFailed(None, self.cascade, dist.get_rank(), self.to, str(error))) from error
 
 
 class Handoffs:
@@ -142,7 +164,7 @@ class Handoffs:
         self._threads = threads
         self._tags = tags
         self._notes = notes
-        self._sent: dict[str, list[Future[None]]] = {}
+        self._sent: dict[str, list[Sending]] = {}
         self._coming: list[Received] = []
 
     def send(self, name: str, value: OnHost, to: int) -> None:

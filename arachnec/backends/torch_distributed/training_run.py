@@ -148,16 +148,17 @@ class Trainer:
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
-        stage = dealt_out_stage(first)
+        stage, own = dealt_out_stage(first), None if pipeline is None else pipeline.own
+        dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
         cells: CellParameters | None = None
-        if stage is None:
+        if not dealt_out:
             model = (
                 shared_model(model_file, training, device)
-                if pipeline is None
-                else own_model(model_file, training, device, pipeline.own)
+                if own is None
+                else own_model(model_file, training, device, own)
             )
         else:
-            model, cells = CellParameters.of(model_file, training, device, stage)
+            model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
@@ -401,9 +402,8 @@ class Trainer:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
         state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
-        if pipeline is not None:
-            return {**pipeline.written(state), **buffers}
-        return {**(state if cells is None else cells.parts(state)), **buffers}
+        state = state if cells is None else cells.parts(state)
+        return {**(state if pipeline is None else pipeline.written(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""
