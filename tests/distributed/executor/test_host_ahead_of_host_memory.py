@@ -64,7 +64,7 @@ def two_cascades() -> tuple[list[str], tuple[int, int], int]:
                 copies.settle()
                 back: list[Tensor] = [inputs.get(each) for each in reversed(kept)]
                 assert all(value.device == device.device for value in back)
-                with gathering.backward(backward):
+                with gathering.backward(backward, "c"):
                     loss.backward()
                 copies.settle()
         return [what for _, what in waits.seen], copies.counted(), sizes
