@@ -38,7 +38,6 @@ from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
-from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
@@ -340,6 +339,8 @@ class _Plan:
         found = plan_order(problem, split=True, tries=TRIES).schedule
         if sum(map(len, found.orders)) > WINDOWED:
             return found
+        from arachnec.pipelining.order_windows import improve_windows  # Z3 takes a while to load
+
         return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
 
     def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
