@@ -38,7 +38,6 @@ from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
-from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
@@ -167,7 +166,11 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
-    return min(modules, key=lambda placed: quantity(placed.attrs["makespan"]))
+    marked = [
+        replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
+        for made, plan in zip(modules, offered, strict=True)
+    ]
+    return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:
@@ -303,6 +306,14 @@ class _Plan:
         width, side = self._width(cascade.stage), self._side(cascade)
         return self.cost.time(cascade, width, recompute=self._blocks(cascade), side=side)
 
+    @property
+    def grouping(self) -> int | None:
+        """The largest k of the replicas, where the links choose it."""
+        if self.options.schedule != "kfkb" or self.options.k is not None or self.options.orders is not None:
+            return None
+        tables = ((own, self._kept_table(own), self._limits(own)) for own in self.replicas if own)
+        return max(self._k(*table) for table in tables)
+
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
@@ -328,6 +339,8 @@ class _Plan:
         found = plan_order(problem, split=True, tries=TRIES).schedule
         if sum(map(len, found.orders)) > WINDOWED:
             return found
+        from arachnec.pipelining.order_windows import improve_windows  # Z3 takes a while to load
+
         return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
 
     def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
@@ -353,8 +366,7 @@ class _Plan:
             return min(self.options.k, len(batches))
         if overfull(1, kept, limits) is not None:
             return 1  # which does not fit either, and says so
-        # k = 1 holds least: another must be worth it
-        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).modest
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
@@ -370,8 +382,12 @@ class _Plan:
         pairs = zip((max(max(kept[stage]) for stage in stages) for stages in self.stages_on), limits, strict=True)
         return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
+    def _firsts(self, stage: int) -> tuple[int, ...]:
+        """The first rank of a stage in each replica."""
+        return self.places.of(stage)[:: self.widths[self.places.placement[stage]]]
+
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
-        """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
+        """ms of every stage, phase and micro-batch, and of messages, as in the replica whose link is slowest."""
 
         def table(phase: Phase) -> list[list[float]]:
             rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
@@ -381,10 +397,11 @@ class _Plan:
             rows = []
             for cut in range(len(self.parts) - 1):
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
-                pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
-                sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = self.places.of(source)[0], self.places.of(target)[0]
-                rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
+                pairs = [(x.cascades.get((source, phase)), x.cascades.get((target, phase))) for x in batches]
+                sizes = [self.cost.handed(x, y) * GIB if x is not None and y is not None else 0.0 for x, y in pairs]
+                links = zip(self._firsts(source), self._firsts(target), strict=True)
+                a, b = max(links, key=lambda link: handoff_time(self.cost.cluster, link[0], link[1], GIB))
+                rows.append([handoff_time(self.cost.cluster, a, b, size) if size else 0.0 for size in sizes])
             return rows
 
         return StageTimes(

@@ -84,6 +84,14 @@ def loss(prediction, target):
 def tokens(clip):
     return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+FROZEN = """
+
+def build():
+    model = Hard().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("second"))
+    return model
+"""
 
 
 TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")

@@ -33,6 +33,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
+from arachnec.backends.torch_distributed.link_watch import HandoffNotes
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
@@ -88,6 +89,7 @@ class RankContext:
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
+    notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
     updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
 
     @property
@@ -163,7 +165,7 @@ def run_iteration(
     run = Run()
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
-    handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
+    handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
     gradients = _gradients(context, iteration.module, iteration.program)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
