@@ -165,6 +165,7 @@ class Handoffs:
         self._tags = tags
         self._notes = notes
         self._sent: dict[str, list[Sending]] = {}
+        self._let_go: list[Sending] = []
         self._coming: list[Received] = []
 
     def send(self, name: str, value: OnHost, to: int) -> None:
@@ -185,15 +186,22 @@ class Handoffs:
             self._notes.expects(coming)
         return coming
 
-    def wait_until_sent(self, name: str) -> None:
-        """Wait until all its receivers have a value, which is not held any more then."""
-        for sent in self._sent.pop(name, ()):
+    def let_go(self, name: str) -> None:
+        """Do without a value that may still be on its way. One such is held beyond this, until the next is let go.
+
+        To wait for it here would stop the rank until another thread has had a core, after every message.
+        """
+        for sent in self._let_go:
             sent.result()
+        self._let_go = self._sent.pop(name, [])
 
     def finish(self) -> None:
         """Wait for all of them. Raises ``UserError`` for one that failed."""
         for name in list(self._sent):
-            self.wait_until_sent(name)
+            self.let_go(name)
+        for sent in self._let_go:
+            sent.result()
+        self._let_go = []
         for coming in self._coming:
             coming.wait()
 

@@ -406,7 +406,7 @@ class _Walk:
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
-            self.handoffs.wait_until_sent(instruction.target)
+            self.handoffs.let_go(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 
