@@ -22,7 +22,6 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Program
 
-
 SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
 
 
