@@ -17,14 +17,16 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.partition import Partition
+from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.passes.shard_optimizer import ShardOptimizer
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.pipeline_orders import ranks_of_stages
 from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
 
 
 @dataclass(frozen=True)
 class NoSuchCell(Diagnostic):
-    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks"
+    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
     help: ClassVar[str] = (
         "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
         "machine, `world` all, `auto` none unless the model does not fit otherwise"
@@ -33,6 +35,7 @@ class NoSuchCell(Diagnostic):
     nodes: int
     gpus: int
     fitting: str
+    stages: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class ShardParameters(Pass):
     """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
-    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none.
+    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none. Of a model in
+    stages ``world`` are the ranks of a stage, and ``auto`` is none. How many these are follows from ``stages_each``,
+    the stages on one rank, or from ``degrees``, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -48,6 +53,12 @@ class ShardParameters(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     cell: str = "node"
+    stages_each: int = 1
+    degrees: tuple[int, ...] | None = None
+
+    def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
+        schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
+        return self if schedule is None else replace(self, **schedule.place_options)
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:
@@ -59,14 +70,21 @@ class ShardParameters(Pass):
         return with_gradient_precision(replace(module, stages=stages))
 
     def _size(self, module: Module, cluster: Cluster) -> int:
+        parts = sum("part_of" in stage.attrs for stage in module.stages)
         if self.cell == "auto":
-            return _shortest(module, cluster)
-        words = {"node": cluster.gpus, "world": cluster.world}
+            return 1 if parts else _shortest(module, cluster)
+        places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
+        ranks = math.gcd(*places)  # which cells must divide
+
+        def fits(size: int) -> bool:
+            return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0
+
+        words = {"node": min(ranks, cluster.gpus), "world": ranks}
         size = words.get(self.cell, int(self.cell) if self.cell.isdecimal() else 0)
-        if not cell_fits(size, cluster.nodes, cluster.gpus):
-            sizes = (n for n in range(1, cluster.world + 1) if cell_fits(n, cluster.nodes, cluster.gpus))
-            fitting = ", ".join(map(str, sizes))
-            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting))
+        if size < 1 or not fits(size):
+            fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
+            stages = f", {ranks} of each stage" if parts else ""
+            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
         return size
 
 

@@ -34,7 +34,7 @@ def _end(module: Module, cost: CostModel, name: str) -> float:
     """Shards are summed between cells when all backwards have ended; whole gradients beside them, in buckets."""
     stage, world = cost.stages[name], cost.cluster.world
     cell = cell_of(stage) or 1
-    summed = cost.reduce_time(stage, replicas(0, cell, world)) if cell > 1 else 0.0
+    summed = cost.reduce_time(stage, replicas(0, cell, tuple(range(world)))) if cell > 1 else 0.0
     return summed + cost.step_time(stage)
 
 

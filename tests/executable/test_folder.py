@@ -97,6 +97,10 @@ def test_a_profile_travels_with_the_executable_under_a_name_of_its_own(tmp_path:
 
 
 def test_the_name_of_a_device_stays_in_the_pipeline() -> None:
+    orders = tmp_path / "mine.csv"
+    orders.write_text("0F0,0B0\n")
+    renamed, files = own_profiles(f"annotate{{profile=h100-80g}},schedule-pipeline{{orders={orders}}}")
+    assert (renamed, list(files)) == ("annotate{profile=h100-80g},schedule-pipeline{orders=orders.csv}", ["orders.csv"])
     assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})
 
 
