@@ -22,6 +22,8 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Program
 
+SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
+
 
 @dataclass(frozen=True)
 class HandoffFailed(Diagnostic):
@@ -187,13 +189,15 @@ class Handoffs:
         return coming
 
     def let_go(self, name: str) -> None:
-        """Do without a value that may still be on its way. One such is held beyond this, until the next is let go.
+        """Do without a value, which is not held any more then; a small one until the next is let go.
 
-        To wait for it here would stop the rank until another thread has had a core, after every message.
+        To wait for each here would stop the rank until another thread has had a core, after every message.
         """
-        for sent in self._let_go:
+        leaving = self._sent.pop(name, [])
+        small = all(isinstance(sent, _Started) and sent.value.nbytes <= SMALL for sent in leaving)
+        for sent in (*self._let_go, *(() if small else leaving)):
             sent.result()
-        self._let_go = self._sent.pop(name, [])
+        self._let_go = leaving if small else []
 
     def finish(self) -> None:
         """Wait for all of them. Raises ``UserError`` for one that failed."""

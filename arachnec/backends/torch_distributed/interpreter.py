@@ -48,6 +48,7 @@ from arachnec.backends.torch_distributed.updated_parameters import UpdatedParame
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
+from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
@@ -107,10 +108,10 @@ class RankContext:
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
-        if self.cells is None or self.pipeline is not None:
-            return self.gradient_groups.get(ranks)
-        (stage,) = self.cells.stages.values()
-        return stage.cell
+        for stage in self.cells.stages.values() if self.cells is not None else ():
+            if own_cell(self.rank, stage.flats[0].layout.ranks) == ranks:
+                return stage.cell
+        return self.gradient_groups.get(ranks)
 
 
 @dataclass(frozen=True)
