@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.streamed_build import OtherConstruction, streamed_build, watched_build
+from arachnec.models.streamed_build import OtherConstruction, streamed_build, watched_build
 from tests.distributed.live_tensors import Live
 
 WIDTH, LAYERS = 64, 8
