@@ -82,8 +82,15 @@ def gathered_gib(stage: Stage, held: int = HELD) -> float:
     if cell_of(stage) is None:
         return 0.0
     *blocks, last = layer_sizes(stage)
-    whole, gradient = element_bytes(stage), gradient_element_bytes(stage)
-    largest = max((layer.parameters for layer in blocks), default=0.0)
     trained = max((layer.trained for layer in blocks), default=0.0)
-    total = held * largest * whole + 2 * trained * gradient + last.parameters * whole + last.trained * gradient
-    return total / GIB
+    gradients = (2 * trained + last.trained) * gradient_element_bytes(stage)
+    return whole_gib(stage, held) + gradients / GIB
+
+
+def whole_gib(stage: Stage, held: int = HELD) -> float:
+    """GiB of that while no backward runs: ``held`` times the largest layer, and the last layer."""
+    if cell_of(stage) is None:
+        return 0.0
+    *blocks, last = layer_sizes(stage)
+    largest = max((layer.parameters for layer in blocks), default=0.0)
+    return (held * largest + last.parameters) * element_bytes(stage) / GIB

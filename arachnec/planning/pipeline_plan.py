@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, cast, get_args
 
 from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
@@ -73,6 +73,13 @@ class PipelineDoesNotFit(Diagnostic):
 
 
 @dataclass(frozen=True)
+class UnknownSchedule(Diagnostic):
+    title: ClassVar[str] = "there is no pipeline schedule `{name}`"
+    help: ClassVar[str] = "leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`"
+    name: str
+
+
+@dataclass(frozen=True)
 class Options:
     """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
 
@@ -120,6 +127,19 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
     return _at_level_placed(module, cost, placed, offered[0].places)
+
+
+def scheduled_stages(module: Module) -> Module:
+    """The module at level scheduled, by the pipeline schedule that its layout names: its cascades have the ranks that
+    the schedule chose as ``assigned``. Raises what ``pipelined`` raises."""
+    name = str(module.attrs["schedule"])
+    if name not in get_args(ScheduleName):
+        raise UserError(UnknownSchedule(module.span, name))
+    placed = pipelined(module, Options(cast(ScheduleName, name)))
+    cascades = (
+        cascade.with_attrs(assigned=cascade.ranks, ranks=None, ulysses=None, ring=None) for cascade in placed.cascades
+    )
+    return replace(placed, level=Level.SCHEDULED, cascades=tuple(cascades))
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:

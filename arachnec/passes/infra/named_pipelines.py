@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
-# Parameters as well, where a copy on every rank leaves no room for some clip.
-_OUR_STATE = f"shard-parameters{{cell=auto}},{_STATE}"
+# Where a copy on every rank would crowd the device, the shortest of: the optimizer alone, cells, stages.
+_OUR_STATE = "choose-layout"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # Every baseline all-reduces its gradients in buckets behind its last backward, as PyTorch's DDP does. Which backward
 # is the last one follows from the schedule.
