@@ -9,7 +9,7 @@ from arachnec.cluster.topology import group_link, machines, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.memory import GIB
 from arachnec.ir.nodes import Cluster, Stage, integer, quantity
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.stage_sizes import gib, gradient_bytes, trained_bytes
 
 ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are not known
@@ -18,7 +18,7 @@ ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are
 def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
     """ms of the all-reduce of a trained stage's gradients over these ranks (ring: 2 (n-1)/n of the bytes).
 
-    Where the optimizer is dealt out it is a reduce-scatter, half of that. Of a stage in cells these are the ranks that
+    Where the optimizer is dealt out over all ranks it is a reduce-scatter, half of that. Of a stage in cells these are the ranks that
     hold one shard, and its gradients are that shard's. ``size`` is the bytes of a bucket of them; without it they go
     all at once.
     """
@@ -32,8 +32,8 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
 
 
 def ring_passes(stage: Stage) -> int:
-    """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all ranks step."""
-    return 1 if "sharded" in stage.attrs else 2
+    """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all ranks need them."""
+    return 1 if "sharded" in stage.attrs and not {"cell", "part_of"} & set(stage.attrs) else 2
 
 
 def step_time(cluster: Cluster, stage: Stage) -> float:
@@ -45,6 +45,7 @@ def step_time(cluster: Cluster, stage: Stage) -> float:
         update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1)) / (cell_of(stage) or 1)
     if "sharded" not in stage.attrs:
         return update
-    everyone = tuple(range(cluster.world))
-    link, contention = group_link(cluster, everyone), penalty(cluster, everyone)
-    return update + collective_time(link, trained_bytes(stage), len(everyone), 1, contention)
+    cell, ranks = cell_of(stage) or 1, integer(stage.attrs["sharded"])
+    equal = replicas(0, cell, cluster.world) if cell > 1 else tuple(range(ranks))  # they hold the same parameters
+    link, contention = group_link(cluster, equal), penalty(cluster, equal)
+    return update + collective_time(link, trained_bytes(stage) / cell, len(equal), 1, contention)

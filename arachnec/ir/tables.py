@@ -34,6 +34,7 @@ MODULE = table("""
     proved    | bool | scheduled | required | whether this makespan is proved to be the least
     layout    | str  | traced | optional | how model state lies on the ranks, chosen once per run
     schedule  | str  | traced | optional | that of the pipeline, where the layout has stages
+    full      | bool | traced | optional | micro-batches fill cells as if every block were recomputed
     tried     | [[str, ms]] | traced | optional | layouts that were simulated, and the iteration of each
     excluded  | [[str, ms]] | traced | optional | layouts that take so long at least, and were not simulated
     refused   | [str] | traced | optional | layouts in which some clip does not fit

@@ -57,8 +57,8 @@ def gradient_synchronisation(
             ends[rank].append(instruction)
     for stage in trained:
         time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
-        if (cell := cell_of(stage) or 1) > 1:  # the norm of the gradients is summed over the cell
-            for rank in resident[stage.name]:
+        if (cell := cell_of(stage) or 1) > 1 and "sharded" not in stage.attrs:
+            for rank in resident[stage.name]:  # the norm of the gradients is summed over the cell
                 ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), Attributes.of(time=time)))
             continue
         # A sharded optimizer's step ends with an all-gather of the updated parameters.

@@ -24,9 +24,9 @@ from arachnec.passes.lower import Lower
 from arachnec.passes.partition import Partition
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.passes.shard_optimizer import ShardOptimizer
+from arachnec.passes.shard_optimizer import ShardOptimizer, spread
 from arachnec.passes.stages import Stages
-from arachnec.planning.gradient_precision import least_degrees, with_gradient_precision
+from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.layout_bound import least_ms
 from arachnec.planning.layout_refusal import demand_fits
 from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
@@ -170,12 +170,13 @@ def shortest(
 def applied(module: Module, layout: Layout) -> Module:
     """The traced module in a layout."""
     if layout.stages > 1:
-        staged = Stages(p=layout.stages).run(module)
+        staged = ShardOptimizer().run(Stages(p=layout.stages).run(module))
         return replace(staged, attrs=staged.attrs.updated(layout=layout.name, schedule=layout.schedule))
     if layout.cell > 1:
         stages = tuple(in_cells(stage, layout.cell) for stage in module.stages)
-        dealt = with_gradient_precision(replace(module, stages=stages))
-        return replace(dealt, attrs=dealt.attrs.updated(layout=layout.name))
+        dealt = replace(module, stages=stages)
+        dealt = ShardOptimizer().run(spread(dealt) if layout.spread else dealt)
+        return replace(dealt, attrs=dealt.attrs.updated(layout=layout.name, full=layout.full or None))
     whole = ShardOptimizer().run(module)
     crowded = any("sharded" in stage.attrs for stage in whole.stages)
     return replace(whole, attrs=whole.attrs.updated(layout=REPLICATED)) if crowded else whole

@@ -23,10 +23,16 @@ MIXED_LENGTHS: tuple[ScheduleName, ...] = ("1f1b", "planned")
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters on every rank, or in cells of ``cell`` ranks, or in so many ``stages`` that run by ``schedule``."""
+    """Parameters on every rank, or in cells of ``cell`` ranks, or in so many ``stages`` that run by ``schedule``.
+
+    ``spread``: a shard's optimizer lies in parts on all ranks that hold the shard, whether it crowds the device or not.
+    ``full``: a cell takes as many clips at once as fit with every block recomputed, and so gathers less often.
+    """
 
     name: str = REPLICATED
     cell: int = 1
+    spread: bool = False
+    full: bool = False
     stages: int = 1
     schedule: ScheduleName | None = None
 
@@ -37,7 +43,10 @@ def layouts(module: Module) -> Iterator[Layout]:
     if module.cluster is None:
         return
     for size in cell_sizes(module.cluster):
-        yield Layout(f"cells-{size}", cell=size)
+        for spread in (False, True) if size < module.cluster.world else (False,):
+            name = f"cells-{size}{'-spread' if spread else ''}"
+            yield Layout(name, cell=size, spread=spread)
+            yield Layout(f"{name}-full", cell=size, spread=spread, full=True)
     schedules = ONE_LENGTH if len({(clip.tokens, clip.text) for clip in module.clips}) < 2 else MIXED_LENGTHS
     for count in stage_counts(module, module.cluster):
         for schedule in schedules:

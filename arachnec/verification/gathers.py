@@ -183,6 +183,8 @@ def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
     """Every instruction names the rank's cell, runs on whole cells, and sums shards over the ranks that hold them."""
     for step, one in steps:
         cell = own_cell(program.rank, one.cell)
+        if step.op == "step" and "sharded" in one.stage.attrs:  # the optimizer is dealt out over the cells, too
+            cell = tuple(range(world))
         where = step.span, program.rank, written(step)
         name, right = one.stage.name, rank_list(cell)
         stated = step.peers if step.op == "step" else integers(step.attrs.get("cell", ()))

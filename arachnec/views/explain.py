@@ -95,9 +95,8 @@ def _layout(module: Module) -> list[str]:
     simulated, excluded, refused = listed("tried"), listed("excluded"), module.attrs.get("refused")
     if not simulated:
         return []
-    sentences = [
-        f"Its layout is `{module.attrs['layout']}`, the shortest on a sample of the run, simulated: {_listed(simulated)}."
-    ]
+    chosen = module.attrs["layout"]
+    sentences = [f"Its layout is `{chosen}`, the shortest on a sample of the run, simulated: {_listed(simulated)}."]
     if excluded:
         sentences.append(f"Not simulated, as they take longer at least: {_listed(excluded)}.")
     if isinstance(refused, tuple) and refused:

@@ -105,13 +105,17 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
     )  # fmt: skip
 
 
-def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
-    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``."""
+def traced(
+    world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False, crowded: bool = False
+) -> Module:
+    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``. Where it is ``crowded`` the
+    state of half of the model takes more than half of a device."""
     small = Quantity(1e-3, "GiB")
     stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
     attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
         params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
-        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
+        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=Quantity(4.5, "GiB") if crowded else small,
+        optimizer=Quantity(4.0 if crowded else 5e-4, "GiB"),
     )  # fmt: skip
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
@@ -150,17 +154,19 @@ def executable(
     more: str = "",
     trained: Sequence[str] | None = None,
     training: Training | None = None,
+    crowded: bool = False,
 ) -> Path:
     """An executable folder of the hard model by these passes.
 
-    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train.
+    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train. ``crowded``: see
+    ``traced``.
     """
     from tests.distributed.executor_cases import ENCODER
 
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.py"
     source.write_text(MODEL + (ENCODER if encoder else "") + more)
-    module = traced(world, iterations, encoder=encoder)
+    module = traced(world, iterations, encoder=encoder, crowded=crowded)
     if trained is not None:
         module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
     pipeline = Pipeline.parse(passes)

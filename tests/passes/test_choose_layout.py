@@ -13,7 +13,7 @@ from arachnec.analysis.uses import Values
 from arachnec.cluster.file import parse_cluster
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Level, Module, Stage
-from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.choose_layout import WORTH, ChooseLayout, applied, sample, shortest
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
@@ -34,7 +34,7 @@ def dit(params: int, kept: float) -> Stage:
     own, gib = params // BLOCKS, params / 2**30
     block, inputs = per_token(kept / 1000, "GiB"), per_token(kept / 10_000, "GiB")
     nothing, flops = per_token(0.0, "GiB"), per_token(2e-12 * own, "TFLOP")
-    attrs: dict[str, Value] = dict(
+    attrs = Attributes.of(
         params=params, dtype="bf16", layers=tuple((f"blocks.{i}", own) for i in range(BLOCKS)), hidden=1024,
         blocks=((Symbol("Block"), BLOCKS),), heads=8, attentions=BLOCKS, flops=per_token(2e-12 * params, "TFLOP"),
         saved=per_token(BLOCKS * kept / 1000, "GiB"), saved_recompute=per_token((BLOCKS + 10) * kept / 10_000, "GiB"),
@@ -45,7 +45,7 @@ def dit(params: int, kept: float) -> Stage:
         end_params=((0, 0), (0, 0)), end_flops=(per_token(0.0, "TFLOP"),) * 2, end_saved=(nothing, nothing),
         cuts=((BLOCKS - 1, per_token(2e-6, "GiB")),),
     )  # fmt: skip
-    return Stage("dit", True, Attributes.of(**attrs))
+    return Stage("dit", True, attrs)
 
 
 def model(params: int, clips: int = 16, *, cluster: str = "1x8:h100-80g", kept: float = 1.0) -> Module:

@@ -108,9 +108,11 @@ class IterationPlanner:
         """The module after the passes of scope ``model``, for the ranks that run: once for all iterations."""
         traced, held = self.executable.traced, self.executable.program.attrs.get("layout")
         assert traced.cluster is not None
+        attrs = traced.attrs
         if self.world == traced.cluster.world and held is not None:  # chosen once for the run
-            traced = replace(traced, attrs=traced.attrs.updated(layout=held))
-        return self._pipeline.run_model_part(replace(traced, cluster=cluster_for(traced.cluster, self.world)))
+            attrs = attrs.updated(layout=held)
+        cluster = cluster_for(traced.cluster, self.world)
+        return self._pipeline.run_model_part(replace(traced, cluster=cluster, attrs=attrs))
 
 
 class BackgroundPlanner:

@@ -26,9 +26,10 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, every rank of the default process group holds its part of each parameter's state (``Parts``), updates
-    that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1). Every
-    method is called by all ranks together then. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
+    same; with it, every rank of ``group`` (of the default process group) holds its part of each parameter's state
+    (``Parts``), updates that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054,
+    section 5.1). The ranks of a group have the same ``parameters``. Every method is called by all ranks together then,
+    and norms are those of all ranks' parts. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
     makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name. ``device`` is that of
     all ranks: a rank without gradients joins the others' collectives with a tensor there.
     """
@@ -39,6 +40,7 @@ class Optimizer:
         training: Training,
         *,
         sharded: bool = False,
+        group: dist.ProcessGroup | None = None,
         piece_bytes: int = SMALLEST_PIECE,
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
@@ -49,7 +51,8 @@ class Optimizer:
         self._norm_of_all = norm_of_all
         self._norm = norm
         self._device = device
-        self._parts = Parts.of() if sharded else None
+        self._group = group
+        self._parts = Parts.of(group) if sharded else None
         self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: _master(value) for name, value in owned.items()}
@@ -66,8 +69,8 @@ class Optimizer:
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds parts only, and needs no whole gradients."""
-        return self._parts is not None
+        """Whether this rank holds its part of all ranks', and needs no whole gradients."""
+        return self._parts is not None and self._group is None
 
     @torch.no_grad()
     def step(self, parts: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -81,7 +84,8 @@ class Optimizer:
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
-        norm = global_norm(given, self._device, across=self.sharded) if self._norm is None else self._norm(given)
+        dealt = self._parts is not None
+        norm = global_norm(given, self._device, across=dealt) if self._norm is None else self._norm(given)
         if self._norm_of_all is not None:
             norm = self._norm_of_all(norm)
         limit = self._training.clip_norm
@@ -129,7 +133,7 @@ class Optimizer:
         names = {id(value): name for name, value in self._parameters.items()}
         for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
             masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
-            gather_parts(self._parts, piece, masters)
+            gather_parts(self._parts, piece, masters, self._group)
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.

@@ -31,13 +31,17 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class PipelineRank:
-    """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters."""
+    """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters.
+
+    ``dealt``: each of a stage's ranks has its part of the stage's optimizer.
+    """
 
     rank: int
     cuts: Cuts
     names: tuple[str, ...]
     places: tuple[Ranks, ...]
     parameters: tuple[frozenset[str], ...]
+    dealt: bool = False
 
     @classmethod
     def of(
@@ -53,7 +57,8 @@ class PipelineRank:
         known = frozenset().union(*parameters)
         unread = frozenset(name for name, _ in cuts.model.named_parameters() if name not in known)
         owned = (parameters[0] | unread, *parameters[1:])
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned)
+        dealt = any("sharded" in stage.attrs for stage in stages)
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, dealt)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -131,8 +136,9 @@ class PipelineRank:
         return replace(part, writes=part.writes and self._counts(name))
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank counts a gradient for all that have it."""
-        return self._places_of[name][0][0] == self.rank
+        """Whether this rank counts a gradient for all that have it, or its part where parts are dealt out."""
+        first = self._places_of[name][0]
+        return self.rank in first if self.dealt else self.rank == first[0]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""

@@ -40,7 +40,12 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
+from arachnec.backends.torch_distributed.process_groups import (
+    family_groups,
+    ranks_with_equal_parameters,
+    wanted_gradient_groups,
+    wanted_groups,
+)
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
@@ -155,7 +160,11 @@ class Trainer:
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
-        sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        gradient_groups = ProcessGroups(GROUP_TIMEOUT)
+        equal = ranks_with_equal_parameters(first)
+        gradient_groups.ensure(equal, device=device)
+        own = next((ranks for ranks in equal if rank in ranks), ())
+        dealt = len(own) > 1
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -168,14 +177,15 @@ class Trainer:
             optimizer=Optimizer(
                 parameters if cells is None else cells.pieces,
                 training,
-                sharded=sharded,
+                sharded=dealt,
+                group=gradient_groups.get(own) if 1 < len(own) < world else None,
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None else cells.norm,
+                norm_of_all=None if cells is None or dealt else cells.norm,
                 norm=None if pipeline is None else partial(pipeline.norm, device=device),
                 device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
-            gradient_groups=ProcessGroups(GROUP_TIMEOUT),
+            gradient_groups=gradient_groups,
             host_groups=ProcessGroups(GROUP_TIMEOUT),
             connections=HandoffConnections(timeout=GROUP_TIMEOUT),
             threads=threads,

@@ -13,7 +13,7 @@ from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, squared_norm_over
 from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
-from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
@@ -68,7 +68,7 @@ class CellParameters:
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
 
-        Of the cells, which hold the same, the first writes them.
+        Of the cells, which hold the same, the first writes them, but for what the optimizer deals out over the cells.
         """
         member = dist.get_rank(self.cell)
         first = dist.get_rank() == member  # of this rank, its cell is the first
@@ -76,12 +76,12 @@ class CellParameters:
         parts: dict[str, Tensor | Part] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
-            assert isinstance(value, Tensor), "an optimizer of pieces holds them whole"
-            piece = pieces[name]
+            piece, part = pieces[name], part_of(value)
+            writes = part.writes if isinstance(value, Part) else first  # a part is no other cell's
             if kind == "step":
-                parts[key] = Part(value, 0, 1, writes=first and piece.start == 0)
+                parts[key] = Part(part.values, 0, 1, writes=writes and piece.start == 0)
             else:
-                parts[key] = Part(value, piece.start, piece.slot.size, writes=first)
+                parts[key] = Part(part.values, piece.start + part.first, piece.slot.size, writes=writes)
         return parts
 
 
