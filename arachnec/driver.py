@@ -61,7 +61,7 @@ class Compiled:
             Path(folder),
             program=self.module,
             traced=self.traced,
-            graphs=self.model.graphs,
+            model=self.model,
             pipeline=str(self.pipeline),
             model_file=self.model_file,
             clips=self.manifest.clips,

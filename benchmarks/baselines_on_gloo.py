@@ -63,7 +63,7 @@ def compile_all(names: list[str], clips: Path, cluster: str, profile: Path, fold
             folder / name,
             program=program,
             traced=traced,
-            graphs=model.graphs,
+            model=model,
             pipeline=str(pipeline),
             model_file=model_file,
             clips=manifest.clips,

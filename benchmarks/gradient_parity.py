@@ -181,7 +181,7 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
             model, _ = plan_model(traced, pipeline)
             program, _ = plan_iteration(model, pipeline, 0)
             place = write_executable(
-                folder / name, program=program, traced=traced, graphs=model.graphs, pipeline=str(pipeline),
+                folder / name, program=program, traced=traced, model=model, pipeline=str(pipeline),
                 model_file=loaded, clips=manifest.clips, load=[PASSES],
             )  # fmt: skip
             results[name] = run_ranks(place, capture, folder / f"{name}.safetensors")

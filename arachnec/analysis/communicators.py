@@ -31,7 +31,7 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
             names.add(_all_reduce(step.peers))
         elif len(step.peers) > 1 and step.op in COLLECTIVE:
             names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
-            if "cell" in step.attrs:
+            if len(integers(step.attrs.get("cell", ()))) > 1:
                 names.add(("cell", frozenset(integers(step.attrs["cell"]))))
         elif model.handoffs == "device" and step.op in ("send", "receive"):
             names.add(handoff_channel(step, program.rank))

@@ -26,7 +26,7 @@ class Gathers:
 
     @cached_property
     def _stages(self) -> Mapping[str, tuple[Stage, tuple[LayerSize, ...]]]:
-        stages = (stage for stage in self.values.module.stages if (cell_of(stage) or 1) > 1)
+        stages = (stage for stage in self.values.module.stages if cell_of(stage))
         return {stage.name: (stage, layer_sizes(stage)) for stage in stages}
 
     def at(self, instruction: Instruction) -> float:

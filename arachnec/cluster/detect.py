@@ -52,8 +52,11 @@ def cpu_file(cores: int, memory: float) -> str:
     )
 
 
-def cluster_file(matrix: Matrix | None, devices: Sequence[Device]) -> str:
-    """The text of a cluster file for one node. Raises UserError where matrix and devices contradict each other."""
+def cluster_file(matrix: Matrix | None, devices: Sequence[Device], host_memory: float | None = None) -> str:
+    """The text of a cluster file for one node, whose host has so many GiB where that is known.
+
+    Raises UserError where matrix and devices contradict each other.
+    """
     names = sorted({device.name for device in devices})
     if len(names) > 1:
         raise UserError(UnlikeDevices(None, ", ".join(names)))
@@ -71,6 +74,8 @@ def cluster_file(matrix: Matrix | None, devices: Sequence[Device]) -> str:
     if devices:
         lines += _memory(devices[0], specs)
     lines += _intra(matrix, links, specs)
+    if host_memory is not None:
+        lines.append(f'host_memory = "{int(host_memory)} GiB"  # what its devices may keep there')
     lines += _network(matrix, specs)
     lines += _numa(matrix)
     return "\n".join((*lines, ""))

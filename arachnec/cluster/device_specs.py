@@ -35,6 +35,11 @@ class DeviceSpecs:
         """TFLOP/s."""
         return self.peak * self.efficiency
 
+    @property
+    def pcie(self) -> float:
+        """GB/s from and to the host's memory, each way: PCIe 5.0 since compute capability 9.0."""
+        return 2 * PCIE4 if self.compute >= (9, 0) else PCIE4
+
 
 # HunyuanVideo, 720p, 129 frames, 50 steps, one device: 1904 s (H100), 6639 s (H20), 6044 s (L20) in xDiT's table.
 _XDIT = "derived from xDiT's HunyuanVideo times on one device"
@@ -43,7 +48,7 @@ _ASSUMED = "assumption"
 _NICS = "AABBCCDD"
 # GB/s of PCIe 4.0 x16: 16 lanes of 16 GT/s with 128b/130b coding, less about a fifth for headers and flow control.
 # Without NVLink and peer-to-peer, what devices send each other goes up one switch's port into the host and down again.
-_PCIE4 = 25
+PCIE4 = 25
 
 DEVICE_SPECS = {
     specs.name: specs
@@ -52,7 +57,7 @@ DEVICE_SPECS = {
         DeviceSpecs("h200-141g", 989, 0.32, _LIKE_H100, 139, 4800, 450, 50, 10, 20, 0.15, nics=_NICS, compute=(9, 0)),
         DeviceSpecs("a100-80g", 312, 0.50, _ASSUMED, 79, 2000, 300, 25, 10, 20, 0.15, nics=_NICS, compute=(8, 0)),
         DeviceSpecs("h20-96g", 148, 0.61, _XDIT, 95, 4000, 450, 50, 10, 20, 0.15, nics=_NICS, compute=(9, 0)),
-        DeviceSpecs("l20-48g", 119.5, 0.84, _XDIT, 44, 864, _PCIE4, 25, 15, 25, 0.15, host=_PCIE4, compute=(8, 9)),
+        DeviceSpecs("l20-48g", 119.5, 0.84, _XDIT, 44, 864, PCIE4, 25, 15, 25, 0.15, host=PCIE4, compute=(8, 9)),
         DeviceSpecs("cpu", 0.1, 0.30, _ASSUMED + ": a core a rank, fp32", 8, 8, 1, 0.1, 100, 300, 0.5),
     )
 }

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, DeviceSpecs, find_device_specs
+from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
@@ -123,6 +123,8 @@ _UNITS = {
     "uplink": "GB/s",
     "host": "GB/s",
     "host_link": "GB/s",
+    "host_memory": "GiB",
+    "pcie": "GB/s",
 }
 _REQUIRED = ("memory", "flops", "intra", "inter", "latency", "inter_latency")  # where the device is unknown
 _EXAMPLES = {
@@ -142,6 +144,8 @@ _EXAMPLES = {
     "uplink": 'uplink = "100 GB/s"',
     "host": 'host = "25 GB/s"',
     "host_link": 'host_link = "3 GB/s"',
+    "host_memory": 'host_memory = "512 GiB"',
+    "pcie": 'pcie = "25 GB/s"',
     "group": '[[group]]\\nnodes = 2\\ndevice = "a100-80g"',
 }
 _OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
@@ -257,6 +261,9 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         (count, device, quantities["memory"], quantities["flops"], quantities["intra"])
         for count, (device, quantities) in zip(counts, devices, strict=True)
     )
+    known = [specs for specs in specs_of_groups if specs is not None]
+    if "pcie" not in values and "host_memory" in values:
+        values = values | {"pcie": f"{min((specs.pcie for specs in known), default=PCIE4)} GB/s"}
     with_nics = next((specs for specs in specs_of_groups if specs is not None and specs.nics), None)
     return _build(values, name, lines, nodes, gpus, fastest, worst, with_nics, mixed)
 
@@ -290,6 +297,8 @@ def _build(
         "cores": cores or None,
         "host": _host(values, specs, lines) if mixed is None else None,
         "host_link": _quantity(values, "host_link", None, lines) if "host_link" in values else None,
+        "host_memory": _quantity(values, "host_memory", None, lines) if "host_memory" in values else None,
+        "pcie": _pcie(values, specs, lines),
         "rack": rack if "rack" in values else None,
         "uplink": _quantity(values, "uplink", None, lines) if "uplink" in values else None,
         "mixed": mixed,
@@ -331,6 +340,15 @@ def _host(values: dict[str, object], specs: DeviceSpecs | None, lines: Lines) ->
     if "host" not in values and (specs is None or math.isinf(specs.host)):
         return None
     return _quantity(values, "host", specs, lines)
+
+
+def _pcie(values: dict[str, object], specs: DeviceSpecs | None, lines: Lines) -> Quantity | None:
+    """Of no use where nothing lies in host memory; PCIe 4.0 x16 where neither file nor specs say it."""
+    if "pcie" in values:
+        return _quantity(values, "pcie", None, lines)
+    if "host_memory" not in values:
+        return None
+    return Quantity(float(PCIE4 if specs is None else specs.pcie), "GB/s")
 
 
 def _nics(values: dict[str, object], gpus: int, specs: DeviceSpecs | None, lines: Lines) -> str | None:

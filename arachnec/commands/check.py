@@ -19,9 +19,13 @@ def command(program: Path) -> None:
     from arachnec.analysis.uses import Values
     from arachnec.cluster.topology import machines, node_of
     from arachnec.commands.program_file import read_program
+    from arachnec.executable.folder import HEADER, read_executable
+    from arachnec.executable.program_input import demand_own_input
     from arachnec.passes.check import checked
 
     module = checked(read_program(program))
+    if (program / HEADER).is_file():
+        demand_own_input(read_executable(program), module, 0)
     assert module.cluster is not None
     values = Values(module)
     limits = [node.memory for node in machines(module.cluster)]

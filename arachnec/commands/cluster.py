@@ -59,16 +59,16 @@ def _detected() -> str:
     from arachnec.cluster.detect import cluster_file, cpu_file
     from arachnec.cluster.nvidia_tools import QUERY, parse_devices, parse_matrix
 
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     devices = _by_nvml()
     if devices is None:
         listed = _output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv")
         devices = parse_devices(listed, "nvidia-smi --query-gpu") if listed else ()
     if not devices:
         click.echo("no GPU was found on this machine; the file describes its processor", err=True)
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return cpu_file(len(os.sched_getaffinity(0)), pages / 2**30)
+        return cpu_file(len(os.sched_getaffinity(0)), memory)
     matrix = _output_of("nvidia-smi", "topo", "-m")
-    return cluster_file(parse_matrix(matrix, "nvidia-smi topo -m") if matrix else None, devices)
+    return cluster_file(parse_matrix(matrix, "nvidia-smi topo -m") if matrix else None, devices, memory)
 
 
 def _by_nvml() -> tuple[Device, ...] | None:

@@ -12,6 +12,7 @@ from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
 from arachnec.cost.recomputation import Runs, runs_of, share_saved
+from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
@@ -60,6 +61,11 @@ class Memory:
             part = share_saved(runs_on(stage, cascade, share), recompute)
             total += again if cascade.phase is Phase.BACKWARD else -again * part
         return total + divided(stage, "workspace", cascade, share)
+
+    def host_inputs(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
+        """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
+        cascade = on_one_side(cascade, side)
+        return offloaded(self.stages[cascade.stage], cascade, uneven(cascade.tokens, ranks // side), recompute)
 
     def kept(self, cascade: Cascade, degree: int, recompute: int) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
@@ -182,6 +188,7 @@ def most_while_training(stage: Stage, cascade: Cascade, share: float, recompute:
     if recompute and "saved_recompute" in stage.attrs:
         again = divided(stage, "recomputing", cascade, share)
         by_all = saved - (divided(stage, "saved_recompute", cascade, share) - again)
+        by_all += inputs_gone(stage, cascade, share)
         part = share_saved(runs_on(stage, cascade, share), recompute) * by_all
         saved, freed = saved - part, by_all - part
     saved += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
@@ -205,7 +212,21 @@ def saved_for_backward(stage: Stage, cascade: Cascade, share: float, recompute: 
     if not recompute or "saved_recompute" not in stage.attrs:
         return saved
     least = divided(stage, "saved_recompute", cascade, share)
+    least -= inputs_gone(stage, cascade, share)
     return saved - share_saved(runs_on(stage, cascade, share), recompute) * (saved - least)
+
+
+def inputs_gone(stage: Stage, cascade: Cascade, share: float) -> float:
+    """GiB that inputs in host memory spare the device where every block runs again: all but those on their way."""
+    blocks = block_count(stage)
+    return offloaded(stage, cascade, share, blocks) * max(0, blocks - IN_FLIGHT) / blocks
+
+
+def offloaded(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
+    """GiB in its host's memory of a rank that has this ``share`` of the tokens: inputs of blocks that run again."""
+    if not inputs_in_host(stage) or cascade.phase is not Phase.TRAIN:
+        return 0.0
+    return divided(stage, "host_inputs", cascade, share) * recompute / block_count(stage)
 
 
 def runs_on(stage: Stage, cascade: Cascade, share: float) -> Runs:

@@ -158,6 +158,10 @@ class CostModel:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
         return self._memory.kept(cascade, degree, recompute)
 
+    def host_inputs(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
+        """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
+        return self._memory.host_inputs(cascade, ranks, recompute, side)
+
     def received(self, cascade: Cascade) -> float:
         """GiB of what its inputs hand off to each of its ranks."""
         return self._memory.received(cascade)
@@ -240,9 +244,9 @@ class CostModel:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
         return synchronisation.reduce_time(self.cluster, stage, ranks, size)
 
-    def step_time(self, stage: Stage) -> float:
-        """ms of the optimizer's step."""
-        return synchronisation.step_time(self.cluster, stage)
+    def step_time(self, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
+        """ms of the optimizer's step, where it is dealt out over these ranks."""
+        return synchronisation.step_time(self.cluster, stage, ranks)
 
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:

@@ -26,6 +26,7 @@ from arachnec.cost.communication import Communication
 from arachnec.cost.compute import Compute
 from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
+from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
@@ -79,6 +80,10 @@ class CostTable:
     @cached_property
     def gathering(self) -> Gathering:
         return Gathering(self.stages, self.devices.cluster)
+
+    @cached_property
+    def transfers(self) -> HostTransfers:
+        return HostTransfers(self.stages, self.devices.cluster, self.gathering)
 
     def legal_degrees(self, cascade: Cascade) -> tuple[int, ...]:
         """Degrees at which the cascade may run on the cluster, ascending, whether the memory holds it or not."""
@@ -164,5 +169,6 @@ class CostTable:
     ) -> float:
         slowdown = self.devices.slowdown(ranks)
         forward, backward = self.compute.halves(cascade, degree, attention, recompute, slowdown)
-        gathering = self.gathering.exposed(cascade, forward, backward, ranks[0] if ranks else 0)
+        inputs = self.memory.host_inputs(cascade, degree, recompute)
+        gathering = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0] if ranks else 0)
         return forward + backward + gathering + self.communication.time(cascade, degree, attention, recompute, ranks)

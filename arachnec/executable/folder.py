@@ -4,7 +4,7 @@
 program.cascade     the lowered module of iteration 0; may be edited by hand, since every run checks it again
 traced.cascade      cluster, stages, graphs and every clip of the manifest with its iteration: what later steps are
                     planned from, with the passes of scope `model` first
-graphs.cascade      the graphs of blocks after those passes; where they have fused regions, every run executes those
+model.cascade       cluster, stages and graphs after those passes; every program is held to them, fused regions are run
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was; the only code, and the only file to trust like code
 clips.jsonl         the clips, by their ids in the IR
@@ -37,16 +37,16 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.verify import verify
+from arachnec.ir.verify import check_module
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.version import __version__
 
 FORMAT = 1
 MOST_LOADED = 32  # files that add passes
 LIMIT_BYTES = 256 * 2**20
-PROGRAM, TRACED, GRAPHS, HEADER = "program.cascade", "traced.cascade", "graphs.cascade", "executable.json"
+PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
-FINGERPRINTED = (MODEL, CLIPS, TRACED)  # the program may be edited: it is proved again
+FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
 PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
@@ -102,6 +102,7 @@ class Executable:
     header: Header
     program: Module  # iteration 0, lowered; not checked yet
     traced: Module
+    model: Module  # cluster, stages and graphs after the passes of scope `model`, without clips
     clips: tuple[VideoClip, ...]  # by id in the IR
     digests: dict[str, str]  # of every part, as it is now; all ranks must agree on all of them
 
@@ -110,14 +111,8 @@ class Executable:
         return self.header.training
 
     def fused_graphs(self) -> tuple[Graph, ...]:
-        """The block graphs, where the pipeline fused them; none else. Raises ``UserError`` for malformed text."""
-        if not (self.folder / GRAPHS).is_file():
-            return ()
-        module = parse_module(_text(self.folder, GRAPHS, _read(self.folder, GRAPHS)), str(self.folder / GRAPHS))
-        problems = verify(module)
-        if problems:
-            raise UserError(*problems)
-        return module.graphs if any(graph.fused for graph in module.graphs) else ()
+        """The block graphs, where the pipeline fused them; none else."""
+        return self.model.graphs if any(graph.fused for graph in self.model.graphs) else ()
 
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""
@@ -132,15 +127,15 @@ def write_executable(
     pipeline: str,
     model_file: ModelFile,
     clips: Sequence[VideoClip],
-    graphs: Sequence[Graph] | None = None,
+    model: Module | None = None,
     training: Training | None = None,
     load: Sequence[Path] = (),
     extra: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
-    ``clips`` in the order of their ids in the IR; ``graphs`` as the passes of scope ``model`` left them, where they
-    are not those of ``traced``. ``extra`` are more files by name, such as the report. Raises
+    ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
+    where there are any. ``extra`` are more files by name, such as the report. Raises
     ``UserError`` for training options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
@@ -150,7 +145,7 @@ def write_executable(
     texts = {
         PROGRAM: print_module(program),
         TRACED: print_module(traced),
-        GRAPHS: print_module(Module("graphs", Level.TRACED, graphs=tuple(traced.graphs if graphs is None else graphs))),
+        MODEL_IR: print_module(replace(model or traced, name="model", clips=())),
         MODEL: model_file.path.read_text(encoding="utf-8"),
         CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
     }
@@ -216,7 +211,7 @@ def read_executable(folder: Path) -> Executable:
     if not (folder / HEADER).is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
     header = read_header(folder)
-    raw = {name: _read(folder, name) for name in (PROGRAM, TRACED, MODEL, CLIPS, *header.load)}
+    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *header.load)}
     digests = {name: _digest(data) for name, data in raw.items()}
     for name in FINGERPRINTED:
         if name not in header.fingerprint:
@@ -224,12 +219,16 @@ def read_executable(folder: Path) -> Executable:
     for name, digest in header.fingerprint.items():
         if digests.get(name) != digest:
             raise UserError(Changed(None, str(folder), name))
-    traced = parse_module(_text(folder, TRACED, raw[TRACED]), str(folder / TRACED))
+    program, traced, model = (
+        parse_module(_text(folder, name, raw[name]), str(folder / name)) for name in (PROGRAM, TRACED, MODEL_IR)
+    )
+    check_module(model)
     return Executable(
         folder=folder,
         header=header,
-        program=parse_module(_text(folder, PROGRAM, raw[PROGRAM]), str(folder / PROGRAM)),
+        program=program,
         traced=traced,
+        model=model,
         clips=_matching(folder, _clips(folder, raw[CLIPS]), traced),
         digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
     )

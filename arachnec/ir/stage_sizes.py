@@ -107,3 +107,8 @@ def term_value(term: Term, cascade: Cascade) -> float:
 def gib(value: Value | None) -> float:
     """An attribute in GiB; 0 where it is absent."""
     return quantity(value) if value is not None else 0.0
+
+
+def is_encoder(stage: Stage) -> bool:
+    """Whether a stage runs for every clip, before what is trained, and hands its output on."""
+    return not stage.trained and "output" in stage.attrs and "part_of" not in stage.attrs

@@ -55,6 +55,8 @@ CLUSTER = table("""
     all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
     host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
     host_link     | GB/s    | traced | optional | between machines' hosts, one a machine: what encoders hand over
+    host_memory   | GiB     | traced | optional | of a machine's host, shared by its devices, for what they keep there
+    pcie          | GB/s    | traced | optional | between a device and its host, one direction
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
@@ -90,10 +92,14 @@ STAGE = table("""
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
     sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
     cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
+    host            | [str]          | traced | optional | what lies in host memory: "optimizer", "parameters", "inputs"
+    host_state      | GiB            | traced | optional | of parameters, gradients, optimizer in its host, per rank
+    host_inputs     | GiB formula    | traced | optional | inputs of all blocks, in host memory if they run again
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what it hands off
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
+    place           | [int]          | traced | optional | its ranks, where a planner of stages chose them
     classes         | [int]          | traced | optional | block class of each layer, by its place in `blocks`
     layer_params    | [int]          | traced | optional | parameters of each layer
     block_flops     | [TFLOP formula] | traced | optional | one forward of a block, class by class
@@ -161,6 +167,7 @@ STEP = table("""
 
 PROGRAM = table("""
     state | GiB | lowered | required | parameters, gradients, optimizer state on this rank
+    host_state | GiB | lowered | optional | the same, in its host's memory
 """)
 
 _RUN = """
@@ -174,6 +181,12 @@ _CELL = """
     gather    | [int] | lowered | optional | layers that become whole, in this order
     release   | [int] | lowered | optional | layers that are whole no longer, each after its use
     held      | int   | lowered | optional | layers that are whole at once, beside the last one
+    place     | str   | lowered | optional | "host": layers come from host memory, their gradients go there
+"""
+
+_HOST = """
+    from_host | int   | lowered | optional | bytes that come from host memory
+    to_host   | int   | lowered | optional | bytes that go to host memory
 """
 
 INSTRUCTION = {
@@ -196,14 +209,19 @@ INSTRUCTION = {
     recompute | int or bool | lowered | optional | as on the cascade
     attention | str   | lowered | optional | as on the cascade
     side      | int   | lowered | optional | as on the cascade
+    offload   | [int] | lowered | optional | blocks whose inputs go to host memory until they run again
+    host      | GiB   | lowered | optional | of these inputs, until the backward has ended
 """
+        + _HOST
         + _CELL
     ),
     "backward": table(
         _RUN
         + """
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    reload    | [int] | lowered | optional | blocks whose inputs come back from host memory
 """
+        + _HOST
         + _CELL
         + """
     scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
@@ -237,9 +255,12 @@ INSTRUCTION = {
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
     cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
 """),
-    "step": table("""
+    "step": table(
+        """
     time      | ms    | lowered | required | planned duration
-"""),
+"""
+        + _HOST
+    ),
     "free": {},
 }
 

@@ -157,8 +157,9 @@ def last_backwards(module: Module, stage: Stage, ranks: Sequence[int]) -> list[t
             ends.append((0.0, 0.0))
             continue
         cascade = last[rank]
-        inside = cascade.phase is Phase.TRAIN and cascade.stage == stage.name
+        inside = cascade.phase in (Phase.TRAIN, Phase.BACKWARD) and cascade.stage == stage.name
         inside = inside and all(last[member] is cascade for member in cascade.ranks)
-        share = 1 - forward_share(cascade, stage) if inside else 0.0
+        forward = forward_share(cascade, stage) if cascade.phase is Phase.TRAIN else 0.0
+        share = 1 - forward if inside else 0.0
         ends.append((cascade.end, share * (cascade.end - cascade.start)))
     return sorted(set(ends))

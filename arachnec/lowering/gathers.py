@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from arachnec.ir.host_placement import HOST, layers_in_host
 from arachnec.ir.nodes import Instruction, Stage
 from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell
 from arachnec.ir.values import Attributes
@@ -17,16 +18,16 @@ from arachnec.ir.values import Attributes
 
 def on_rank(instructions: Iterable[Instruction], stage: Stage, rank: int) -> Iterator[Instruction]:
     """A cascade's instructions as they stand in the program of one of its ranks."""
-    cell = cell_of(stage) or 1
+    cell, place = cell_of(stage), HOST if layers_in_host(stage) else None
     for instruction in instructions:
-        if cell > 1 and instruction.op in ("forward", "backward"):
-            yield _gathering(instruction, stage, own_cell(rank, cell))
+        if cell is not None and instruction.op in ("forward", "backward"):
+            yield _gathering(instruction, stage, own_cell(rank, cell), place)
         else:
             yield instruction
 
 
 @lru_cache(maxsize=4096)  # the members of a cell have the same line
-def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...]) -> Instruction:
+def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...], place: str | None) -> Instruction:
     last = last_layer(stage)
     blocks, every = tuple(range(last)), (last, *range(last))
     trained = tuple(number for number in every if layer_sizes(stage)[number].trained)
@@ -34,4 +35,4 @@ def _gathering(instruction: Instruction, stage: Stage, cell: tuple[int, ...]) ->
         lists = Attributes.of(cell=cell, gather=every, release=blocks, held=HELD)
     else:
         lists = Attributes.of(cell=cell, gather=blocks, scatter=trained, release=every, held=HELD)
-    return replace(instruction, attrs=instruction.attrs.updated(**dict(lists.pairs)))
+    return replace(instruction, attrs=instruction.attrs.updated(**dict(lists.pairs), place=place))

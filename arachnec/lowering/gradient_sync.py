@@ -12,6 +12,7 @@ from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, inte
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.host_copies import step_copies
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
-        if (cell := cell_of(stage) or 1) > 1:
+        if (cell := cell_of(stage)) is not None:
             _add_shards(ends, cost, stage, group, cell)
             continue
         if "buckets" in stated:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
+            if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
+                own = {}  # whose reduces stand between backwards
             _add_buckets(ends, cost, stage, group, integers(stated["buckets"]), own)
             continue
         size = integer(stated["bytes"]) if "bytes" in stated else round(gradient_bytes(stage))
@@ -56,15 +59,17 @@ def gradient_synchronisation(
         for rank in group:
             ends[rank].append(instruction)
     for stage in trained:
-        time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
-        if (cell := cell_of(stage) or 1) > 1 and "sharded" not in stage.attrs:
+        ranks = tuple(sorted(resident[stage.name]))
+        time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage, ranks), "ms"))
+        attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
+        if (cell := cell_of(stage)) is not None and "sharded" not in stage.attrs:
             for rank in resident[stage.name]:  # the norm of the gradients is summed over the cell
-                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), Attributes.of(time=time)))
+                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), attrs))
             continue
         # A sharded optimizer's step ends with an all-gather of the updated parameters.
-        together = tuple(sorted(resident[stage.name])) if "sharded" in stage.attrs else ()
+        together = ranks if "sharded" in stage.attrs else ()
         for rank in resident[stage.name]:
-            ends[rank].append(Instruction("step", stage.name, together, Attributes.of(time=time)))
+            ends[rank].append(Instruction("step", stage.name, together, attrs))
     return ends
 
 
@@ -112,11 +117,14 @@ def overlapped_backwards(lists: dict[int, list[Instruction]]) -> dict[int, Instr
     """Per rank, the backward inside which its reduces may start; ranks without one are absent.
 
     It must be the last collective of every rank of its group. Then no other rank waits for one that is held up in an
-    all-reduce, however little the links and the device can overlap (docs/check.md).
+    all-reduce, however little the links and the device can overlap (docs/check.md). Only what it hands on may come
+    behind it: the gradient of a stage's input goes to an earlier stage, and no all-reduce of this one waits for those.
     """
     last: dict[int, Instruction] = {}
     for rank, items in lists.items():
-        final = next((item for item in reversed(items) if item.op != "free"), None)
+        handed_on = {item.target for item in items if item.op == "backward"}
+        behind = (item for item in reversed(items) if item.op != "free")
+        final = next((item for item in behind if item.op != "send" or item.target not in handed_on), None)
         if final is not None and final.op == "backward":
             last[rank] = final
     return {

@@ -26,7 +26,7 @@ GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 
 # A position in the order: the number of a cascade, and one of these.
-HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER = range(4)
+HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER, REDUCE = range(5)
 Place = tuple[int, int]
 
 

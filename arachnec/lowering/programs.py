@@ -8,9 +8,11 @@ stand in the same order. ``docs/check.md`` says how a back end may run them less
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.cost.memory import divided
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
@@ -22,7 +24,6 @@ from arachnec.ir.nodes import (
     Phase,
     Program,
     Stage,
-    integers,
     quantity,
 )
 from arachnec.ir.parameter_cells import gathered_gib
@@ -31,10 +32,13 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
+from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,
+    GRADIENT,
     HANDOFF,
+    REDUCE,
     Handoff,
     Place,
     evaluate,
@@ -64,15 +68,26 @@ def lower(module: Module, attention: str | None = None) -> Module:
         raise UserError(NoCluster(module.span, module.name))
     order = global_order(module.cascades)
     handoffs = plan_handoffs(module, module.cluster, order)
-    lists = compute_lists(module, module.cluster, order, handoffs, attention)
+    placed = _placed(module, module.cluster, order, handoffs, attention)
+    lists = _in_order(placed)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
+    lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
+    lists = _with_copies(module, lists)
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
     }
+    kept = {
+        rank: math.fsum(_gib(stage.attrs.get("host_state")) for stage in module.stages if rank in resident[stage.name])
+        for rank in range(module.cluster.world)
+    }
     programs = tuple(
-        Program(rank, (*lists[rank], *ends[rank]), Attributes.of(state=Quantity(states[rank], "GiB")))
+        Program(
+            rank,
+            (*lists[rank], *ends[rank]),
+            Attributes.of(state=Quantity(states[rank], "GiB"), host_state=_some(kept[rank])),
+        )
         for rank in range(module.cluster.world)
     )
     return replace(module, level=Level.LOWERED, programs=programs)
@@ -82,6 +97,36 @@ def compute_lists(
     module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None = None
 ) -> dict[int, list[Instruction]]:
     """Every rank's instructions up to the gradient synchronisation."""
+    return _with_copies(module, _in_order(_placed(module, cluster, order, handoffs, attention)))
+
+
+def _in_order(placed: Mapping[int, Sequence[tuple[Place, Instruction]]]) -> dict[int, list[Instruction]]:
+    return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
+
+
+def _with_copies(module: Module, lists: Mapping[int, list[Instruction]]) -> dict[int, list[Instruction]]:
+    """The lists with what each instruction brings in from host memory and takes back."""
+    cascades = {cascade.name: cascade for cascade in module.cascades}
+    stages = {stage.name: stage for stage in module.stages}
+    return {rank: with_host_copies(items, cascades, stages) for rank, items in lists.items()}
+
+
+def _moved_up(
+    module: Module, order: tuple[Cascade, ...], ends: list[Instruction]
+) -> Iterator[tuple[Place, Instruction]]:
+    """Take the reduces off the end of a rank with several stages, and give each the place behind its stage's last
+    gradient in the global order: the other stages' backwards hide it."""
+    if sum(item.op == "step" for item in ends) < 2:
+        return
+    last = {cascade.stage: i for i, cascade in enumerate(order) if cascade.phase in GRADIENT}
+    for item in [item for item in ends if item.op == "reduce" and item.target in last]:
+        ends.remove(item)
+        yield (last[item.target], REDUCE), item
+
+
+def _placed(
+    module: Module, cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff], attention: str | None
+) -> dict[int, list[tuple[Place, Instruction]]]:
     placed: dict[int, list[tuple[Place, Instruction]]] = {rank: [] for rank in range(cluster.world)}
     for handoff in handoffs:
         name = order[handoff.producer].name
@@ -105,7 +150,7 @@ def compute_lists(
             placed[rank].extend(((i, COMPUTE), item) for item in on_rank(instructions, stage, rank))
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
-    return {rank: [item for _, item in sorted(items, key=lambda p: p[0])] for rank, items in placed.items()}
+    return placed
 
 
 def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -> tuple[Instruction, ...]:
@@ -137,22 +182,6 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
         attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
         group = () if cascade.phase is Phase.ENCODE and len(group) == 1 else group
     return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
-
-
-def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
-    """The ranks that hold a stage's parameters.
-
-    Encoders and stages of ``train`` cascades are on every rank, so that the next iteration may place its cascades
-    anywhere. Stages of a pipeline or a sampling chain are where their cascades run. ``ranks`` on the stage's reduce
-    overrides both.
-    """
-    for reduce in module.reductions:
-        if reduce.stage == stage.name and "ranks" in reduce.attrs:
-            return frozenset(integers(reduce.attrs["ranks"]))
-    own = [cascade for cascade in module.cascades if cascade.stage == stage.name]
-    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
-        return frozenset(range(cluster.world))
-    return frozenset(rank for cascade in own for rank in cascade.ranks)
 
 
 def _forward_attrs(cascade: Cascade, clips: int, duration: float, own: float) -> Attributes:

@@ -22,12 +22,15 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import NoCluster
 from arachnec.passes.infra.base import Pass
+from arachnec.verification.cascade_inputs import check_cascade_inputs
 from arachnec.verification.deadlock import check_deadlock
 from arachnec.verification.device_limits import check_device_limits
+from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
+from arachnec.verification.residency import check_residency
 from arachnec.verification.structure import check_structure
 
 
@@ -58,7 +61,7 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
     if module.cluster is None:
         return (NoCluster(module.span, module.name),)
     values = Values(module)
-    broken = _first_of_each(check_structure(values))
+    broken = _first_of_each(check_structure(values)) or _first_of_each(check_forwards(values))
     return broken or _first_of_each(_broken_rules(values, model, module.cluster.memory))
 
 
@@ -67,8 +70,10 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_gradient(values)
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)
+    yield from check_cascade_inputs(values)
     yield from check_inputs(values)
     yield from check_gathers(values)
+    yield from check_residency(values)
     yield from check_memory(values, model)
 
 

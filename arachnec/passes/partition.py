@@ -25,6 +25,7 @@ from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.stage_sizes import is_encoder
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
@@ -174,7 +175,7 @@ def cascades(
     The parts of a stage are a pipeline instead: a forward of each, which reads the one before it, then the backwards in
     the other order. Every forward reads the encoders, because it makes the micro-batch's arguments itself.
     """
-    encoders = [stage for stage in stages if not stage.trained and "output" in stage.attrs and not _is_part(stage)]
+    encoders = [stage for stage in stages if is_encoder(stage)]
     trained = [stage for stage in stages if stage.trained and not _is_part(stage)]
     parts = [stage for stage in stages if _is_part(stage)]
     nodes: list[Cascade] = []

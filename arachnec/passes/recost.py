@@ -74,7 +74,7 @@ def _instructions(program: Program, cascades: Mapping[str, Cascade], cost: CostM
     stretched = 1.0  # how much longer the latest backward takes: reduces may start inside it
     for step in program.instructions:
         if step.op == "step":
-            yield _with(step, time=cost.step_time(cost.stages[step.target]))
+            yield _with(step, time=cost.step_time(cost.stages[step.target], step.peers))
         elif step.op == "reduce":
             size = step.attrs.get("bytes")
             bucket_bytes = float(size) if isinstance(size, int) else None

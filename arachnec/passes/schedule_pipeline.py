@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName
+from arachnec.pipelining.one_f_one_b import WarmUp
+from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
 
 
@@ -15,17 +16,19 @@ from arachnec.planning.pipeline_plan import Options, pipelined
 class SchedulePipeline(Pass):
     """Runs the stages that ``stages`` made by a fixed ``schedule``, as often side by side as there are ranks for.
 
-    ``k`` is that of ``kfkb``, ``v`` the stages a rank of ``interleaved-1f1b``. ``degree`` is the sequence-parallel
-    degree of every stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at
-    which the micro-batches fit, recomputing where that is faster.
+    ``k`` is that of ``kfkb``, by default the one with the shortest step of those that fit; ``v`` the stages a rank of
+    ``interleaved-1f1b``; ``policy`` the warm-up of ``dapple``. ``degree`` is the sequence-parallel degree of every
+    stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at which the
+    micro-batches fit, recomputing where that is faster.
     """
 
     needs: ClassVar[Level] = Level.COSTED
     gives: ClassVar[Level] = Level.PLACED
 
     schedule: ScheduleName = "1f1b"
-    k: int = 1
+    k: int | None = None
     v: int = 2
+    policy: WarmUp = "A"
     degree: int | None = None
     recompute: bool | None = None
 
@@ -34,5 +37,10 @@ class SchedulePipeline(Pass):
         """Whether weight gradients must be cascades of their own."""
         return self.schedule in SPLITTING
 
+    @property
+    def stages_each(self) -> int:
+        """Stages on every rank."""
+        return stages_each(self.schedule, self.v)
+
     def run(self, module: Module) -> Module:
-        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute))
+        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module, Stage
+from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.partition import Partition
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.layer_costs import CostedLayers, costed_layers
 from arachnec.planning.stage_count import fitting_stages
 from arachnec.planning.stage_cuts import (
     CutsForOtherStages,
@@ -17,6 +21,27 @@ from arachnec.planning.stage_cuts import (
     demand_cuttable,
     parts_of,
 )
+
+
+def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: Module, profile: str | None) -> Module:
+    """The module with the stages that a planner makes of what the trained stage's layers cost.
+
+    They cost what cascades of the default's micro-batches would, by ``annotate{profile}``.
+    """
+
+    def costed(iteration: Module) -> Module:
+        return Annotate(profile=profile).run(Partition(split_backward=True).run(with_gradient_precision(iteration)))
+
+    def parts(stage: Stage) -> tuple[Stage, ...]:
+        if not stage.trained or "part_of" in stage.attrs:
+            return (stage,)
+        demand_cuttable(stage)
+        return planner(costed_layers(module, stage, costed), stage)
+
+    if module.level is not Level.TRACED:
+        return module
+    stages = tuple(part for stage in module.stages for part in parts(stage))
+    return with_gradient_precision(replace(module, stages=stages))
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ def require_positive(**numbers: int) -> None:
         raise UserError(*wrong)
 
 
-def limits(most: int | Sequence[int] | None, ranks: int) -> list[int]:
+def limits(most: int | Sequence[int], ranks: int) -> list[int]:
     """How many micro-batches each rank's memory holds. UserError for other ranks, or where one holds none."""
-    if most is None:
-        return [2 * ranks] * ranks
     held = [most] * ranks if isinstance(most, int) else list(most)
     if len(held) != ranks:
         raise UserError(LimitsForOtherRanks(None, len(held), ranks))

@@ -26,6 +26,11 @@ class Grouping:
     makespans: dict[int, float]
 
 
+def groupings(micro_batches: int) -> list[int]:
+    """Values of k worth a look: the divisors of m, and the powers of two below it, whose last group is smaller."""
+    return [k for k in range(1, micro_batches + 1) if micro_batches % k == 0 or k & (k - 1) == 0]
+
+
 def choose_k(
     times: StageTimes,
     saved: Table,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import inf
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.profile_errors import BatchDoesNotDivide, NoDevices
@@ -70,7 +71,8 @@ class Instance:
     """A profile at a global batch, on machines: what every planner of this room is given.
 
     ``batch`` clips a step, ``micro_batch`` clips at a time, ``profile_batch`` clips in the profile's times and sizes.
-    UserError where micro-batches do not divide the batch, or there is no device.
+    ``needs`` is the memory of every layer's state and one micro-batch, of which a device has ``room``; without it
+    everything fits. UserError where micro-batches do not divide the batch, or there is no device.
     """
 
     profile: LayerProfile
@@ -78,6 +80,8 @@ class Instance:
     batch: int
     micro_batch: int
     profile_batch: int
+    needs: tuple[float, ...] = ()
+    room: float = inf
 
     def __post_init__(self) -> None:
         if self.machines.count < 1 or self.machines.devices < 1:
@@ -95,6 +99,14 @@ class Instance:
     def parameters(self) -> tuple[float, ...]:
         """Bytes of the parameters before each layer, and of all."""
         return (0.0, *accumulate(layer.parameters for layer in self.profile.layers))
+
+    @cached_property
+    def _needed(self) -> tuple[float, ...]:
+        return (0.0, *accumulate(self.needs or (0.0,) * self.layers))
+
+    def fits(self, first: int, last: int) -> bool:
+        """Whether a device holds these layers."""
+        return self._needed[last] - self._needed[first] <= self.room
 
     @property
     def layers(self) -> int:

@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from arachnec.ir.diagnostic import UserError
+from arachnec.pipelining.errors import FitsNowhere
 from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
 from arachnec.pipelining.placement_policies import allocations
 
@@ -44,12 +46,12 @@ def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPl
     """The published dynamic program: of all cuts, replicas and placements by policy, the smallest block.
 
     Its latency may be far above the best. Between the ``pipelines``, numbers of copies, the latency decides.
-    ValueError if none of them divides batch and cluster.
+    ValueError if none of them divides batch and cluster; UserError if no plan fits the memory.
     """
-    plans = [
-        hybrid_plan(instance, _smallest_block(instance, copies), copies.pipelines, copies.apart)
-        for copies in _copies(instance, pipelines)
-    ]
+    chosen = [(copies, _smallest_block(instance, copies)) for copies in _copies(instance, pipelines)]
+    plans = [hybrid_plan(instance, stages, copies.pipelines, copies.apart) for copies, stages in chosen if stages]
+    if chosen and not plans:
+        raise UserError(FitsNowhere(None, instance.layers, instance.machines.count * instance.machines.devices))
     return min(plans, key=lambda plan: plan.latency)
 
 
@@ -57,7 +59,9 @@ def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan
     """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
     best = dapple_plan(instance, pipelines)
     if 1 in pipelines:
-        best = min(best, pipedream_plan(instance), key=lambda plan: plan.latency)
+        partition = pipedream_plan(instance)
+        if all(instance.fits(stage.first, stage.last) for stage in partition.stages):
+            best = min(best, partition, key=lambda plan: plan.latency)
     for copies in _copies(instance, pipelines):
         best = _least_latency(instance, copies, best)
     return best
@@ -113,12 +117,15 @@ def _copies(instance: Instance, wanted: Sequence[int]) -> Iterator[_Copies]:
 
 
 def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
-    """DAPPLE's program over growing numbers of layers."""
+    """DAPPLE's program over growing numbers of layers; no stages where none fit."""
     none: Allocation = (0,) * copies.machines
     states: list[dict[tuple[Allocation, Allocation], _Partial]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = _Partial((), none, 0.0, 0.0, ())
-    chosen: tuple[Stage, ...] = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
-    bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
+    chosen: tuple[Stage, ...] = ()
+    bound = math.inf
+    if instance.fits(0, instance.layers):
+        chosen = (Stage(0, instance.layers, (copies.devices,) * copies.machines),)
+        bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
     for placed, partials in enumerate(states):
         for partial in partials.values():
             for longer in _next(instance, copies, partial, placed, bound):
@@ -175,7 +182,7 @@ def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, m
             first = bisect_left(instance.until, instance.total - most * left * (1 + SLACK)) if left else instance.layers
             for last in range(max(placed + 1, first), instance.layers + 1):
                 length = instance.time(placed, last) / shared
-                if length > most:
+                if length > most or not instance.fits(placed, last):
                     break
                 stage = Stage(placed, last, devices)
                 reduce = (len(partial.stages), instance.all_reduce(stage, copies.pipelines, copies.apart))

@@ -43,12 +43,45 @@ def dapple(
     the memory of a rank holds: ``most``, for all ranks or one number for each. UserError where that is none.
     """
     require_positive(stages=stages, micro_batches=micro_batches)
+    return _schedule(stages, micro_batches, 1, warm_up([1] * stages, policy, most))
+
+
+def dapple_in_turns(
+    replicas: Sequence[int], micro_batches: int, policy: WarmUp = "A", most: int | Sequence[int] | None = None
+) -> tuple[tuple[Order, ...], ...]:
+    """DAPPLE's early backward for stages of unequal replica counts: orders by stage and replica.
+
+    Micro-batch m runs on replica m mod r of a stage that has r (PipeDream's round robin, 1806.03377, section 3.3).
+    ``most`` micro-batches fit on a rank of each stage. With one replica each these are the orders of ``dapple``.
+    """
+    require_positive(micro_batches=micro_batches, **{"the fewest replicas": min(replicas, default=0)})
+    ahead = warm_up(replicas, policy, most)
+
+    def order(stage: int, replica: int) -> Order:
+        own = range(replica, micro_batches, replicas[stage])
+        forwards, backwards = ([Action(stage, kind, m) for m in own] for kind in (FORWARD, BACKWARD))
+        return in_turn(forwards, backwards, min(ahead[stage], len(own)) - 1) if own else ()
+
+    return tuple(tuple(order(stage, replica) for replica in range(r)) for stage, r in enumerate(replicas))
+
+
+def warm_up(replicas: Sequence[int], policy: WarmUp, most: int | Sequence[int] | None) -> list[int]:
+    """How many micro-batches go forward on a replica of each stage before the first goes backward.
+
+    Policy A: as many as are under way in the stages from this one on, one a replica. Policy B, for slow links: twice
+    as many, less one. Never more than the memory holds; nor more than the stage before lets through, without which
+    the two would wait for each other.
+    """
     if policy not in ("A", "B"):
         raise UserError(UnknownWarmUpPolicy(None, str(policy)))
-    behind = [stages - rank for rank in range(stages)]
-    wanted = behind if policy == "A" else [2 * count - 1 for count in behind]
-    held = limits(most, stages)
-    return _schedule(stages, micro_batches, 1, [min(pair) for pair in zip(wanted, held, strict=True)])
+    held = [2 * sum(replicas)] * len(replicas) if most is None else limits(most, len(replicas))
+    ahead: list[int] = []
+    for stage, own in enumerate(replicas):
+        under_way = -(-sum(replicas[stage:]) // own)
+        wanted = under_way if policy == "A" else 2 * under_way - 1
+        let_through = (ahead[-1] * replicas[stage - 1] - 1) // own + 1 if ahead else wanted
+        ahead.append(min(wanted, held[stage], let_through))
+    return ahead
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Order:
@@ -57,16 +90,16 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int)
     return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[max(0, len(forwards) - ahead) :])
 
 
-def _schedule(stages: int, micro_batches: int, k: int, warm_up: Sequence[int]) -> PipelineSchedule:
-    """``warm_up[r]`` groups of ``k`` go forward on rank r before the first goes backward."""
+def _schedule(stages: int, micro_batches: int, k: int, ahead_on: Sequence[int]) -> PipelineSchedule:
+    """``ahead_on[r]`` groups of ``k`` go forward on rank r before the first goes backward."""
     groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
 
     def order(rank: int) -> Order:
         if k == 1:  # the common case, without a tuple for every micro-batch
             forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
             backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
-            return in_turn(forwards, backwards, min(warm_up[rank], micro_batches) - 1)
-        ahead = min(warm_up[rank], len(groups)) - 1
+            return in_turn(forwards, backwards, min(ahead_on[rank], micro_batches) - 1)
+        ahead = min(ahead_on[rank], len(groups)) - 1
 
         def run(kind: Kind, group: range) -> list[Action]:
             return [Action(rank, kind, m) for m in group]

@@ -9,6 +9,13 @@ from arachnec.ir.diagnostic import Diagnostic
 
 
 @dataclass(frozen=True)
+class NoSuchProfile(Diagnostic):
+    title: ClassVar[str] = "there is no profile {path}"
+    help: ClassVar[str] = "give the path of a file with a line for every layer, in DAPPLE's format"
+    path: str
+
+
+@dataclass(frozen=True)
 class BadProfileLine(Diagnostic):
     title: ClassVar[str] = "no node and no edge of a profile"
     label: ClassVar[str] = "cannot be read"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import networkx as nx
 
@@ -22,6 +23,7 @@ from arachnec.pipelining.profile_errors import (
     BadProfileNumber,
     CyclicProfile,
     EmptyProfile,
+    NoSuchProfile,
     RepeatedNode,
     TooManyLayers,
     UnknownNode,
@@ -30,6 +32,7 @@ from arachnec.pipelining.profile_errors import (
 MOST_LAYERS = 2048
 MOST_EDGES = 1 << 16
 LONGEST_LINE = 1 << 12
+LARGEST_FILE = 1 << 24  # bytes
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"(node\w{1,40}) -- (.*?) -- (\w+=.*)")
 _EDGE = re.compile(r"\s+(node\w{1,40}) -- (node\w{1,40})\s*")
@@ -57,6 +60,18 @@ class LayerProfile:
 
     layers: tuple[Layer, ...]
     cuts: tuple[float, ...]
+
+
+def read_profile_file(path: Path) -> LayerProfile:
+    """``read_profile`` of a file. UserError where it is missing, larger than any profile, or no text."""
+    if not path.is_file():
+        raise UserError(NoSuchProfile(None, str(path)))
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(TooManyLayers(None, MOST_LAYERS, MOST_EDGES))
+    try:
+        return read_profile(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise UserError(BadProfileLine(None)) from None
 
 
 def read_profile(text: str, file: str) -> LayerProfile:

@@ -54,10 +54,13 @@ class StateTooLarge(Diagnostic):
     title: ClassVar[str] = (
         "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
     )
-    help: ClassVar[str] = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters"
+    help: ClassVar[str] = (
+        "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
+    )
     state: float
     memory: float
     reserve: float
+    more: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, usages
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
 from arachnec.cost.model import CostModel
@@ -20,7 +21,7 @@ from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Phase, Program, quantity
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.order import global_order, plan_handoffs
-from arachnec.lowering.programs import compute_lists, resident_ranks
+from arachnec.lowering.programs import compute_lists
 from arachnec.verification.memory import TOLERANCE_GIB
 
 

@@ -9,11 +9,13 @@ from typing import ClassVar, Literal, TypeAlias
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import gpipe, kfkb, one_f_one_b
+from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
 from arachnec.pipelining.zb_v import zb_v
 from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
 
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "kfkb", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "planned"]
+ScheduleName: TypeAlias = Literal[
+    "gpipe", "1f1b", "kfkb", "dapple", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "planned"
+]
 SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients are actions of their own
 
 
@@ -39,15 +41,14 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     return stages // each
 
 
-def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, k: int, v: int) -> PipelineSchedule:
-    """The orders of a schedule that has a rule. What micro-batches lack of whole rounds is left out of the last."""
+def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, v: int) -> PipelineSchedule:
+    """The orders of a schedule that asks for nothing else. What micro-batches lack of whole rounds is left out of the last."""
     if name == "interleaved-1f1b":
         whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
         return _without(interleaved_1f1b(ranks, whole, v), micro_batches)
     plain: dict[str, Callable[[int, int], PipelineSchedule]] = {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
-        "kfkb": lambda ranks, count: kfkb(ranks, count, k),
         "zb-h1": zb_h1,
         "zb-h2": zb_h2,
         "zb-v": zb_v,

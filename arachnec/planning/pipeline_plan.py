@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import floor
 from typing import ClassVar, cast, get_args
 
 from arachnec.cluster.topology import handoff_time
@@ -21,32 +22,35 @@ from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, PipelineSchedule
-from arachnec.pipelining.evaluate import StageTimes
+from arachnec.pipelining.action import (
+    ACTIVATION_GRADIENT,
+    BACKWARD,
+    FORWARD,
+    WEIGHT_GRADIENT,
+    Action,
+    PipelineSchedule,
+)
+from arachnec.pipelining.evaluate import StageTimes, Table
+from arachnec.pipelining.grouping import choose_k, groupings
 from arachnec.pipelining.held import held
+from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
-from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
+from arachnec.planning.pipeline_orders import ScheduleName, orders_of
+from arachnec.planning.pipeline_places import Lane, MicroBatch, Places, lanes_in_turns, places_of, replica_lanes
 from arachnec.planning.placed_cascade import on
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 TRIES = 400  # orders of entry that `planned` looks at for each replica
+ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
 
 
 @dataclass(frozen=True)
 class NoStages(Diagnostic):
     title: ClassVar[str] = "the module has no pipeline to schedule"
     help: ClassVar[str] = "put `stages{{p=4}}` before `partition`"
-
-
-@dataclass(frozen=True)
-class RanksDoNotDivide(Diagnostic):
-    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
-    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
-    world: int
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,11 @@ class Options:
     """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
 
     schedule: ScheduleName
-    k: int = 1
+    k: int | None = None
     v: int = 2
     degree: int | None = None
     recompute: bool | None = None
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The cascades of one micro-batch by stage and phase."""
-
-    encoders: tuple[Cascade, ...]
-    cascades: Mapping[tuple[int, Phase], Cascade]
+    policy: WarmUp = "A"
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -104,29 +101,29 @@ def pipelined(module: Module, options: Options) -> Module:
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
         raise UserError(NoStages(None))
-    world = cost.cluster.world
-    ranks = pipeline_ranks(options.schedule, len(parts), options.v)
-    if ranks > world or world % ranks:
-        raise UserError(RanksDoNotDivide(None, world, ranks))
-    run = world // ranks
+    places = places_of(parts, options.schedule, options.v, cost.cluster.world)
+    run = places.most_degree
     if options.degree is not None and (options.degree < 1 or run % options.degree):
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
     batches = micro_batches(module, parts)
     degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
-    plans = [_Plan(module, cost, parts, batches, options, ranks, d, r) for d in degrees for r in ways]
+    plans = [_Plan(module, cost, parts, batches, options, places, d, r) for d in degrees for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
     if options.recompute is None:
-        offered = [fewest_blocks(plan) for plan in offered]
+        # where the schedule runs fewer ahead to fit, recomputing more may let it run more ahead
+        further = offered if options.schedule in ADAPTING else []
+        offered = [*(fewest_blocks(plan) for plan in offered), *further]
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
-        worst = max(range(ranks), key=lambda rank: least.needed[rank])
+        worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
-    return _at_level_placed(module, cost, placed, offered[0].places)
+    lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
+    return _at_level_placed(module, cost, placed, lies_on)
 
 
 def scheduled_stages(module: Module) -> Module:
@@ -172,19 +169,23 @@ class _Plan:
     parts: Sequence[Stage]
     batches: Sequence[MicroBatch]
     options: Options
-    ranks: int  # of a pipeline
+    places: Places
     degree: int
     recompute: int
 
-    @property
-    def run(self) -> int:
-        """Ranks that hold the same stages."""
-        return self.cost.cluster.world // self.ranks
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        if self.places.equal:
+            return replica_lanes(self.places, self.degree, self.replicas, self.orders)
+        counts = [len(self.places.of(stage)) // self.degree for stage in range(len(self.parts))]
+        batches = sorted(self.batches, key=self._work, reverse=True)
+        orders = dapple_in_turns(counts, len(batches), self.options.policy, self._most_held(batches))
+        return lanes_in_turns(self.places, self.degree, batches, orders)
 
     @cached_property
     def replicas(self) -> list[list[MicroBatch]]:
         """The micro-batches of each replica of the pipeline, longest first."""
-        count = self.run // self.degree
+        count = len(self.places.runs[0]) // self.degree
         loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
         for batch in sorted(self.batches, key=self._work, reverse=True):
             replica = loads.index(min(loads))
@@ -204,19 +205,65 @@ class _Plan:
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
-        return [self._order(batches) if batches else PipelineSchedule(((),) * self.ranks) for batches in self.replicas]
+        ranks = len(self.places.runs)
+        return [self._order(batches) if batches else PipelineSchedule(((),) * ranks) for batches in self.replicas]
 
     def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
-        options = self.options
-        if options.schedule != "planned":
-            return orders_of(options.schedule, self.ranks, len(batches), k=min(options.k, len(batches)), v=options.v)
-        stages = range(len(self.parts))
-        kept = [[self._kept(batch, stage) for batch in batches] for stage in stages]
-        limits = [limit_of(self.cost) - self._state([stage]) - self._running(batches, [stage]) for stage in stages]
-        if any(max(row) > limit for row, limit in zip(kept, limits, strict=True)):
-            return orders_of("1f1b", self.ranks, len(batches), k=1, v=1)  # which does not fit either, and says so
-        problem = OrderProblem(self._times(batches), kept, limits, tuple(stages))
+        options, ranks = self.options, len(self.places.runs)
+        if options.schedule == "dapple":
+            return dapple(ranks, len(batches), options.policy, self._most_held(batches))
+        if options.schedule not in ("planned", "kfkb"):
+            return orders_of(options.schedule, ranks, len(batches), v=options.v)
+        kept = self._kept_table(batches)
+        limits = self._limits(batches)
+        if options.schedule == "kfkb":
+            return kfkb(ranks, len(batches), self._k(batches, kept, limits))
+        if self._overfull(kept, limits):
+            return self._without_plan(batches)
+        problem = OrderProblem(self._times(batches), kept, limits, self.places.placement)
         return plan_order(problem, split=True, tries=TRIES).schedule
+
+    def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
+        """Whether a micro-batch does not fit on a rank alone."""
+        alone = [
+            [sum(column) for column in zip(*(kept[stage] for stage in own), strict=True)] for own in self.stages_on
+        ]
+        return any(max(row) > limit for row, limit in zip(alone, limits, strict=True))
+
+    def _without_plan(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
+        """One micro-batch after the other, which does not fit either, and says so."""
+        stages, placement = len(self.parts), self.places.placement
+        orders: list[list[Action]] = [[] for _ in self.places.runs]
+        for number in range(len(batches)):
+            for stage in range(stages):
+                orders[placement[stage]].append(Action(stage, FORWARD, number))
+            for stage in reversed(range(stages)):
+                orders[placement[stage]].append(Action(stage, BACKWARD, number))
+        return PipelineSchedule(tuple(map(tuple, orders)))
+
+    def _k(self, batches: Sequence[MicroBatch], kept: Table, limits: Sequence[float]) -> int:
+        """The one that was asked for, else the one with the shortest step of those that fit, else 1."""
+        if self.options.k is not None:
+            return min(self.options.k, len(batches))
+        if self._overfull(kept, limits):
+            return 1
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).k
+
+    def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
+        return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
+
+    def _limits(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """GiB for what micro-batches have saved, on the ranks of every run."""
+        limit = limit_of(self.cost)
+        return [limit - self._state(stages) - self._running(batches, stages) for stages in self.stages_on]
+
+    def _most_held(self, batches: Sequence[MicroBatch]) -> list[int]:
+        """How many of the largest micro-batches fit on a rank of each run, one at least: less is not a pipeline."""
+        kept, limits = self._kept_table(batches), self._limits(batches)
+        sizes = [max(max(kept[stage]) for stage in stages) for stages in self.stages_on]
+        return [
+            max(1, floor(limit / size)) if size else len(batches) for size, limit in zip(sizes, limits, strict=True)
+        ]
 
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
         """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
@@ -231,7 +278,7 @@ class _Plan:
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
                 pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
                 sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = source * self.run, target * self.run
+                first, second = self.places.of(source)[0], self.places.of(target)[0]
                 rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
             return rows
 
@@ -245,30 +292,21 @@ class _Plan:
 
     @cached_property
     def stages_on(self) -> list[list[int]]:
-        """The stages of every rank of a pipeline."""
-        placement = next(order for order in self.orders if order.stages).placement
-        return [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(self.ranks)]
-
-    @property
-    def places(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of every stage."""
-        return {
-            self.parts[stage].name: tuple(range(rank * self.run, (rank + 1) * self.run))
-            for rank, stages in enumerate(self.stages_on)
-            for stage in stages
-        }
+        """The stages of every run."""
+        placement = self.places.placement
+        return [[stage for stage, run in enumerate(placement) if run == own] for own in range(len(self.places.runs))]
 
     @cached_property
     def needed(self) -> list[float]:
         """GiB on the ranks of each run: state, what the most micro-batches at once have saved, and workspace."""
-        totals = []
-        for rank, stages in enumerate(self.stages_on):
-            most = 0.0
-            for batches, order in zip(self.replicas, self.orders, strict=True):
-                kept = [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
-                most = max(most, held(order, kept)[rank] + self._running(batches, stages))
-            totals.append(self._state(stages) + most)
-        return totals
+        most = [0.0] * len(self.places.runs)
+        for lane in self.lanes:
+            alone = PipelineSchedule((lane.order,))
+            saved = held(alone, self._kept_table(lane.batches))[0] + self._running(
+                lane.batches, self.stages_on[lane.run]
+            )
+            most[lane.run] = max(most[lane.run], saved)
+        return [self._state(stages) + saved for stages, saved in zip(self.stages_on, most, strict=True)]
 
     def _state(self, stages: Sequence[int]) -> float:
         """GiB that always lie on the ranks of these stages."""
@@ -299,11 +337,7 @@ class _Plan:
 
     def placed(self) -> list[Cascade]:
         """Every cascade on its ranks, as early as its inputs, their handoffs and its rank's order allow."""
-        lanes: list[tuple[tuple[int, ...], list[Cascade]]] = []
-        for replica, (batches, order) in enumerate(zip(self.replicas, self.orders, strict=True)):
-            for rank, actions in enumerate(order.orders):
-                first = rank * self.run + replica * self.degree
-                lanes.append((tuple(range(first, first + self.degree)), list(self._lane(batches, rank, actions))))
+        lanes = [(lane.ranks, list(self._cascades_of(lane))) for lane in self.lanes]
         free = [0.0] * self.cost.cluster.world
         done: dict[str, Cascade] = {}
         at = [0] * len(lanes)
@@ -336,21 +370,16 @@ class _Plan:
         begun = decided(cascade, self.cost, degree, recompute, 0.0, time)
         return on(begun, ranks, inputs, free, self.cost)
 
-    def _lane(self, batches: Sequence[MicroBatch], rank: int, actions: Sequence[Action]) -> Iterator[Cascade]:
-        """The cascades of one rank of a pipeline in its order, and among them its share of the encoders.
-
-        The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's
-        input longest; a later one a round ahead of its forward.
-        """
+    def _cascades_of(self, lane: Lane) -> Iterator[Cascade]:
+        """The cascades of a lane in its order, and among them its share of the encoders."""
         encoded = 0
-        mine = [number for number in range(len(batches)) if number % self.ranks == self.ranks - 1 - rank]
-        for action in actions:
-            while encoded < len(mine) and mine[encoded] <= action.micro_batch + self.ranks:
-                yield from batches[mine[encoded]].encoders
+        for action in lane.order:
+            while encoded < len(lane.encodes) and lane.encodes[encoded] <= action.micro_batch + lane.ahead:
+                yield from lane.batches[lane.encodes[encoded]].encoders
                 encoded += 1
-            yield from self._cascades(batches[action.micro_batch], action)
-        for number in mine[encoded:]:
-            yield from batches[number].encoders
+            yield from self._cascades(lane.batches[action.micro_batch], action)
+        for number in lane.encodes[encoded:]:
+            yield from lane.batches[number].encoders
 
     def _cascades(self, batch: MicroBatch, action: Action) -> Iterator[Cascade]:
         phases = {FORWARD: (Phase.FORWARD,), ACTIVATION_GRADIENT: (Phase.BACKWARD,), WEIGHT_GRADIENT: (Phase.WEIGHT,)}

@@ -121,7 +121,7 @@ Steps: TypeAlias = list[tuple[Instruction, _Sharded]]
 
 
 def check_gathers(values: Values) -> Iterator[Diagnostic]:
-    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if (cell_of(stage) or 1) > 1}
+    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if cell_of(stage)}
     if not sharded:
         return
     world = len(values.module.programs)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Program
+from arachnec.ir.nodes import Instruction, Module, Program
 from arachnec.ir.parameter_cells import cell_of
 
 TOLERANCE = 1e-9  # of a time that was computed twice
@@ -60,6 +61,28 @@ class NotStepped(Diagnostic):
     reason: str
 
 
+@dataclass(frozen=True)
+class LeftOut(Diagnostic):
+    title: ClassVar[str] = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
+    label: ClassVar[str] = "rank {rank} keeps the old parameters"
+    help: ClassVar[str] = (
+        "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
+    )
+    rank: int
+    stage: str
+    ranks: str
+
+
+@dataclass(frozen=True)
+class WrongShare(Diagnostic):
+    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
+    stage: str
+    ranks: int
+    reason: str
+
+
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
     """After the last backward of a stage, every rank with gradients of it joins one all-reduce, then one step."""
     with_gradient: dict[str, set[int]] = defaultdict(set)
@@ -81,12 +104,42 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         for stage in sorted({*last, *reduces, *steps}):
             yield from _buckets(values, program, stage, [program.instructions[i] for i in reduces[stage]])
             yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
+        yield from _shares(values, program)
     in_cells = {stage.name for stage in values.module.stages if (cell_of(stage) or 1) > 1}
+    holders = _holders(values.module)
     for (stage, peers), _ in groups.items():
         if stage in in_cells:  # each shard has ranks of its own: `verification.gathers`
             continue
+        span, held_by = values.module.stage(stage).span, holders.get(stage, frozenset())
         for rank in sorted(with_gradient[stage] - set(peers)):
-            yield NotReduced(values.module.stage(stage).span, rank, stage, f"it is missing from {rank_list(peers)}")
+            yield NotReduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
+        for rank in sorted(held_by - with_gradient[stage] - set(peers)):
+            yield LeftOut(span, rank, stage, rank_list(peers))
+
+
+def _holders(module: Module) -> dict[str, frozenset[int]]:
+    """The ranks that hold each trained stage."""
+    if module.cluster is None:
+        return {}
+    return {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages if stage.trained}
+
+
+def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
+    """A rank updates its parts of all stages that are dealt out, over the ranks that gradients are scattered among."""
+    first: Instruction | None = None
+    for reduce in program.instructions:
+        if reduce.op != "reduce":
+            continue
+        ranks = values.module.stage(reduce.target).attrs.get("sharded")
+        if not isinstance(ranks, int):
+            continue
+        first = first or reduce
+        if len(reduce.peers) != ranks:
+            reason = f"rank {program.rank} has `{written(reduce)}`"
+            yield WrongShare(reduce.span, reduce.target, ranks, reason)
+        elif set(reduce.peers) != set(first.peers):
+            reason = f"rank {program.rank} has `{written(reduce)}` and `{written(first)}`"
+            yield WrongShare(reduce.span, reduce.target, ranks, reason)
 
 
 def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:

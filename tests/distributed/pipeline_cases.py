@@ -105,17 +105,13 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
     )  # fmt: skip
 
 
-def traced(
-    world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False, crowded: bool = False
-) -> Module:
-    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``. Where it is ``crowded`` the
-    state of half of the model takes more than half of a device."""
+def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
+    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``."""
     small = Quantity(1e-3, "GiB")
     stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
     attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
         params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
-        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=Quantity(4.5, "GiB") if crowded else small,
-        optimizer=Quantity(4.0 if crowded else 5e-4, "GiB"),
+        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
     )  # fmt: skip
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
@@ -133,8 +129,11 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
 
 
 def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
-    """The passes that train in ``stages`` by a ``schedule``."""
-    return f"stages{{{stages}}},partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},lower,check"
+    """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
+    return (
+        f"stages{{{stages}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        "bucket{mib=0},lower,check"
+    )
 
 
 def planned(world: int, batch: Sequence[VideoClip], passes: str, *, encoder: bool = False) -> Module:
@@ -158,23 +157,27 @@ def executable(
 ) -> Path:
     """An executable folder of the hard model by these passes.
 
-    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train. ``crowded``: see
-    ``traced``.
+    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train; ``crowded`` are
+    devices on which two copies of the optimizer's state do not fit.
     """
     from tests.distributed.executor_cases import ENCODER
 
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.py"
     source.write_text(MODEL + (ENCODER if encoder else "") + more)
-    module = traced(world, iterations, encoder=encoder, crowded=crowded)
+    module = traced(world, iterations, encoder=encoder)
     if trained is not None:
         module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
+    if crowded:
+        large = module.stages[-1].attrs.updated(state=Quantity(6.0, "GiB"), optimizer=Quantity(4.0, "GiB"))
+        module = replace(module, stages=(*module.stages[:-1], replace(module.stages[-1], attrs=large)))
     pipeline = Pipeline.parse(passes)
     model, _ = plan_model(module, pipeline)
     return write_executable(
         folder,
         program=plan_iteration(model, pipeline, 0)[0],
         traced=module,
+        model=model,
         pipeline=passes,
         model_file=load_model_file(source),
         clips=[c for batch in iterations for c in batch],

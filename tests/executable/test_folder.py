@@ -38,7 +38,7 @@ def test_no_file_of_an_executable_is_binary(folder: Path) -> None:
     assert names == {
         "executable.json",
         "program.cascade",
-        "graphs.cascade",
+        "model.cascade",
         "traced.cascade",
         "clips.jsonl",
         "model.py",

@@ -76,7 +76,7 @@ def module_of(pod: Cluster, clips: list[Clip], cascades: list[Cascade]) -> Modul
         Level.PLACED,
         pod,
         tuple(clips),
-        (VAE, DIT),
+        (VAE, DIT) if any(cascade.phase is Phase.ENCODE for cascade in cascades) else (DIT,),
         (),
         tuple(cascades),
         reductions,
@@ -88,17 +88,18 @@ def module_of(pod: Cluster, clips: list[Clip], cascades: list[Cascade]) -> Modul
 
 @st.composite
 def placed_modules(draw: st.DrawFn, most: int = 8) -> Module:
-    """Every clip is encoded on some rank and trained on some others, each as early as its ranks are free."""
+    """Every clip is encoded on some rank, or none is, and trained on some others, each as early as they are free."""
     pod = cluster(nodes=draw(st.integers(1, 2)), gpus=draw(st.integers(1, 4)))
     free = [0.0] * pod.world
     clips: list[Clip] = []
     cascades: list[Cascade] = []
+    encoded = draw(st.booleans())
     for number in range(draw(st.integers(1, most))):
         tokens = draw(st.sampled_from((400, 1560, 7800, 32760)))
         clips.append(Clip(number, 17, 480, 832, 0, tokens))
         inputs: tuple[str, ...] = ()
         ready = 0.0
-        if draw(st.booleans()):
+        if encoded:
             rank = draw(st.integers(0, pod.world - 1))
             start, free[rank] = free[rank], free[rank] + tokens * 1e-3
             ready = free[rank]

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
-from arachnec.ir.values import Quantity
+from arachnec.ir.values import Quantity, Value
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
+from arachnec.verification import cascade_inputs as cascade_inputs
 from arachnec.verification import deadlock as deadlock
+from arachnec.verification import forwards as forwards
 from arachnec.verification import gradient as gradient
 from arachnec.verification import gradient_sync as sums
 from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
+from arachnec.verification import residency as residency
 from arachnec.verification import structure as structure
 from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
@@ -139,7 +142,43 @@ def start_too_early(lists: Lists, data: st.DataObject) -> None:
     lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(start=Quantity(0.0, "ms")))
 
 
+def split_otherwise(name: str, value: Value) -> Callable[[Lists, st.DataObject], None]:
+    def mutate(lists: Lists, data: st.DataObject) -> None:
+        _, _, chosen = pick(data, places(lists, "forward"))
+        everywhere = data.draw(st.booleans())
+        ranks = chosen.peers if everywhere else (data.draw(st.sampled_from(chosen.peers)),)
+        for rank in ranks:
+            lists[rank] = [
+                replace(i, attrs=i.attrs.updated(**{name: value}))
+                if (i.op, i.target) == (chosen.op, chosen.target)
+                else i
+                for i in lists[rank]
+            ]
+
+    mutate.__qualname__ = f"split_otherwise_{name}_{value}"
+    return mutate
+
+
+def leave_an_idle_rank_out(lists: Lists, data: st.DataObject) -> None:
+    idle = [rank for rank, items in lists.items() if not any(i.op == "backward" for i in items)]
+    assume(idle and len(idle) < len(lists))
+    lost = data.draw(st.sampled_from(idle))
+    for rank, items in lists.items():
+        if rank == lost:
+            items[:] = [i for i in items if i.op not in ("reduce", "step")]
+            continue
+        items[:] = [
+            replace(i, peers=tuple(peer for peer in i.peers if peer != lost)) if i.op == "reduce" else i for i in items
+        ]
+
+
+SPLITS: tuple[tuple[str, Value], ...] = (
+    ("ulysses", 0), ("ulysses", 3), ("ring", 5), ("shards", (1, 2)), ("shards", (-1, 401)), ("recompute", True),
+    ("side", 7),
+)  # fmt: skip
 MUTATIONS = [
+    *((split_otherwise(name, value), {forwards.SplitUnlikeCascade}) for name, value in SPLITS),
+    (leave_an_idle_rank_out, {sums.LeftOut}),
     (drop("receive"), {handoffs.UnmatchedSend}),
     (drop("send"), {handoffs.UnmatchedReceive}),
     (swap_sends, {handoffs.SwappedHandoff}),
@@ -200,6 +239,37 @@ def test_a_clip_left_out_or_counted_twice_is_found(module: Module, data: st.Data
     chosen = data.draw(st.sampled_from(trained))
     doubled = tuple(replace(c, clips=c.clips * 2) if c is chosen else c for c in lowered.cascades)
     assert gradient.ClipTrainedTwice in kinds(replace(lowered, cascades=doubled))
+
+
+@given(placed_modules(), st.data())
+def test_a_train_cascade_reads_the_encodings_of_its_own_clips(module: Module, data: st.DataObject) -> None:
+    lowered = lower(module)
+    readers = [c for c in lowered.cascades if c.inputs]
+    assume(readers)
+    chosen = data.draw(st.sampled_from(readers))
+    without = replace(chosen, inputs=())
+    encoded = next(c for c in lowered.cascades if c.name == chosen.inputs[0])
+    of_another = replace(encoded, clips=(max(clip.id for clip in lowered.clips) + 1,))
+    for broken, original in ((without, chosen), (of_another, encoded)):
+        cascades = tuple(broken if c is original else c for c in lowered.cascades)
+        assert cascade_inputs.NotItsEncoding in kinds(replace(lowered, cascades=cascades))
+
+
+@given(placed_modules(), st.data())
+def test_a_cascade_is_as_long_as_its_clips(module: Module, data: st.DataObject) -> None:
+    lowered = lower(module)
+    chosen = data.draw(st.sampled_from(lowered.cascades))
+    shorter = tuple(replace(c, tokens=c.tokens - 1) if c is chosen else c for c in lowered.cascades)
+    assert cascade_inputs.NotItsClips in kinds(replace(lowered, cascades=shorter))
+
+
+@given(placed_modules(), st.data())
+def test_a_rank_holds_the_state_of_its_stages_whatever_its_program_claims(module: Module, data: st.DataObject) -> None:
+    lowered = lower(module)
+    chosen = data.draw(st.sampled_from(lowered.programs))
+    free = Quantity(data.draw(st.floats(0.0, 11.9)), "GiB")
+    programs = tuple(replace(p, attrs=p.attrs.updated(state=free)) if p is chosen else p for p in lowered.programs)
+    assert residency.StateTooLow in kinds(replace(lowered, programs=programs))
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:

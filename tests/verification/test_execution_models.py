@@ -106,8 +106,9 @@ def test_a_receive_passes_what_its_send_does_not_depend_on() -> None:
     clips = [Clip(number, 17, 480, 832, 0, 1000) for number in range(2)]
     cascades = [
         timed("e1", Phase.ENCODE, 1, 1000, (), (60.0, 61.0), (1,)),  # planned late
-        timed("t0", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,)),
+        timed("t0", Phase.TRAIN, 0, 1000, ("e0",), (1.0, 31.0), (0,)),
         timed("t1", Phase.TRAIN, 1, 1000, ("e1",), (61.0, 91.0), (0,)),
+        timed("e0", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
     ]
     module = lower(module_of(cluster(1, 2), clips, cascades))
     own = next(p for p in module.programs if p.rank == 0).instructions
@@ -116,7 +117,7 @@ def test_a_receive_passes_what_its_send_does_not_depend_on() -> None:
     assert not find_problems(module, DEVICE_HANDOFFS)
     # through a collective that rank 1 needs first, it may not
     cascades[0] = timed("e1", Phase.ENCODE, 1, 1000, (), (60.0, 61.0), (1,))
-    cascades[1] = timed("t0", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0, 1))
+    cascades[1] = timed("t0", Phase.TRAIN, 0, 1000, ("e0",), (1.0, 31.0), (0, 1))
     module = lower(module_of(cluster(1, 2), clips, cascades))
     own = next(p for p in module.programs if p.rank == 0).instructions
     place = places(module, DEVICE_HANDOFFS, 0)["e1"]

@@ -105,14 +105,15 @@ class IterationPlanner:
 
     @cached_property
     def _model(self) -> Module:
-        """The module after the passes of scope ``model``, for the ranks that run: once for all iterations."""
-        traced, held = self.executable.traced, self.executable.program.attrs.get("layout")
+        """The module after the passes of scope ``model``, for the ranks that run: once for all iterations.
+
+        What was chosen when it was compiled is held, unless it runs on other ranks.
+        """
+        traced, planned = self.executable.traced, self.executable.model
         assert traced.cluster is not None
-        attrs = traced.attrs
-        if self.world == traced.cluster.world and held is not None:  # chosen once for the run
-            attrs = attrs.updated(layout=held)
-        cluster = cluster_for(traced.cluster, self.world)
-        return self._pipeline.run_model_part(replace(traced, cluster=cluster, attrs=attrs))
+        if self.world == traced.cluster.world:
+            return replace(planned, clips=traced.clips)
+        return self._pipeline.run_model_part(replace(traced, cluster=cluster_for(traced.cluster, self.world)))
 
 
 class BackgroundPlanner:

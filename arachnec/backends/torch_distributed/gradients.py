@@ -9,7 +9,7 @@ the backward"). Nothing here makes the host wait for its device: who had a gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,9 @@ class GradientSynchronisation:
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds
     them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together. Over ``host_groups`` hosts
     tell each other who had a gradient at all; over ``groups`` where those carry the hosts' tensors, too. Where it is
-    ``sharded``, gradients are given up for this rank's ``parts`` of their sums, of all ranks of the run.
+    ``sharded``, gradients are given up for this rank's ``parts`` of their sums, over all ranks of the run or of
+    ``place``, which holds the rank's stages. ``of_stages`` are the parameters of each stage with their layers, which
+    then take the place of ``layers``; without it all are one stage's.
     """
 
     parameters: Mapping[str, Tensor]
@@ -66,7 +68,8 @@ class GradientSynchronisation:
     host_groups: ProcessGroups | None = None
     sharded: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
-    of_stages: Mapping[str, Collection[str]] | None = None  # the parameters of each stage; None: all are one stage's
+    of_stages: Mapping[str, Mapping[str, int | None]] | None = None
+    place: dist.ProcessGroup | None = None
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
     _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
@@ -79,7 +82,7 @@ class GradientSynchronisation:
         group = self.groups.get(reduce.peers)
         if group is not None:
             hosts = (self.host_groups or self.groups).get(reduce.peers)
-            assert not self.sharded or dist.get_world_size(group) == dist.get_world_size()
+            assert not self.sharded or dist.get_world_size(group) == dist.get_world_size(self.place)
             members = self._members(reduce)
             used = torch.tensor([gradient_of(value) is not None for value in members.values()], dtype=torch.int32)
             pieces = [self._send(run, group) for run in pieces_of(members.values(), self.piece_bytes)]
@@ -144,13 +147,22 @@ class GradientSynchronisation:
         self._pending.clear()
         self._sent.clear()
 
-    def gather(self) -> None:
-        """Make whole gradients of the ``parts``, for who wants to see them. Collective where they are sharded."""
-        for name in (name for name in self.parameters if name in self.parts):
+    def gather(self, names: Iterable[str] | None = None) -> None:
+        """Make whole gradients of the ``parts``, of all or of those ``names``. Collective where they are sharded."""
+        wanted = None if names is None else frozenset(names)
+        for name in (name for name in self.parameters if name in self.parts and (wanted is None or name in wanted)):
             value, part = self.parameters[name], self.parts[name]
             whole = torch.empty_like(value, dtype=gradient_dtype(value))
-            gather_parts(Parts.of(), [whole], [part])
+            gather_parts(Parts.of(self.place), [whole], [part], self.place)
             set_gradient(value, whole)
+
+    def cut(self, names: Iterable[str]) -> None:
+        """Give up whole gradients of these parameters for this rank's ``parts`` of them."""
+        for name in names:
+            value = self.parameters[name]
+            if (gradient := gradient_of(value)) is not None:
+                self.parts[name] = Parts.of(self.place).own(gradient)
+                set_gradient(value, None)
 
     def complete(self) -> dict[str, Tensor]:
         """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter. Collective."""
@@ -163,11 +175,12 @@ class GradientSynchronisation:
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
-        own = self.parameters if self.of_stages is None else self.of_stages[reduce.target]
+        known = self.layers if self.of_stages is None else self.of_stages[reduce.target]
+        own = [name for name in self.parameters if self.of_stages is None or name in known]
         if bucket is None:
-            return {name: value for name, value in self.parameters.items() if name in own}
+            return {name: self.parameters[name] for name in own}
         layers, rest = set(bucket[0]), bucket[1]
-        places = ((name, self.layers.get(name)) for name in self.parameters if name in own)
+        places = ((name, known.get(name)) for name in own)
         return {n: self.parameters[n] for n, layer in places if (rest if layer is None else layer in layers)}
 
 

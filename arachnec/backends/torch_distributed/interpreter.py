@@ -152,7 +152,7 @@ def run_iteration(
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
-    gradients = _gradients(context, iteration.module)
+    gradients = _gradients(context, iteration.module, iteration.program)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -169,15 +169,28 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module) -> GradientSynchronisation | ShardGradients:
+def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
     sharded = context.optimizer.sharded
-    stages = None if context.pipeline is None else context.pipeline.of_stages
+    pipeline = context.pipeline
+    if pipeline is None:
+        return GradientSynchronisation(
+            context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded
+        )
+    reduces = [step.target for step in program.instructions if step.op == "reduce"]
+    place = context.gradient_groups.get(pipeline.place) if sharded and pipeline.place else None
     return GradientSynchronisation(
-        context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded, of_stages=stages
+        context.parameters,
+        layers,
+        context.gradient_groups,
+        size,
+        context.host_groups,
+        sharded,
+        of_stages=pipeline.of_stages(reduces),
+        place=place,
     )
 
 
@@ -306,7 +319,8 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            with self._sharded(instruction, cascade):
+            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            with self._sharded(instruction, cascade), inside:
                 made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
@@ -341,13 +355,24 @@ class _Walk:
         if self.stepped:
             return
         self.stepped = True
-        if self.context.pipeline is not None:
-            self.context.pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
+        self._add_up_shared()
         if self.before_step is not None:
             own, pipeline = self.gradients.complete(), self.context.pipeline
             self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
         self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
         self.gradients.drop()
+
+    def _add_up_shared(self) -> None:
+        """Add up the gradients that stages share, whole for as long."""
+        pipeline, gradients = self.context.pipeline, self.gradients
+        if pipeline is None:
+            return
+        assert isinstance(gradients, GradientSynchronisation)
+        if gradients.sharded:
+            gradients.gather(pipeline.own_shared)
+        pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
+        if gradients.sharded:
+            gradients.cut(pipeline.own_shared)
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more

@@ -26,12 +26,11 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, every rank of ``group`` (of the default process group) holds its part of each parameter's state
-    (``Parts``), updates that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054,
-    section 5.1). The ranks of a group have the same ``parameters``. Every method is called by all ranks together then,
-    and norms are those of all ranks' parts. Where ``parameters`` are only a rank's share of all, ``norm_of_all``
-    makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name. ``device`` is that of
-    all ranks: a rank without gradients joins the others' collectives with a tensor there.
+    same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``),
+    updates that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1).
+    Every method is called by all these ranks together then. Where ``parameters`` are only a rank's share of all,
+    ``norm_of_all`` makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
+    ``device`` is that of all ranks: a rank without gradients joins the others' collectives with a tensor there.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class Optimizer:
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds its part of all ranks', and needs no whole gradients."""
-        return self._parts is not None and self._group is None
+        """Whether this rank holds parts only, and needs no whole gradients."""
+        return self._parts is not None
 
     @torch.no_grad()
     def step(self, parts: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -84,8 +83,7 @@ class Optimizer:
         given = parts if parts is not None else whole
         if self._parts is not None and parts is None:
             given = {name: self._parts.own(value) for name, value in whole.items()}
-        dealt = self._parts is not None
-        norm = global_norm(given, self._device, across=dealt) if self._norm is None else self._norm(given)
+        norm = global_norm(given, self._device, across=self.sharded) if self._norm is None else self._norm(given)
         if self._norm_of_all is not None:
             norm = self._norm_of_all(norm)
         limit = self._training.clip_norm

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
@@ -23,8 +24,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.lowering.programs import resident_ranks
 from arachnec.models.file import ModelFile
+from arachnec.tracing.layers import layer_of_parameters
 
 Ranks = tuple[int, ...]
 
@@ -33,7 +34,7 @@ Ranks = tuple[int, ...]
 class PipelineRank:
     """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters.
 
-    ``dealt``: each of a stage's ranks has its part of the stage's optimizer.
+    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class PipelineRank:
     names: tuple[str, ...]
     places: tuple[Ranks, ...]
     parameters: tuple[frozenset[str], ...]
-    dealt: bool = False
+    sharded: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -57,8 +58,8 @@ class PipelineRank:
         known = frozenset().union(*parameters)
         unread = frozenset(name for name, _ in cuts.model.named_parameters() if name not in known)
         owned = (parameters[0] | unread, *parameters[1:])
-        dealt = any("sharded" in stage.attrs for stage in stages)
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, dealt)
+        sharded = frozenset(stage.name for stage in stages if "sharded" in stage.attrs)
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, sharded)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -67,16 +68,31 @@ class PipelineRank:
             *(p for p, ranks in zip(self.parameters, self.places, strict=True) if self.rank in ranks)
         )
 
-    @cached_property
-    def of_stages(self) -> dict[str, frozenset[str]]:
-        """The parameters in each stage's all-reduce; one that two stages of one place share is in the first's."""
-        taken: dict[Ranks, set[str]] = {}
-        of: dict[str, frozenset[str]] = {}
-        for name, parameters, place in zip(self.names, self.parameters, self.places, strict=True):
-            others = taken.setdefault(place, set())
-            of[name] = frozenset(parameters - others)
-            others |= parameters
+    @property
+    def place(self) -> Ranks | None:
+        """The ranks over which the optimizer's state of this rank's stages is dealt out; None where each holds all."""
+        places = zip(self.names, self.places, strict=True)
+        return next((ranks for name, ranks in places if name in self.sharded and self.rank in ranks), None)
+
+    def of_stages(self, reduces: Sequence[str]) -> dict[str, dict[str, int | None]]:
+        """The parameters in each stage's all-reduce, with their layers; the stages in the order of ``reduces``.
+
+        One that two stages of this rank share is in the later all-reduce: its gradient is whole there.
+        """
+        taken: set[str] = set()
+        of: dict[str, dict[str, int | None]] = {}
+        for name in reversed(dict.fromkeys(reduces)):
+            number = self.number(name)
+            layers = self._layers[number]
+            own = self.parameters[number] - taken
+            of[name] = {parameter: layer for parameter, layer in layers.items() if parameter in own}
+            taken |= own
         return of
+
+    @cached_property
+    def _layers(self) -> tuple[dict[str, int | None], ...]:
+        """Of every stage, the layer of each parameter that trains; None for one that lies outside its layers."""
+        return tuple(layer_of_parameters(self.cuts.model, paths) for paths in self.cuts.parts)
 
     def number(self, stage: str) -> int:
         return self.names.index(stage)
@@ -98,6 +114,11 @@ class PipelineRank:
             if len(places) > 1:
                 by_ranks.setdefault(tuple(sorted({rank for place in places for rank in place})), []).append(name)
         return {ranks: tuple(names) for ranks, names in by_ranks.items()}
+
+    @property
+    def own_shared(self) -> list[str]:
+        """The parameters on this rank that lie on several places."""
+        return [name for ranks, names in self.shared.items() if self.rank in ranks for name in names]
 
     @torch.no_grad()
     def add_up_shared(self, parameters: Mapping[str, Tensor], groups: ProcessGroups) -> None:
@@ -136,9 +157,9 @@ class PipelineRank:
         return replace(part, writes=part.writes and self._counts(name))
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank counts a gradient for all that have it, or its part where parts are dealt out."""
-        first = self._places_of[name][0]
-        return self.rank in first if self.dealt else self.rank == first[0]
+        """Whether this rank counts a gradient for all that have it, or its part of one."""
+        place = self._places_of[name][0]
+        return self.rank in place if self.place is not None else self.rank == place[0]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import share_text
-from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
+from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, cluster_for
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.executable.folder import Executable
+from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
@@ -33,6 +34,10 @@ class Plans:
 
     def __init__(self, executable: Executable, rank: int, world: int) -> None:
         self._rank = rank
+        self._executable = executable
+        traced = executable.traced.cluster
+        assert traced is not None
+        self._cluster = cluster_for(traced, world)
         self._plans: dict[int, Future[Module]] = {}
         program = executable.program
         fits = program.cluster is not None and program.cluster.world == world
@@ -78,7 +83,9 @@ class Plans:
 
     def _proved(self, number: int) -> Module:
         text = self._compiled if self._is_compiled(number) else self._shared(number)
-        return checked_program(text or "", f"iteration {number}")
+        module = checked_program(text or "", f"iteration {number}")
+        demand_own_input(self._executable, module, number, self._cluster)
+        return module
 
     def _shared(self, number: int) -> str:
         if self._planner is None:

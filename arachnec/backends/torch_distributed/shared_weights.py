@@ -9,7 +9,7 @@ overwritten.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,23 +27,16 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def shared_model(
-    model_file: ModelFile, training: Training, device: torch.device, own: Collection[str] | None = None
-) -> nn.Module:
+def shared_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
     """The model of ``build_model`` on every rank, with the weights of rank 0's. Collective.
 
-    Of parameters that are not this rank's ``own``, by name, nothing is kept: they are zeros without memory and do not
-    train. Rank 0, which draws all weights, holds them while it sends them. Raises ``UserError`` where the ranks' models
-    have other tensors.
+    Raises ``UserError`` where the ranks' models have other tensors.
     """
 
     def build(home: torch.device) -> Modules:
         return {"model": build_model(model_file, training, home)}
 
-    def is_kept(module: str, name: str) -> bool:
-        return own is None or name in own
-
-    return shared_modules(build, device, is_kept)["model"]
+    return shared_modules(build, device)["model"]
 
 
 def shared_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
@@ -51,22 +44,11 @@ def shared_encoders(model_file: ModelFile, training: Training, device: torch.dev
     return dict(shared_modules(lambda home: build_encoders(model_file, training, home), device))
 
 
-def shared_modules(
-    build: Callable[[torch.device], Modules],
-    device: torch.device,
-    is_kept: Callable[[str, str], bool] = lambda module, name: True,
-) -> Modules:
-    """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values.
-
-    A parameter that is not kept, by the names of module and parameter, is zeros without memory on this rank.
-    """
-    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device, is_kept)
+def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
+    """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
+    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
     agree({"the tensors of the model and its encoders": digest_of(modules)}, device)
-    left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
-        if id(tensor) in left_out:
-            _pass_on(tensor, device)
-            continue
         home = tensor if tensor.device == device else tensor.detach().to(device)
         broadcast(home)
         if home is not tensor:
@@ -75,20 +57,6 @@ def shared_modules(
         module.to(device)  # what is no tensor of the module, such as a device that it remembers
     share_random_state()
     return modules
-
-
-def _left_out(modules: Modules, is_kept: Callable[[str, str], bool]) -> Iterator[Tensor]:
-    """The parameters that this rank does not keep."""
-    for module, parts in sorted(modules.items()):
-        yield from (value for name, value in parts.named_parameters() if not is_kept(module, name))
-
-
-def _pass_on(tensor: Tensor, device: torch.device) -> None:
-    """Take part in the broadcast of a parameter that is not this rank's, and keep zeros without memory in its place."""
-    passing = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-    broadcast(passing)
-    put_in_place(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
-    tensor.requires_grad_(False)
 
 
 def share_random_state() -> None:
@@ -105,14 +73,11 @@ def tensors_of(modules: Modules) -> Iterator[Tensor]:
         yield from module.buffers()
 
 
-def _received(
-    build: Callable[[torch.device], Modules], device: torch.device, is_kept: Callable[[str, str], bool]
-) -> Modules:
+def _received(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
     """The modules with memory on ``device`` and no values yet, or with values of their own."""
     modules = without_memory(build)
-    left_out = {id(tensor) for tensor in _left_out(modules, is_kept)}
     for tensor in tensors_of(modules):
-        if tensor.device.type == "meta" and id(tensor) not in left_out:
+        if tensor.device.type == "meta":
             put_in_place(tensor, torch.empty_like(tensor, device=device))
     return modules
 
@@ -121,7 +86,7 @@ def without_memory(build: Callable[[torch.device], Modules]) -> Modules:
     """The modules on the meta device; on the CPU, with values of their own, where they cannot be built so."""
     try:
         modules = _built_on_meta(build)
-        if not any(_strays(module) for module in modules.values()):
+        if not any(has_strays(module) for module in modules.values()):
             return modules
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         pass  # it looks at values, or cannot be without them; a mistake shows again below
@@ -133,7 +98,7 @@ def _built_on_meta(build: Callable[[torch.device], Modules]) -> Modules:
         return build(META)
 
 
-def _strays(module: nn.Module) -> bool:
+def has_strays(module: nn.Module) -> bool:
     """Whether it keeps tensors without values that are neither parameters nor buffers: nobody would send them."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 

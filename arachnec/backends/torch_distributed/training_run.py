@@ -40,17 +40,13 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import (
-    family_groups,
-    ranks_with_equal_parameters,
-    wanted_gradient_groups,
-    wanted_groups,
-)
+from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -63,6 +59,7 @@ from arachnec.executable.folder import (
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
+from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
@@ -154,17 +151,22 @@ class Trainer:
         stage = dealt_out_stage(first)
         cells: CellParameters | None = None
         if stage is None:
-            model = shared_model(model_file, training, device, None if pipeline is None else pipeline.own)
+            model = (
+                shared_model(model_file, training, device)
+                if pipeline is None
+                else own_model(model_file, training, device, pipeline.own)
+            )
         else:
             model, cells = CellParameters.of(model_file, training, device, stage)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         gradient_groups = ProcessGroups(GROUP_TIMEOUT)
-        equal = ranks_with_equal_parameters(first)
-        gradient_groups.ensure(equal, device=device)
-        own = next((ranks for ranks in equal if rank in ranks), ())
-        dealt = len(own) > 1
+        gradient_groups.ensure(wanted_gradient_groups(first), device=device)
+        sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        place = None if pipeline is None else pipeline.place
+        if stage is not None and sharded:
+            place = replicas(rank, cell_of(stage) or 1, world)
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -177,10 +179,10 @@ class Trainer:
             optimizer=Optimizer(
                 parameters if cells is None else cells.pieces,
                 training,
-                sharded=dealt,
-                group=gradient_groups.get(own) if 1 < len(own) < world else None,
+                sharded=sharded if pipeline is None else place is not None,
+                group=None if place is None else gradient_groups.get(place),
                 piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None or dealt else cells.norm,
+                norm_of_all=None if cells is None or sharded else cells.norm,
                 norm=None if pipeline is None else partial(pipeline.norm, device=device),
                 device=device,
             ),

@@ -37,6 +37,12 @@ PIPELINES = {
     "knapformer": f"{_STATE},partition,annotate,schedule-knapformer,{_END}",
     # PipeDream's 1F1B: the fewest stages that hold the longest clip; a stage's gradients end with its last backward
     "pipeline-1f1b": "stages,partition{policy=dual},annotate,schedule-pipeline,lower,check",
+    # DAPPLE: its planner's cuts and replicas, early backward; replicas of a stage take turns
+    "dapple": "stages-dapple,partition{policy=dual},annotate,schedule-pipeline{schedule=dapple},lower,check",
+    # AdaPtis: cuts, places and order searched together
+    "adaptis": "stages-adaptis,partition{policy=dual},annotate,schedule-pipeline{schedule=planned},lower,check",
+    # Ada-Grouper: 1F1B of groups of k micro-batches, k by the memory and the links, which a run measures
+    "kfkb": "stages,partition{policy=dual},annotate,schedule-pipeline{schedule=kfkb},lower,check",
     # FSDP: parameters, gradients and optimizer dealt out over all ranks, one layer whole at a time
     "fsdp": f"shard-parameters{{cell=world}},partition,annotate,schedule-static,{_END}",
     # FSDP's hybrid sharding: dealt out within a machine, replicated between machines

@@ -12,10 +12,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import train
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region
-from arachnec.executable.folder import GRAPHS, read_executable
+from arachnec.executable.folder import read_executable, write_executable
 from arachnec.fusion.fused_graph import fuse_graph
-from arachnec.ir.nodes import Level, Module
-from arachnec.ir.printer import print_module
 from arachnec.models.file import load_model_file
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.graph import block_graph
@@ -37,7 +35,17 @@ def fused_executable(folder: Path) -> Path:
     captured = capture_blocks(model, example_calls(model, model_file, CLIPS), verify=False)
     graphs = tuple(fuse_graph(block_graph(block)) for block in captured.blocks)
     assert all(graph.fused for graph in graphs)
-    (folder / GRAPHS).write_text(print_module(Module("graphs", Level.TRACED, graphs=graphs)), encoding="utf-8")
+    compiled = read_executable(folder)
+    write_executable(
+        folder,
+        program=compiled.program,
+        traced=compiled.traced,
+        model=replace(compiled.traced, graphs=graphs),
+        pipeline=compiled.header.pipeline,
+        model_file=model_file,
+        clips=compiled.clips,
+        training=compiled.training,
+    )
     return folder
 
 

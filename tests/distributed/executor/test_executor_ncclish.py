@@ -105,8 +105,13 @@ def written(folder: Path, module: Module, training: Training | None = None) -> P
     folder.mkdir()
     source = folder / "source.py"
     source.write_text(MODEL + ENCODER)
+    model = traced(len(module.programs), [CLIPS], encoder=True)
+    dtype = module.stages[-1].attrs["dtype"]
+    stages = tuple(
+        replace(stage, attrs=stage.attrs.updated(dtype=dtype)) if stage.trained else stage for stage in model.stages
+    )
     return write_executable(
-        folder, program=module, traced=traced(len(module.programs), [CLIPS], encoder=True), pipeline="default",
+        folder, program=module, traced=model, model=replace(model, stages=stages), pipeline="default",
         model_file=load_model_file(source), clips=CLIPS, training=training,
     )  # fmt: skip
 

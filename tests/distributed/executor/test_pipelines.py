@@ -92,9 +92,9 @@ def test_clipping_counts_the_gradients_of_all_stages_once(tmp_path: Path) -> Non
 
 
 def test_an_optimizer_dealt_out_over_a_stages_ranks_steps_and_resumes_as_one_that_is_whole(tmp_path: Path) -> None:
-    """Two stages on two ranks each, which share a weight; clipped; a checkpoint goes on where the optimizer is whole."""
+    """Two stages on two ranks each share a weight; clipped; a checkpoint goes on where the optimizer is whole."""
     training = Training(clip_norm=0.05, lr=0.01, ema=0.9)
-    dealt_out = pipeline_of("p=2", "schedule=zb-h1,degree=1").replace("partition", "shard-optimizer,partition")
+    dealt_out = pipeline_of("p=2", "schedule=zb-h1,degree=1")
     over = executable(tmp_path / "over", 4, [CLIPS], dealt_out, training=training, crowded=True)
     assert all(step.attrs["sharded"] == 2 for step in read_executable(over).program.stages if step.trained)
     whole = executable(tmp_path / "whole", 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), training=training)

@@ -67,10 +67,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text(MODEL + ENCODER)
     module = front_end()
     for name in PIPELINES:
+        pipeline = Pipeline.parse(name)
+        model = pipeline.run_model_part(module)
         write_executable(
             place / name,
-            program=Pipeline.parse(name).run(iteration_of(module, 0)),
+            program=pipeline.run_iteration_part(iteration_of(model, 0)),
             traced=module,
+            model=model,
             pipeline=name,
             model_file=load_model_file(source),
             clips=CLIPS,

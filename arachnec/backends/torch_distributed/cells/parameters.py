@@ -87,4 +87,4 @@ class CellParameters:
 
 def dealt_out_stage(module: Module) -> Stage | None:
     """The trained stage where its parameters are dealt out over cells, else None."""
-    return next((stage for stage in module.stages if stage.trained and (cell_of(stage) or 1) > 1), None)
+    return next((stage for stage in module.stages if stage.trained and cell_of(stage)), None)

@@ -1,30 +1,16 @@
-"""A model whose weights rank 0 reads or draws, and every rank keeps its shards of.
-
-Weights are sent tensor by tensor: a rank other than 0 never holds more than one of them whole. Rank 0 has all of them
-in its host's memory, once, and gives each up as it is sent.
-"""
+"""A model whose weights rank 0 reads or draws, and every rank keeps its shards of: none ever holds the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
-from arachnec.backends.torch_distributed.shared_weights import (
-    CPU,
-    Modules,
-    broadcast,
-    digest_of,
-    put_in_place,
-    share_random_state,
-    without_memory,
-)
+from arachnec.backends.torch_distributed.streamed_weights import Take, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
@@ -37,21 +23,20 @@ def dealt_out_model(
 
     ``paths`` are its layers. Raises ``UserError`` where the ranks' models have other tensors.
     """
+    made: list[_Shards] = []
 
-    def build(home: torch.device) -> Modules:
-        return {"model": build_model(model_file, training, home)}
+    def taking(model: nn.Module) -> Take:
+        made.append(_Shards(layouts_of(dict(model.named_parameters()), numbered(model, paths), cell), device))
+        return made[0].take
 
-    modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
-    agree({"the tensors of the model": digest_of(modules)}, device)
-    model = modules["model"]
-    layers = numbered(model, paths)
-    flats = [_flat(model, layout, device) for layout in layouts_of(dict(model.named_parameters()), layers, cell)]
-    for buffer in list(model.buffers()):
-        home = buffer.detach().to(device) if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
-        broadcast(home)
-        put_in_place(buffer, home)
+    model = streamed_model(model_file, training, device, taking)
+    shards = made[0]
+    parameters = dict(model.named_parameters())
+    flats = [
+        FlatLayer.of(layout, shard, {slot.name: parameters[slot.name] for slot in layout.slots}, shards.member)
+        for layout, shard in zip(shards.layouts, shards.values, strict=True)
+    ]
     model.to(device)  # what is no tensor of the module, such as a device that it remembers
-    share_random_state()
     return model, flats
 
 
@@ -61,19 +46,20 @@ def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
     return {name: len(paths) if layer is None else layer for name, layer in layers.items()}
 
 
-def _flat(model: nn.Module, layout: FlatLayout, device: torch.device) -> FlatLayer:
-    """One flat tensor with the values of rank 0."""
-    member = dist.get_rank() % layout.ranks
-    shard = torch.zeros(layout.shard_size, dtype=layout.dtype, device=device)
-    pieces = {piece.slot.name: piece for piece in layout.pieces(member)}
-    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    for slot in layout.slots:
-        source = parameters[slot.name].detach()
-        value = torch.empty(slot.shape, dtype=layout.dtype, device=device)
-        if dist.get_rank() == 0:
-            value.copy_(source)
-        broadcast(value)
-        if (piece := pieces.get(slot.name)) is not None:
+class _Shards:
+    """This rank's shards, filled from parameters as they come."""
+
+    def __init__(self, layouts: Sequence[FlatLayout], device: torch.device) -> None:
+        self.layouts = layouts
+        self.member = dist.get_rank() % layouts[0].ranks
+        self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
+        self._pieces = {
+            piece.slot.name: (piece, shard)
+            for layout, shard in zip(layouts, self.values, strict=True)
+            for piece in layout.pieces(self.member)
+        }
+
+    def take(self, name: str, value: Tensor) -> None:
+        if name in self._pieces:
+            piece, shard = self._pieces[name]
             shard[piece.place : piece.place + piece.size] = value.reshape(-1)[piece.start : piece.start + piece.size]
-    kept = {slot.name: model.get_parameter(slot.name) for slot in layout.slots}
-    return FlatLayer.of(layout, shard, kept, member)

@@ -1,0 +1,21 @@
+"""Which ranks hold a stage's parameters."""
+
+from __future__ import annotations
+
+from arachnec.ir.nodes import Cluster, Module, Phase, Stage, integers
+
+
+def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
+    """The ranks that hold a stage's parameters.
+
+    Encoders and stages of ``train`` cascades are on every rank, so that the next iteration may place its cascades
+    anywhere. Stages of a pipeline or a sampling chain are where their cascades run. ``ranks`` on the stage's reduce
+    overrides both.
+    """
+    for reduce in module.reductions:
+        if reduce.stage == stage.name and "ranks" in reduce.attrs:
+            return frozenset(integers(reduce.attrs["ranks"]))
+    own = [cascade for cascade in module.cascades if cascade.stage == stage.name]
+    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
+        return frozenset(range(cluster.world))
+    return frozenset(rank for cascade in own for rank in cascade.ranks)

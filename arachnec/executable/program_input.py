@@ -1,0 +1,108 @@
+"""A program of an executable trains that executable's clips and stages, on its cluster, and no others.
+
+``check`` proves a program for the batch, the stages and the device that the program itself names. This holds those to
+what was traced, so that a program edited by hand cannot leave a clip out, freeze a stage or enlarge a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.executable.folder import Executable, iteration_of
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Clip, Cluster, Module, Stage
+from arachnec.ir.printer import value_text
+from arachnec.ir.tables import FIGURES
+from arachnec.ir.values import Attributes, Value
+
+
+@dataclass(frozen=True)
+class OtherClips(Diagnostic):
+    title: ClassVar[str] = "the program of iteration {iteration} {reason}"
+    label: ClassVar[str] = "not the clips of iteration {iteration}"
+    help: ClassVar[str] = "its clips are those of `traced.cascade` with `iteration = {iteration}`; compile again"
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class OtherFigure(Diagnostic):
+    title: ClassVar[str] = "{node} has {attribute} = {value} in the program, and {right} where it was compiled"
+    label: ClassVar[str] = "{attribute} is {value}"
+    help: ClassVar[str] = "a program is proved for what was traced; compile again to change the model or the cluster"
+    node: str
+    attribute: str
+    value: str
+    right: str
+
+
+@dataclass(frozen=True)
+class OtherStages(Diagnostic):
+    title: ClassVar[str] = "the program has stages {stages}, the executable {right}"
+    help: ClassVar[str] = "a program is proved for what was traced; compile again to change the model"
+    stages: str
+    right: str
+
+
+def demand_own_input(executable: Executable, program: Module, number: int, cluster: Cluster | None = None) -> None:
+    """Raises ``UserError`` where ``program`` is not of iteration ``number`` of the executable.
+
+    ``cluster`` is the one it runs on where that is not the executable's: its stages are then not those of the folder,
+    because what is dealt out over ranks is dealt out over others.
+    """
+    problems = [*_clips(executable.traced, program, number)]
+    problems += _cluster(cluster or executable.model.cluster, program.cluster)
+    if cluster is None or cluster == executable.model.cluster:
+        problems += _stages(executable.model.stages, program.stages)
+    if problems:
+        raise UserError(*problems)
+
+
+def _clips(traced: Module, program: Module, number: int) -> Iterator[Diagnostic]:
+    wanted = {clip.id: clip for clip in iteration_of(traced, number).clips}
+    given = {clip.id: clip for clip in program.clips}
+    for clip in program.clips:
+        own = wanted.get(clip.id)
+        if own is None or _shape(own) != _shape(clip):
+            reason = f"has clip {clip.id}, which is " + ("none of its batch" if own is None else "of another shape")
+            yield OtherClips(clip.span, number, reason)
+            return
+    missing = next((clip for clip in wanted if clip not in given), None)
+    if missing is not None:
+        yield OtherClips(program.span, number, f"leaves out clip {missing}")
+
+
+def _shape(clip: Clip) -> tuple[int, ...]:
+    return clip.frames, clip.height, clip.width, clip.text, clip.tokens
+
+
+def _cluster(right: Cluster | None, given: Cluster | None) -> Iterator[Diagnostic]:
+    if right is not None and given is not None:
+        yield from _attributes(f"cluster @{right.name}", right.attrs, given.attrs)
+
+
+def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diagnostic]:
+    by_name = {stage.name: stage for stage in given}
+    if [stage.name for stage in right] != [stage.name for stage in given]:
+        names = (", ".join(f"@{stage.name}" for stage in stages) for stages in (given, right))
+        yield OtherStages(given[0].span if given else None, *names)
+        return
+    for stage in right:
+        other = by_name[stage.name]
+        if stage.trained != other.trained:
+            words = ("trained" if trained else "frozen" for trained in (other.trained, stage.trained))
+            yield OtherFigure(other.span, f"stage @{stage.name}", "phase", *words)
+        yield from _attributes(f"stage @{stage.name}", stage.attrs, other.attrs)
+
+
+def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:
+    for name, value in right.pairs:
+        if name not in FIGURES and given.get(name) != value:
+            yield OtherFigure(given.span(name), node, name, _shown(given.get(name)), value_text(value))
+            return
+
+
+def _shown(value: Value | None) -> str:
+    return "nothing" if value is None else value_text(value)

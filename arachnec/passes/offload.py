@@ -1,0 +1,140 @@
+"""Put a part of what devices do not hold into pinned host memory, to come and go layer by layer (docs/host_memory.md).
+
+Ren et al., "ZeRO-Offload" (arXiv 2101.06840), for the optimizer; Rajbhandari et al., "ZeRO-Infinity" (arXiv
+2104.07857), for parameters and the inputs of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.cluster.host_memory import stated_for, usable_host_memory
+from arachnec.cost.model import CostModel
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.host_placement import PLACED
+from arachnec.ir.nodes import Level, Module, integer
+from arachnec.ir.stage_sizes import gib
+from arachnec.passes.annotate import Annotate
+from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.partition import Partition
+from arachnec.passes.shard_optimizer import CROWDED
+from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
+from arachnec.planning.gradient_precision import least_degrees
+from arachnec.planning.host_choice import host_gib, with_host
+
+CHOICES = ("auto", "none", *PLACED)
+
+
+@dataclass(frozen=True)
+class NotOffloadable(Diagnostic):
+    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing into host memory"
+    help: ClassVar[str] = "`what` is one of {choices}; each comes with those before it"
+    what: str
+    choices: str
+
+
+@dataclass(frozen=True)
+class HostTooSmall(Diagnostic):
+    title: ClassVar[str] = "`offload{{what={what}}}` takes {needed:.1f} GiB of a node's host, there are {usable:.1f}"
+    help: ClassVar[str] = (
+        'give the cluster `host_memory = "{stated:.0f} GiB"`, of which a tenth stays free; or put less there'
+    )
+    what: str
+    needed: float
+    usable: float
+    stated: float
+
+
+@dataclass(frozen=True)
+class Offload(Pass):
+    """Put optimizer, parameters, or inputs of blocks into host memory, as far as the clips need it.
+
+    ``what`` is ``optimizer``; ``parameters``, which takes gradients and the optimizer along; ``inputs`` of blocks that
+    run again, on top of these; ``none``; or ``auto`` for the first of them with which every clip fits.
+    """
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
+
+    what: str = "auto"
+
+    def run(self, module: Module) -> Module:
+        if self.what not in CHOICES:
+            raise UserError(NotOffloadable(None, self.what, ", ".join(f"`{choice}`" for choice in CHOICES)))
+        if module.cluster is None or self.what == "none":
+            return module
+        usable = usable_host_memory(module.cluster)
+        if self.what == "auto":
+            return _as_needed(module, usable)
+        placed = with_host(module, self.what)
+        try:
+            needed = _taken(placed)
+        except UserError:
+            return placed  # a clip that fits nowhere is refused where it is planned
+        if needed > usable:
+            raise UserError(HostTooSmall(None, self.what, needed, usable, stated_for(needed)))
+        return placed
+
+
+def _as_needed(module: Module, usable: float) -> Module:
+    """The module with as little in host memory as lets every clip fit; as it is where nothing does.
+
+    Raises UserError where only more host memory would do, with how much.
+    """
+    if not _crowded(module):
+        return module
+    try:
+        _taken(module)
+        return module
+    except UserError as error:
+        refusal = error
+    least: float | None = None
+    for what in PLACED:
+        placed = with_host(module, what)
+        try:
+            needed = _taken(placed)
+        except UserError:
+            continue
+        if needed <= usable:
+            return placed
+        least = needed if least is None else min(least, needed)
+    if least is None:
+        return module
+    raise with_host_remedy(refusal, stated_for(least)) from refusal
+
+
+def _crowded(module: Module) -> bool:
+    """Whether a clip may not fit: cheaper to tell than whether it does."""
+    assert module.cluster is not None
+    if not any(stage.trained and "state" in stage.attrs for stage in module.stages):
+        return False
+    state = sum(gib(stage.attrs.get("state")) for stage in module.stages)
+    return state > CROWDED * module.cluster.memory or None in least_degrees(module)
+
+
+def _taken(module: Module) -> float:
+    """GiB of a node's host for the first iteration, by the defaults of what follows.
+
+    Raises UserError where a clip fits nowhere.
+    """
+    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
+    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
+    costed = Annotate().run(Partition().run(replace(module, clips=clips, graphs=())))
+    cost = CostModel(costed)
+    problem_of(costed, cost)
+    return host_gib(costed, cost)
+
+
+def with_host_remedy(error: UserError, stated: float) -> UserError:
+    """The same refusal, which also says how much host memory would help."""
+    words = f'give the cluster `host_memory = "{stated:.0f} GiB"`'
+    diagnostics = []
+    for diagnostic in error.diagnostics:
+        if isinstance(diagnostic, FitsNoDegree):
+            diagnostic = replace(diagnostic, remedy=f"{diagnostic.remedy}; or {words}")
+        elif isinstance(diagnostic, StateTooLarge):
+            diagnostic = replace(diagnostic, more=f", or {words}")
+        diagnostics.append(diagnostic)
+    return UserError(*diagnostics)

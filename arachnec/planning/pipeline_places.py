@@ -1,0 +1,202 @@
+"""Where the stages of a pipeline lie, and what every group of their ranks does.
+
+Without a planner's ``place`` on the stages the ranks are cut into as many equal runs as a pipeline has ranks. A *lane*
+is one group of ranks, as many as a cascade's degree, its micro-batches and its order. With equal runs every replica of
+the pipeline has a lane in each of them. With unequal ones micro-batches go round: each stage's groups take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import gcd
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Phase, Stage, integers
+from arachnec.pipelining.action import Order, PipelineSchedule
+from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RanksDoNotDivide(Diagnostic):
+    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
+    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
+    world: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class PlaceMissing(Diagnostic):
+    title: ClassVar[str] = "stage @{stage} has no `place`, and others have"
+    label: ClassVar[str] = "lies nowhere"
+    help: ClassVar[str] = "give every stage of the pipeline a `place`, or none"
+    stage: str
+
+
+@dataclass(frozen=True)
+class NoPlace(Diagnostic):
+    title: ClassVar[str] = "{place} is no place for stage @{stage}"
+    label: ClassVar[str] = "its `place`"
+    help: ClassVar[str] = "give it some of the ranks 0 to {last}, each once"
+    stage: str
+    place: list[int]
+    last: int
+
+
+@dataclass(frozen=True)
+class PlacesOverlap(Diagnostic):
+    title: ClassVar[str] = "rank {rank} holds @{stage} and @{other}, whose places differ otherwise"
+    label: ClassVar[str] = "shares a part of its ranks"
+    help: ClassVar[str] = "two stages of a pipeline have the same `place`, or no rank in common"
+    stage: str
+    other: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class PlacesForOtherSchedule(Diagnostic):
+    title: ClassVar[str] = "schedule `{schedule}` puts the stages on the pipeline's ranks {wanted}, they lie on {given}"
+    help: ClassVar[str] = "use `schedule=planned`, which takes stages where they lie"
+    schedule: str
+    wanted: list[int]
+    given: list[int]
+
+
+@dataclass(frozen=True)
+class UnequalReplicas(Diagnostic):
+    title: ClassVar[str] = "the stages lie on {counts} ranks, and schedule `{schedule}` wants the same number for all"
+    help: ClassVar[str] = "use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size"
+    schedule: str
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Places:
+    """``runs``: ranks that hold the same stages. ``placement``: the run of every stage."""
+
+    runs: tuple[Ranks, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def equal(self) -> bool:
+        return len({len(run) for run in self.runs}) == 1
+
+    @property
+    def most_degree(self) -> int:
+        """The degrees of a pipeline divide it."""
+        return gcd(*map(len, self.runs))
+
+    def of(self, stage: int) -> Ranks:
+        return self.runs[self.placement[stage]]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The cascades of one micro-batch by stage and phase."""
+
+    encoders: tuple[Cascade, ...]
+    cascades: Mapping[tuple[int, Phase], Cascade]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """``batches`` by the numbers of the ``order``; ``encodes``: those whose encoders it runs, ``ahead`` of actions."""
+
+    ranks: Ranks
+    run: int
+    batches: Sequence[MicroBatch]
+    order: Order
+    encodes: Sequence[int]
+    ahead: int
+
+
+def places_of(parts: Sequence[Stage], schedule: ScheduleName, v: int, world: int) -> Places:
+    """Where the planner of stages put them, else equal runs. Raises UserError for places no pipeline can have."""
+    stated = [_stated(part, world) for part in parts if "place" in part.attrs]
+    if stated:
+        return _planned(parts, stated, schedule, v)
+    ranks = pipeline_ranks(schedule, len(parts), v)
+    if ranks > world or world % ranks:
+        raise UserError(RanksDoNotDivide(None, world, ranks))
+    size = world // ranks
+    runs = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
+    return Places(runs, _placement(schedule, len(parts), ranks))
+
+
+def _stated(part: Stage, world: int) -> Ranks:
+    place = integers(part.attrs["place"])
+    if not place or len(set(place)) < len(place) or not set(place) <= set(range(world)):
+        raise UserError(NoPlace(part.span, part.name, list(place), world - 1))
+    return place
+
+
+def _planned(parts: Sequence[Stage], stated: Sequence[Ranks], schedule: ScheduleName, v: int) -> Places:
+    if len(stated) < len(parts):
+        bare = next(part for part in parts if "place" not in part.attrs)
+        raise UserError(PlaceMissing(bare.span, bare.name))
+    for (a, one), (b, other) in combinations(zip(parts, stated, strict=True), 2):
+        common = sorted(set(one) & set(other))
+        if common and one != other:
+            raise UserError(PlacesOverlap(b.span, b.name, a.name, common[0]))
+    runs = tuple(dict.fromkeys(stated))
+    places = Places(runs, tuple(runs.index(place) for place in stated))
+    if not places.equal and schedule != "dapple":
+        raise UserError(UnequalReplicas(None, schedule, [len(place) for place in stated]))
+    if schedule != "planned":
+        ranks = pipeline_ranks(schedule, len(parts), v)
+        wanted = _placement(schedule, len(parts), ranks)
+        if wanted != places.placement:
+            raise UserError(PlacesForOtherSchedule(None, schedule, list(wanted), list(places.placement)))
+    return places
+
+
+def _placement(schedule: ScheduleName, stages: int, ranks: int) -> tuple[int, ...]:
+    """The rank of every stage by a schedule's rule: in turn, or there and back."""
+    if schedule == "zb-v":
+        return (*range(ranks), *range(ranks)[::-1])
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def replica_lanes(
+    places: Places, degree: int, replicas: Sequence[Sequence[MicroBatch]], orders: Sequence[PipelineSchedule]
+) -> list[Lane]:
+    """Of equal runs: replica i is the i-th group of every run.
+
+    The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's input
+    longest; a later one a round ahead of its forward.
+    """
+    ranks = len(places.runs)
+    return [
+        Lane(
+            places.runs[run][replica * degree : (replica + 1) * degree],
+            run,
+            batches,
+            order,
+            range(ranks - 1 - run, len(batches), ranks),
+            ranks,
+        )
+        for replica, (batches, schedule) in enumerate(zip(replicas, orders, strict=True))
+        for run, order in enumerate(schedule.orders)
+    ]
+
+
+def lanes_in_turns(
+    places: Places, degree: int, batches: Sequence[MicroBatch], orders: Sequence[Sequence[Order]]
+) -> list[Lane]:
+    """Of unequal runs, one stage on each: ``orders[stage][group]``. Encoders are dealt out over all groups."""
+    groups = [(stage, group) for stage, own in enumerate(orders) for group in range(len(own))][::-1]
+    return [
+        Lane(
+            places.of(stage)[group * degree : (group + 1) * degree],
+            places.placement[stage],
+            batches,
+            orders[stage][group],
+            range(number, len(batches), len(groups)),
+            len(groups),
+        )
+        for number, (stage, group) in enumerate(groups)
+    ]

@@ -1,0 +1,71 @@
+"""Rule 2, inside a cascade: its ranks split it alike, as the cascade says.
+
+The executor takes the split of a forward from the instruction. Ranks that disagree on it exchange messages of other
+sizes, or wait for partners that are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.printer import value_text
+from arachnec.ir.values import Value
+
+DEFAULTS: Mapping[str, Value] = {"ulysses": 1, "ring": 1, "side": 1, "recompute": False}
+SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
+
+
+@dataclass(frozen=True)
+class SplitUnlikeCascade(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
+    label: ClassVar[str] = "{attribute} is {value}"
+    help: ClassVar[str] = "all ranks of a cascade split it alike: {remedy}"
+    rank: int
+    instruction: str
+    attribute: str
+    value: str
+    cascade: str
+    right: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class SeveralKernels(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, and others with {right}"
+    label: ClassVar[str] = "{value} here"
+    help: ClassVar[str] = "all ranks of a cascade run its attention with one kernel family"
+    rank: int
+    instruction: str
+    value: str
+    right: str
+
+
+def check_forwards(values: Values) -> Iterator[Diagnostic]:
+    families: dict[str, Value | None] = {
+        cascade.name: cascade.attrs["attention"] for cascade in values.module.cascades if "attention" in cascade.attrs
+    }
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op != "forward":
+                continue
+            cascade = values.cascades[step.target]
+            for name in SPLIT:
+                value, right = (node.attrs.get(name, DEFAULTS.get(name)) for node in (step, cascade))
+                if value == right:
+                    continue
+                remedy = f"write `{name} = {_shown(right)}`" if right is not None else f"leave `{name}` out"
+                texts = _shown(value), cascade.name, _shown(right), remedy
+                yield SplitUnlikeCascade(step.span, program.rank, written(step), name, *texts)
+            family = step.attrs.get("attention")
+            if families.setdefault(cascade.name, family) != family:
+                yield SeveralKernels(
+                    step.span, program.rank, written(step), _shown(family), _shown(families[cascade.name])
+                )
+
+
+def _shown(value: Value | None) -> str:
+    return "none" if value is None else value_text(value)

@@ -1,0 +1,121 @@
+"""Rule 6, of stages that lie in their hosts' memory in part: what comes from there comes, and the hosts hold it.
+
+That no layer is read before it is brought in is rule 5: a layer from the host is gathered and released like another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.gathers import layers_listed
+from arachnec.analysis.uses import Values, gib, rank_list, written
+from arachnec.cluster.host_memory import stated_for, usable_host_memory
+from arachnec.cluster.topology import node_of
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.host_placement import HOST, inputs_in_host, layers_in_host
+from arachnec.ir.nodes import Phase, Program, quantity
+from arachnec.ir.recomputation import recomputed_blocks
+
+OPS = ("forward", "backward")
+TOLERANCE_GIB = 1e-9
+
+
+@dataclass(frozen=True)
+class WrongPlace(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
+    label: ClassVar[str] = "from another place"
+    help: ClassVar[str] = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
+    rank: int
+    instruction: str
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WrongInputs(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
+    label: ClassVar[str] = "other blocks"
+    help: ClassVar[str] = (
+        "inputs of blocks that run again go to the host once, and come back once: `offload` of the forward and "
+        "`reload` of the backward name these blocks"
+    )
+    rank: int
+    instruction: str
+    word: str
+    listed: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class HostOutOfMemory(Diagnostic):
+    title: ClassVar[str] = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
+    label: ClassVar[str] = "{own:.2f} GiB of them on this rank"
+    help: ClassVar[str] = (
+        "{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of blocks; "
+        "give the cluster `host_memory = {stated:.0f} GiB`, of which a tenth stays free, or put less there"
+    )
+    node: int
+    need: float
+    usable: float
+    own: float
+    state: float
+    inputs: float
+    stated: float
+
+
+def check_host_memory(values: Values) -> Iterator[Diagnostic]:
+    for program in values.module.programs:
+        yield from _copies(values, program)
+    yield from _bounds(values)
+
+
+def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
+    for step in program.instructions:
+        if step.op not in OPS:
+            continue
+        cascade = values.cascades[step.target]
+        stage = values.module.stage(cascade.stage)
+        there, said = layers_in_host(stage), step.attrs.get("place") == HOST
+        if there != said:
+            reason = "lie in the host" if there else "do not lie in the host"
+            yield WrongPlace(step.span, program.rank, written(step), stage.name, reason)
+        goes = inputs_in_host(stage) and cascade.phase is Phase.TRAIN
+        blocks = range(recomputed_blocks(cascade.attrs.get("recompute"), stage) if goes else 0)
+        word = "offload" if step.op == "forward" else "reload"
+        listed = layers_listed(step, word)
+        if listed != tuple(blocks):
+            texts = (rank_list(run) if run else "nothing" for run in (listed, tuple(blocks)))
+            yield WrongInputs(step.span, program.rank, written(step), word, *texts)
+
+
+def host_peak(program: Program) -> tuple[float, float]:
+    """GiB that a rank keeps in its host's memory: throughout, and of blocks' inputs at most."""
+    state = quantity(program.attrs["host_state"]) if "host_state" in program.attrs else 0.0
+    kept: dict[str, float] = {}
+    most = 0.0
+    for step in program.instructions:
+        if step.op == "forward":
+            kept[step.target] = gib(step, "host")
+            most = max(most, sum(kept.values()))
+        elif step.op == "backward":
+            kept.pop(step.target, None)
+    return state, most
+
+
+def _bounds(values: Values) -> Iterator[Diagnostic]:
+    cluster = values.module.cluster
+    assert cluster is not None
+    nodes: dict[int, list[tuple[Program, float, float]]] = defaultdict(list)
+    for program in values.module.programs:
+        nodes[node_of(cluster, program.rank)].append((program, *host_peak(program)))
+    usable = usable_host_memory(cluster)
+    for node, ranks in nodes.items():
+        state, inputs = (sum(sizes) for sizes in list(zip(*ranks, strict=True))[1:])
+        need = state + inputs
+        if need > usable + TOLERANCE_GIB:
+            first, *own = max(ranks, key=lambda rank: rank[1] + rank[2])
+            sizes = sum(own), state, inputs, stated_for(need)
+            yield HostOutOfMemory(first.span, node, need, usable, *sizes)

@@ -1,0 +1,86 @@
+"""A program of an executable trains that executable's clips and stages, on its cluster, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arachnec.executable.folder import read_executable
+from arachnec.executable.program_input import OtherClips, OtherFigure, OtherStages, demand_own_input
+from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.nodes import Module
+from arachnec.ir.values import Quantity
+from tests.distributed.executor_cases import Work, clip, executable
+
+CLIPS = (clip("a", 3), clip("b", 5))
+LATER = (clip("c", 3),)
+WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return executable(tmp_path_factory.mktemp("build"), [CLIPS, LATER], WORKS, 2)
+
+
+def one_clip_less(module: Module) -> Module:
+    return replace(module, clips=module.clips[1:])
+
+
+def a_clip_more(module: Module) -> Module:
+    return replace(module, clips=(*module.clips, replace(module.clips[0], id=2)))
+
+
+def a_shorter_clip(module: Module) -> Module:
+    return replace(module, clips=(replace(module.clips[0], tokens=1), *module.clips[1:]))
+
+
+def a_frozen_stage(module: Module) -> Module:
+    return replace(module, stages=tuple(replace(stage, trained=False) for stage in module.stages))
+
+
+def no_stage(module: Module) -> Module:
+    return replace(module, stages=module.stages[:-1])
+
+
+def less_state(module: Module) -> Module:
+    stage = module.stages[-1]
+    less = replace(stage, attrs=stage.attrs.updated(state=Quantity(0.0, "GiB")))
+    return replace(module, stages=(*module.stages[:-1], less))
+
+
+def more_memory(module: Module) -> Module:
+    assert module.cluster is not None
+    attrs = module.cluster.attrs.updated(memory=Quantity(1e6, "GiB"))
+    return replace(module, cluster=replace(module.cluster, attrs=attrs))
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind"),
+    [
+        (one_clip_less, OtherClips),
+        (a_clip_more, OtherClips),
+        (a_shorter_clip, OtherClips),
+        (a_frozen_stage, OtherFigure),
+        (no_stage, OtherStages),
+        (less_state, OtherFigure),
+        (more_memory, OtherFigure),
+    ],
+)
+def test_a_program_for_other_input_is_refused(
+    folder: Path, broken: Callable[[Module], Module], kind: type[Diagnostic]
+) -> None:
+    compiled = read_executable(folder)
+    demand_own_input(compiled, compiled.program, 0)
+    with pytest.raises(UserError) as caught:
+        demand_own_input(compiled, broken(compiled.program), 0)
+    assert [type(problem) for problem in caught.value.diagnostics] == [kind]
+    assert render(caught.value.diagnostics[0])
+
+
+def test_the_program_of_another_iteration_is_refused(folder: Path) -> None:
+    compiled = read_executable(folder)
+    with pytest.raises(UserError, match="has clip 0, which is none of its batch"):
+        demand_own_input(compiled, compiled.program, 1)
