@@ -56,8 +56,6 @@ def _split(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib:
     ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
     if not layers_of(stage) or len(ranks) < 2 or {"bytes", "time"} & set(node.attrs) or cell_of(stage):
         return 0.0, node
-    if "part_of" in stage.attrs:  # in a pipeline they start behind the last backward
-        return 0.0, node
 
     def time(size: float) -> float:
         return cost.reduce_time(stage, ranks, size)

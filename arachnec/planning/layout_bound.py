@@ -15,7 +15,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.planning.formulate import problem_of
-from arachnec.planning.pipeline_plan import MicroBatch, micro_batches
+from arachnec.planning.pipeline_places import MicroBatch
+from arachnec.planning.pipeline_plan import micro_batches
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
@@ -76,13 +77,11 @@ def _at_degree(
         forwards.append(forward)
         backwards.append(backward)
     pipelines = run // degree
-    reduced = [cost.reduce_time(part, tuple(range(n * run, n * run + run))) for n, part in enumerate(parts)]
     least = 0.0
     for number in range(len(parts)):
         begins = min(sum(times[:number]) for times in forwards)
-        ends = min(sum(times[:number]) for times in backwards) + reduced[0]
-        after = max(ends, split[number] / pipelines + reduced[number])
-        least = max(least, begins + work[number] / pipelines + after)
+        ends = min(sum(times[:number]) for times in backwards)
+        least = max(least, begins + work[number] / pipelines + max(ends, split[number] / pipelines))
     return least + max(cost.step_time(part) for part in parts)
 
 

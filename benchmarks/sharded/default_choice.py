@@ -1,8 +1,9 @@
 """What the default chooses among layouts, and what every alternative takes that is forced by hand.
 
 The rows of the table of models, clips and clusters: equal clips of Wan2.1-14B and HunyuanVideo (stages as traced,
-``benchmarks/data``) on clusters of H100 and L20. Every layout (``arachnec.planning.layouts``) plans the same clips and
-is simulated, in s; "-" where a clip fits nowhere; then what the default takes, and how long its choice takes::
+``benchmarks/data``) on clusters of H100 and L20. Of every kind of layout (``arachnec.planning.layouts``) the shortest
+iteration in s, simulated, or what it takes at least, longer than another's; "-" where a clip fits in none; then
+what the default takes, and the processor time of planning. ``--forced`` simulates every layout::
 
     python -m benchmarks.sharded.default_choice --steps 100 --json benchmarks/results/default_choice.json
 """
@@ -14,6 +15,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
@@ -22,7 +24,8 @@ from arachnec.ir.nodes import Clip, Cluster, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.layouts import layouts
+from arachnec.planning.layouts import REPLICATED, layouts
+from arachnec.report import alternatives
 
 DATA = Path(__file__).parents[1] / "data"
 WAN, HUNYUAN = "wan2_1_14b", "hunyuanvideo"
@@ -64,31 +67,30 @@ def module_of(model: str, cluster: str, inter: float | None, count: int, shape: 
     return Module(model, Level.TRACED, cluster_of(cluster, inter), clips, source.stages)
 
 
-def planned(module: Module, layout: str | None, steps: int) -> tuple[float | None, str, float]:
-    """The simulated iteration in s, the layout it was planned in, and the s of processor time that planning took."""
+def planned(module: Module, layout: str | None, steps: int) -> tuple[Module | None, float]:
+    """The plan, in a layout or the one chosen, and the s of processor time that it took; None where nothing fits."""
     chosen = "choose-layout" if layout is None else f"choose-layout{{layout={layout}}}"
     passes = Pipeline.parse(f"{chosen},partition,annotate,schedule-z3{{steps={steps}}},place,bucket,lower,check")
     started = time.process_time()
     try:
         lowered = passes.run(module)
     except UserError:
-        return None, "", time.process_time() - started
-    taken = time.process_time() - started
-    return simulate(lowered).iteration_ms / 1e3, str(lowered.attrs.get("layout", "replicated")), taken
+        return None, time.process_time() - started
+    return lowered, time.process_time() - started
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="of the scheduler")
     parser.add_argument("--rows", default="", help="numbers of rows, such as 1,4; all without")
-    parser.add_argument("--only-default", action="store_true", help="force no alternative")
-    parser.add_argument("--json", type=Path, help="add the rows to this file")
+    parser.add_argument("--forced", action="store_true", help="plan every layout by hand, those that are excluded too")
+    parser.add_argument("--json", type=Path, help="put the rows into this file")
     options = parser.parse_args()
     numbers = [int(number) for number in options.rows.split(",")] if options.rows else range(len(ROWS))
-    print("| model, cluster, clips | replicated | best cells | best stages | default | over the best | planning, s |")
+    print("| model, cluster, clips | replicated | cells | stages | default | over the best | planning, s |")
     print("|---|---|---|---|---|---|---|")
     for number in numbers:
-        row = measured(number, options.steps, forced=not options.only_default)
+        row = measured(number, options.steps, forced=options.forced)
         print(text(row), flush=True)
         if options.json:
             rows = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
@@ -96,37 +98,46 @@ def main() -> None:
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(number: int, steps: int, *, forced: bool) -> dict[str, object]:
+def measured(number: int, steps: int, *, forced: bool) -> dict[str, Any]:
+    """s of every layout: simulated, or at least."""
     model, cluster, inter, count, shape = ROWS[number]
     module = module_of(model, cluster, inter, count, shape)
     links = f" at {inter:g} GB/s" if inter else ""
-    names = [layout.name for layout in layouts(module)] if forced else []
-    times = {name: planned(module, name, steps)[0] for name in names}
-    default, layout, seconds = planned(module, None, steps)
+    default, taken = planned(module, None, steps)
+    rows = [] if default is None else alternatives(default)
+    simulated = {row["layout"]: row["simulated_ms"] / 1e3 for row in rows if row["simulated_ms"] is not None}
+    at_least = {row["layout"]: row["at_least_ms"] / 1e3 for row in rows if row["at_least_ms"] is not None}
+    for layout in layouts(module) if forced else ():
+        plan, _ = planned(module, layout.name, steps)
+        if plan is not None:
+            simulated[layout.name] = simulate(plan).iteration_ms / 1e3
     return {
         "row": f"{model}, {cluster}{links}, {count} x {'x'.join(map(str, shape[:3]))}",
-        "forced_s": times,
-        "default_s": default,
-        "layout": layout,
-        "planning_cpu_s": seconds,
+        "simulated_s": simulated,
+        "at_least_s": {name: least for name, least in at_least.items() if name not in simulated},
+        "default_s": None if default is None else simulate(default).iteration_ms / 1e3,
+        "layout": None if default is None else default.attrs.get("layout", REPLICATED),
+        "planning_cpu_s": taken,
     }
 
 
-def text(row: dict[str, object]) -> str:
-    times = row["forced_s"]
-    assert isinstance(times, dict)
-    default = row["default_s"]
-    fits = {name: time for name, time in times.items() if time is not None}
+def text(row: dict[str, Any]) -> str:
+    """The row as Markdown: of each kind the shortest, simulated or at least."""
+    default, simulated, at_least = row["default_s"], row["simulated_s"], row["at_least_s"]
 
     def best(kind: str) -> str:
-        among = {name: time for name, time in fits.items() if name.startswith(kind)}
-        name = min(among, key=lambda name: among[name], default=None)
-        return "-" if name is None else f"{name.removeprefix(kind).strip('-')}: {among[name]:.2f}".removeprefix(": ")
+        times = {name: time for name, time in simulated.items() if name.startswith(kind)}
+        mark = "" if times else ">= "
+        times = times or {name: time for name, time in at_least.items() if name.startswith(kind)}
+        name = min(times, key=lambda name: times[name], default=None)
+        if name is None:
+            return "-"
+        own = name.removeprefix(kind).strip("-")
+        return f"{own}: {mark}{times[name]:.2f}" if own else f"{mark}{times[name]:.2f}"
 
-    least = min(fits.values(), default=None)
-    over = "-" if least is None or not isinstance(default, float) else f"{default / least - 1:+.1%}"
-    took = f"{default:.2f} ({row['layout']})" if isinstance(default, float) else "refused"
-    cells = " | ".join(best(kind) for kind in ("replicated", "cells", "stages"))
+    over = "-" if default is None or not simulated else f"{default / min(simulated.values()) - 1:+.1%}"
+    took = "refused" if default is None else f"{default:.2f} ({row['layout']})"
+    cells = " | ".join(best(kind) for kind in (REPLICATED, "cells", "stages"))
     return f"| {row['row']} | {cells} | {took} | {over} | {row['planning_cpu_s']:.1f} |"
 
 
