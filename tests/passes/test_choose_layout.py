@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
 from arachnec.cluster.file import parse_cluster
+from arachnec.executable.folder import iteration_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
@@ -21,6 +22,7 @@ from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
 from arachnec.planning.layouts import Layout, layouts
 from arachnec.report import alternatives
 from arachnec.simulation.events import Engine
+from arachnec.views.explain import explain
 
 BLOCKS = 8
 PLANNED = "choose-layout,partition,annotate,schedule-z3{steps=20},place,bucket,lower,check"
@@ -93,6 +95,9 @@ def test_a_choice_is_held_and_says_what_it_was_between() -> None:
     assert times[str(chosen.attrs["layout"])] <= min(times.values()) * (1 + WORTH)
     for row in told:
         assert row["at_least_ms"] is None or row["at_least_ms"] >= min(times.values()) * (1 - WORTH)
+    lowered = pipeline.run_iteration_part(iteration_of(chosen, 0))
+    sentences = next(section.sentences for section in explain(lowered) if section.title == "Layout")
+    assert all(any(f"`{name}`" in sentence for sentence in sentences) for name in names)
     fresh = model(14 * 10**9)
     held = pipeline.run_model_part(replace(fresh, attrs=fresh.attrs.updated(layout=chosen.attrs["layout"])))
     assert held.stages == chosen.stages
