@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PART ?=
+# Dozens of processes import the same sources: they are compiled once, whatever the environment says.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: help demo test fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
@@ -22,10 +24,10 @@ demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos
 	$(BIN)/python -m examples.demo.run
 
 test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(PART))
+	$(PYTEST) -n 2 $(addprefix tests/,$(PART))
 
 fuzz: $(READY) ## the properties with 1000 drawn cases each, for minutes; `make fuzz PART=ir`: those of one part
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
+	$(PYTEST) -n 2 --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
 
 parts: ## the parts that can be tested alone
 	@find tests -name 'test_*.py' -exec dirname {} + | cut -d/ -f2- | sort -u
@@ -46,7 +48,7 @@ format: $(READY) ## rewrite the sources in the house's format
 	$(BIN)/ruff format .
 
 docs: $(READY) ## check the documentation: links, names, words, and the worked examples step by step
-	$(BIN)/python -m pytest -q tests/house/test_docs.py tests/docs
+	$(PYTEST) -q tests/house/test_docs.py tests/docs
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

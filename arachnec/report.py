@@ -136,7 +136,7 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
     for stage in module.stages:
         if stage.trained:
             ranks = places[stage.name]
-            by_place[ranks] += cost.reduce_time(stage, ranks) + cost.step_time(stage, ranks)
+            by_place[ranks] += cost.reduce_time(stage, ranks) + cost.step_time(stage)
     return max(by_place.values(), default=0.0)
 
 

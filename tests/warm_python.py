@@ -1,10 +1,13 @@
 """A Python that has its imports done, for tests that start processes: what takes seconds each time is done once.
 
 ``warm_python(modules)`` gives the path of a program that is called like ``python``: ``-m MODULE``, ``-c CODE`` or a
-script, with arguments. It hands its command, environment, folder and open files to a process that has imported
-``modules`` and runs the command in a fork of it. Signals go on to the fork, its exit code or the signal that ended it
-comes back, and a program that is killed takes its fork along. Inside, ``sys.executable`` is the same program
+script, with arguments. It hands its command, environment, folder and open files to a process, the server, that has
+imported ``modules`` and runs the command in a fork of it. Signals go on to the fork, its exit code or the signal that
+ended it comes back, and a program that is killed takes its fork along. Inside, ``sys.executable`` is the same program
 and the parent process the program's.
+
+All workers of a run of the tests share the servers. Each is a fork of one that has imported ``LIBRARIES`` and nothing
+of ours, and ends with the run.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
+import hashlib
 import importlib
+import itertools
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -34,6 +41,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 64
+FLAGS = ("-u", "-B")
+END_WITH_PARENT = 1  # of Linux's prctl
 HIGH = 300  # above any file number that a program passes on
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CLIENT = """#!{python} -IS
@@ -66,30 +75,53 @@ os._exit(code)
 """
 
 
+LIBRARIES = (
+    "pytest", "hypothesis", "click", "rich.console", "rich.table", "lark", "msgspec", "networkx", "numpy",
+    "scipy.optimize", "z3", "torch", "torch.distributed.checkpoint", "torch.export", "torch._dynamo",
+    "safetensors.torch", "diffusers.models.transformers",
+)  # fmt: skip
+_STARTED: list[subprocess.Popen[bytes]] = []
+
+
 @functools.cache
-def warm_python(modules: Sequence[str], *, inside: bool = True) -> str:
-    """The program's path. Its server starts now, and ends with this process. ``inside``: what it starts is warm too."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    place, program = str(Path(folder.name) / "socket"), Path(folder.name) / "python"
-    program.write_text(_client(place, program if inside else Path(sys.executable)))
-    program.chmod(0o700)
+def warm_python(modules: Sequence[str] = (), *, inside: bool = True) -> str:
+    """The program's path. ``modules`` come on top of ``LIBRARIES``; ``inside``: what it starts is warm too."""
+    folder = _folder_of_the_run()
+    name = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:8]
+    place, program = folder / f"socket-{name}", folder / f"{'python' if inside else 'outside'}-{name}"
+    with (folder / f"lock-{name}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one starts it
+        if not place.exists():
+            _start(warm_python() if modules else sys.executable, place, modules or LIBRARIES)
+        if not program.exists():
+            program.write_text(_client(str(place), program if inside else Path(sys.executable)))
+            program.chmod(0o700)
+    return str(program)
+
+
+def _owner() -> int:
+    """The process whose end is the end of the run: of a worker, the one that started it."""
+    return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+
+
+def _folder_of_the_run() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"warm-{os.getuid()}-{_owner()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid()
+    return folder
+
+
+def _start(program: str, place: Path, modules: Sequence[str]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(
-        [sys.executable, __file__, place, *modules],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [program, __file__, str(place), str(_owner()), *modules],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert server.stdout is not None and server.stdin is not None
+    assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
     server.stdout.close()
-    input_of_server = server.stdin
-
-    def close() -> None:
-        input_of_server.close()
-        server.wait()
-        folder.cleanup()
-
-    atexit.register(close)
-    return str(program)
+    _STARTED.append(server)  # it stays when this process ends
 
 
 def _client(place: str, inside: Path) -> str:
@@ -97,12 +129,13 @@ def _client(place: str, inside: Path) -> str:
     return CLIENT.format(python=sys.executable, socket=place, forwarded=forwarded, inside=repr(str(inside)))
 
 
-def serve(place: str) -> None:
-    """Fork for every client until standard input ends."""
+def serve(place: str, owner: int) -> None:
+    """Fork for every client until the owner ends."""
     with selectors.DefaultSelector() as selector, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(place)
         listening.listen(64)
-        selector.register(0, selectors.EVENT_READ)
+        end_of_owner = os.pidfd_open(owner)
+        selector.register(end_of_owner, selectors.EVENT_READ)
         selector.register(listening, selectors.EVENT_READ)
         print("ready", flush=True)
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -110,9 +143,8 @@ def serve(place: str) -> None:
         running: dict[socket.socket, tuple[int, int]] = {}  # a client's process, and the file that tells of its end
         while True:
             for key, _ in selector.select():
-                if key.fileobj == 0:
-                    for process, _ in running.values():
-                        os.kill(process, signal.SIGKILL)
+                if key.fileobj == end_of_owner:  # what was forked ends with this process
+                    shutil.rmtree(Path(place).parent, ignore_errors=True)
                     return
                 if key.fileobj is listening:
                     client, _ = listening.accept()
@@ -123,7 +155,9 @@ def serve(place: str) -> None:
                     client_process = _process_of(client)
                     process = os.fork()
                     if process == 0:
+                        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
                         selector.close()
+                        os.close(end_of_owner)
                         _close(listening, client, *running)
                         _run(client_process, given, files)
                     for number in files:
@@ -230,7 +264,7 @@ def _exit_code(arguments: list[str]) -> int:
     """Of the command, run to its end as Python would, handlers and threads included."""
     try:
         try:
-            _call([word for word in arguments if word != "-u"] if arguments[0] == "-u" else arguments)
+            _call(list(itertools.dropwhile(lambda word: word in FLAGS, arguments)))
             code: Any = 0
         except SystemExit as end:
             code = end.code
@@ -270,7 +304,8 @@ def _call(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))
-    for module in sys.argv[2:]:
+    for module in sys.argv[3:]:
         importlib.import_module(module)
-    serve(sys.argv[1])
+    gc.freeze()
+    serve(sys.argv[1], int(sys.argv[2]))
     os._exit(0)

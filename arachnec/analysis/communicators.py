@@ -1,12 +1,14 @@
 """The communicators that a rank's program uses, and the memory they take beside the allocator's.
 
 A group of ranks has one communicator for the collectives of cascades, whatever the order of its ranks. Gradient
-all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. A
-device-to-device handoff has one per direction.
+all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. Updated
+parameters are gathered on that of the all-reduces, which is idle then. A device-to-device handoff has one per
+direction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -26,9 +28,12 @@ COMMUNICATOR_MIB = 64  # of device memory each: tens to a hundred by NCCL's buff
 def communicators(program: Program, model: ExecutionModel) -> frozenset[Communicator]:
     """Every communicator that this rank is a member of."""
     names: set[Communicator] = set()
+    cells = {integers(step.attrs["cell"]) for step in program.instructions if "cell" in step.attrs}
     for step in program.instructions:
-        if len(step.peers) > 1 and step.op == "reduce":
+        if len(step.peers) > 1 and step.op in ("gather", "reduce"):
             names.add(_all_reduce(step.peers))
+        elif len(step.peers) > 1 and step.op == "norm":
+            names.add(norm_communicator(step.peers, cells))
         elif len(step.peers) > 1 and step.op in COLLECTIVE:
             names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
             if len(integers(step.attrs.get("cell", ()))) > 1:
@@ -36,6 +41,11 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
         elif model.handoffs == "device" and step.op in ("send", "receive"):
             names.add(handoff_channel(step, program.rank))
     return frozenset(names)
+
+
+def norm_communicator(ranks: tuple[int, ...], cells: Container[tuple[int, ...]]) -> Communicator:
+    """That over which the norm of gradients is summed: a cell's own, else that of an all-reduce over these ranks."""
+    return ("cell" if ranks in cells else "all-reduce"), frozenset(ranks)
 
 
 def handoff_channel(step: Instruction, rank: int) -> Communicator:

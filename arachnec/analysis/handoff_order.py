@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from arachnec.analysis.execution_model import HARDWARE_QUEUES
-from arachnec.analysis.uses import Values, bucket_of, gib
+from arachnec.analysis.uses import Values, gib, moved_by
 from arachnec.ir.nodes import Instruction, quantity
 
 
@@ -103,7 +103,7 @@ class HandoffOrder:
         if len(step.peers) < 2:
             self._push(rank.clock, (rank.number,))
             return
-        here = self._arrived[step.op, step.target, step.peers, bucket_of(step)]
+        here = self._arrived[step.op, step.target, step.peers, moved_by(step)]
         here.append(rank)
         if len(here) == len(step.peers):
             self._push(max(member.clock for member in here), tuple(member.number for member in here))

@@ -10,11 +10,11 @@ a forward are needed as long as what it saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers, quantity
+from arachnec.ir.nodes import STAGE_OPS, Cascade, Instruction, Module, Phase, Program, integers, quantity
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
@@ -118,6 +118,11 @@ def bucket_of(instruction: Instruction) -> tuple[tuple[int, ...], bool] | None:
     return integers(attrs.get("layers", ())), attrs.get("rest") is True
 
 
+def moved_by(instruction: Instruction) -> Hashable:
+    """What of its stage's gradients or parameters a collective moves: a bucket, layers, what parts share, or all."""
+    return bucket_of(instruction), instruction.attrs.get("tied")
+
+
 def overlapped_reduces(program: Program) -> dict[int, list[int]]:
     """Index of a backward to the indices of the reduces that start inside it.
 
@@ -134,15 +139,16 @@ def overlapped_reduces(program: Program) -> dict[int, list[int]]:
 
 
 def written(instruction: Instruction) -> str:
-    """The instruction as the IR writes it, without attributes except the layers of a reduce."""
-    sigil = "@" if instruction.op in ("reduce", "step") else "%"
+    """The instruction as the IR writes it, without attributes except those that say what it moves."""
+    sigil = "@" if instruction.op in STAGE_OPS else "%"
     word = {"send": " to ", "receive": " from "}.get(instruction.op, " on ")
     peers = instruction.peers
     where = ""
     if peers:
         where = word + (str(peers[0]) if word != " on " and len(peers) == 1 else rank_list(peers))
-    bucket = bucket_of(instruction) if instruction.op == "reduce" else None
-    parts = "" if bucket is None else f" {{ layers = {rank_list(bucket[0])}{', rest = true' if bucket[1] else ''} }}"
+    named = [f"{n} = {rank_list(integers(instruction.attrs[n]))}" for n in ("layers", "tied") if n in instruction.attrs]
+    named += ["rest = true"] if instruction.attrs.get("rest") is True else []
+    parts = f" {{ {', '.join(named)} }}" if named else ""
     return f"{instruction.op} {sigil}{instruction.target}{where}{parts}"
 
 

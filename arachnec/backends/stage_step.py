@@ -36,12 +36,15 @@ def packed_size(forms: Mapping[Output, Form]) -> int:
 def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tensor:
     """One run of bytes with every tensor of ``forms``; one that is not there is zeros."""
     device = next((value.device for value in values.values()), torch.device("cpu"))
-    message = torch.zeros(packed_size(forms), dtype=torch.uint8, device=device)
+    message = torch.empty(packed_size(forms), dtype=torch.uint8, device=device)
     for output, place in _places(forms).items():
         value, form = values.get(output), forms[output]
-        if value is not None and form.bytes:
+        if value is None:
+            message[place : place + form.bytes].zero_()
+        elif form.bytes:
             part = message[place : place + form.bytes].view(form.dtype).view(form.shape)
             part.copy_(value.detach())
+        message[place + form.bytes : place + _padded(form.bytes)].zero_()
     return message
 
 

@@ -31,7 +31,7 @@ from arachnec.ir.nodes import Module, Stage
 from arachnec.models.batch import prediction_of
 from arachnec.models.file import ModelFile
 from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Given, Output, record_dataflow, replaced, units_of
+from arachnec.tracing.dataflow import Form, Given, Output, record_dataflow, replaced
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import arguments_of, meta_encoders, tiled
@@ -120,7 +120,7 @@ def run_stage(
     Raises ``UserError`` for a forward that does not call what it called when it was cut.
     """
     walk = _Walk(cut, stage, given, next(model.parameters()).device)
-    units = units_of(model, (path for part in cut.parts for path in part))
+    units = {path: model.get_submodule(path) for path in cut.flow.units}
     output: Any = None
     with replaced({path: (unit, walk.instead(path, unit)) for path, unit in units.items()}), suppress(_StageEnd):
         output = model(**arguments)

@@ -85,15 +85,24 @@ class Compute:
                 return busiest.batch * clip * slowdown
             sizes = self._sizes_of(busiest, name)
             return sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * slowdown
-        sizes = self._sizes_of(cascade, name)
-        if name == "backward" and cascade.phase is Phase.WEIGHT:
-            sizes = sizes.part(*WEIGHT_PART)
-        elif name == "backward" and cascade.name in self.split:
-            sizes = sizes.part(*ACTIVATION_PART)
+        sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
         divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + sizes.pairwise * pairs
         return sizes.fixed + divided * slowdown
+
+    def _backward_sizes(self, cascade: Cascade) -> Sizes:
+        """Of a whole backward, or of one part of a split one: as measured, or half of the products in each."""
+        attrs = self.stages[cascade.stage].attrs
+        if cascade.phase is Phase.WEIGHT:
+            if "weight" in attrs:
+                return self._sizes_of(cascade, "weight")
+            return self._sizes_of(cascade, "backward").part(*WEIGHT_PART)
+        if cascade.name in self.split:
+            if "activation" in attrs:
+                return self._sizes_of(cascade, "activation")
+            return self._sizes_of(cascade, "backward").part(*ACTIVATION_PART)
+        return self._sizes_of(cascade, "backward")
 
     def _sizes_of(self, cascade: Cascade, name: str) -> Sizes:
         key = cascade.stage, name, cascade.batch, cascade.tokens, cascade.text

@@ -244,9 +244,17 @@ class CostModel:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
         return synchronisation.reduce_time(self.cluster, stage, ranks, size)
 
-    def step_time(self, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
-        """ms of the optimizer's step, where it is dealt out over these ranks."""
-        return synchronisation.step_time(self.cluster, stage, ranks)
+    def gather_time(self, stage: Stage, ranks: tuple[int, ...], layers: Sequence[int]) -> float:
+        """ms of gathering what each of these ranks has updated of these layers."""
+        return synchronisation.gather_time(self.cluster, stage, ranks, layers)
+
+    def norm_time(self, ranks: tuple[int, ...]) -> float:
+        """ms of summing the norm of the gradients over these ranks."""
+        return synchronisation.norm_time(self.cluster, ranks)
+
+    def step_time(self, stage: Stage) -> float:
+        """ms of the optimizer's step."""
+        return synchronisation.step_time(self.cluster, stage)
 
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:

@@ -23,6 +23,10 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
+# A stage's parts are stages of a profile, named `stage/part`: a block of each class, what lies before and behind them.
+FIRST, LAST = "first", "last"
+# The backward is measured whole, and in the two parts of a split one.
+PHASES = ("forward", "backward", "activation", "weight")
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
@@ -63,7 +67,7 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: str
-    phase: str  # forward or backward
+    phase: str  # forward or backward; of a part of a stage also activation or weight
     measurements: list[Measurement]
     fit: Fit
 

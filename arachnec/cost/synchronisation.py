@@ -1,7 +1,8 @@
-"""The end of an iteration: the all-reduce of a stage's gradients, and the optimizer's step."""
+"""Between two iterations: a stage's gradients all-reduced, the optimizer's step, what it updated gathered."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from arachnec.cluster.device_specs import find_device_specs
@@ -11,16 +12,10 @@ from arachnec.cost.communication import collective_time
 from arachnec.cost.memory import GIB
 from arachnec.ir.host_placement import layers_in_host, optimizer_in_host
 from arachnec.ir.nodes import Cluster, Stage, integer, quantity
-from arachnec.ir.parameter_cells import cell_of, replicas
-from arachnec.ir.stage_sizes import (
-    element_bytes,
-    gib,
-    gradient_bytes,
-    gradient_element_bytes,
-    trained_bytes,
-    trained_count,
-)
+from arachnec.ir.parameter_cells import cell_of, layer_sizes
+from arachnec.ir.stage_sizes import element_bytes, gib, gradient_bytes, gradient_element_bytes, trained_count
 
+NORM_BYTES = 8
 UPDATED = 28  # bytes that AdamW reads and writes of a parameter: master and moments both, the gradient read
 ASSUMED_BANDWIDTH = 1000.0  # GB/s of a device's own memory, where its specs are not known
 
@@ -43,29 +38,37 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
     return summed + (2 * size / (copy_speed(cluster) * 1e6) if layers_in_host(stage) else 0.0)
 
 
+def norm_time(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """ms of summing one number over these ranks: the squared norm of their gradients."""
+    if len(ranks) < 2:
+        return 0.0
+    return 2 * collective_time(group_link(cluster, ranks), NORM_BYTES, len(ranks), 1, penalty(cluster, ranks))
+
+
 def ring_passes(stage: Stage) -> int:
     """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all need them."""
     return 1 if "sharded" in stage.attrs and "cell" not in stage.attrs else 2
 
 
-def step_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...] | None = None) -> float:
-    """ms of the optimizer, which reads and writes the stage's state once and, dealt out, sends what it updated.
+def gather_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], layers: Sequence[int]) -> float:
+    """ms of gathering what each of these ranks has updated of these layers, one after another."""
+    if len(ranks) < 2:
+        return 0.0
+    link, contention = group_link(cluster, ranks), penalty(cluster, ranks)
+    sizes, cell = layer_sizes(stage), cell_of(stage) or 1
+    bytes_of = (sizes[layer].trained * element_bytes(stage) / cell for layer in layers)
+    return sum(collective_time(link, size, len(ranks), 1, contention) for size in bytes_of if size)
 
-    ``ranks`` are those that it is dealt out over; without them the first of the cluster count.
-    """
+
+def step_time(cluster: Cluster, stage: Stage) -> float:
+    """ms of the optimizer, which reads and writes the stage's state once."""
     specs = [find_device_specs(name) for name in {machine.device for machine in machines(cluster)}]
     bandwidth = min(device.bandwidth if device else ASSUMED_BANDWIDTH for device in specs)
-    update = 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
     if "update" in stage.attrs:  # measured with the whole state on every rank
-        update = quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1)) / (cell_of(stage) or 1)
+        return quantity(stage.attrs["update"]) / integer(stage.attrs.get("sharded", 1)) / (cell_of(stage) or 1)
     if optimizer_in_host(stage):
-        update = host_update_time(cluster, stage)
-    if "sharded" not in stage.attrs:
-        return update
-    cell = cell_of(stage) or 1
-    everyone = replicas(0, cell, cluster.world) if cell > 1 else ranks or tuple(range(integer(stage.attrs["sharded"])))
-    link, contention = group_link(cluster, everyone), penalty(cluster, everyone)
-    return update + collective_time(link, trained_bytes(stage) / cell, len(everyone), 1, contention)
+        return host_update_time(cluster, stage)
+    return 2 * gib(stage.attrs.get("state")) * GIB / (bandwidth * 1e9) * 1e3
 
 
 def host_update_time(cluster: Cluster, stage: Stage) -> float:

@@ -69,6 +69,7 @@ _NAMES = {
     "[[int, GiB formula]]": "a list of `[layers, formula in GiB]`",
     "[[int, int]]": "a list of pairs of integers",
     "[[@graph, int]]": "a list of `[@graph, count]`",
+    "[[[int], int]]": "a list of `[list of integers, count]`",
 }
 
 

@@ -234,9 +234,9 @@ class Step:
 class Instruction:
     """One line of a rank's program.
 
-    ``op`` is one of ``INSTRUCTIONS``. ``target`` is the name of a cascade; of a stage for reduce and step. ``peers`` is
-    the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``). For a collective it is the group, this
-    rank included (``forward %1 on [0..2]``).
+    ``op`` is one of ``INSTRUCTIONS``. ``target`` is the name of a cascade; of a stage for those of ``STAGE_OPS``.
+    ``peers`` is the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``). For a collective it is
+    the group, this rank included (``forward %1 on [0..2]``).
     """
 
     op: str
@@ -246,7 +246,8 @@ class Instruction:
     span: Span | None = field(default=None, compare=False, repr=False)
 
 
-INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "send", "receive", "reduce", "step", "free")
+STAGE_OPS = ("gather", "reduce", "norm", "step")
+INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "send", "receive", *STAGE_OPS, "free")
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
     return (*sizes, LayerSize(outside + (0 if blocks else frozen), outside))
 
 
+def updated_layers(stage: Stage) -> tuple[int, ...]:
+    """The layers with parameters that train, in the order in which a forward reads them: the last one first."""
+    sizes, last = layer_sizes(stage), last_layer(stage)
+    shared = "tied" in stage.attrs  # with other stages, and in no layer of this one
+    return tuple(number for number in (last, *range(last)) if sizes[number].trained or (shared and number == last))
+
+
 def gathered_gib(stage: Stage, held: int = HELD) -> float:
     """GiB on a rank while a cascade runs: gathered layers, and gradients that are not reduce-scattered yet.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from arachnec.ir.nodes import (
     INSTRUCTIONS,
+    STAGE_OPS,
     Cascade,
     Clip,
     Cluster,
@@ -114,7 +115,7 @@ def _program(program: Program) -> str:
 def _instruction(item: Instruction) -> str:
     if item.op not in INSTRUCTIONS:
         raise ValueError(f"no such instruction: {item.op}")
-    target = symbol(item.target) if item.op in ("reduce", "step") else percent(item.target)
+    target = symbol(item.target) if item.op in STAGE_OPS else percent(item.target)
     return f"    {item.op} {target}{_peers(item)}" + _inline(item.attrs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, integers, quantity
 from arachnec.ir.values import Formula, Term, Value
 
 BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
@@ -47,11 +47,6 @@ def uneven(items: int, parts: int) -> float:
 def gradient_bytes(stage: Stage) -> float:
     """Bytes of a stage's gradients in the all-reduce."""
     return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
-
-
-def trained_bytes(stage: Stage) -> float:
-    """Bytes of a stage's trained parameters, in their precision."""
-    return element_bytes(stage) * trained_count(stage)
 
 
 def trained_count(stage: Stage) -> int:
@@ -102,6 +97,12 @@ def term_value(term: Term, cascade: Cascade) -> float:
     """One term of a formula for a cascade."""
     sizes = {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}
     return term.coefficient * math.prod(float(sizes[symbol]) ** power for symbol, power in term.powers)
+
+
+def tied_sets(value: Value | None) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """The attribute ``tied`` or ``tied_layers``: which parts or layers read the same parameters, and how many train."""
+    rows = value if isinstance(value, tuple) else ()
+    return tuple((integers(row[0]), integer(row[1])) for row in rows if isinstance(row, tuple))
 
 
 def gib(value: Value | None) -> float:

@@ -13,7 +13,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from arachnec.ir import syntax_errors
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import INSTRUCTIONS, Phase
+from arachnec.ir.nodes import INSTRUCTIONS, STAGE_OPS, Phase
 from arachnec.ir.span import Span
 
 _WORDS = {
@@ -31,8 +31,8 @@ _WORDS = {
     "RANGE": ["a range such as `0..3`"],
     "KIND": ["`trained`", "`frozen`"],
     "PHASE": [f"`{phase.value}`" for phase in Phase],
-    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", "reduce", "step")],
-    "STAGE_OP": ["`reduce`", "`step`"],
+    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", *STAGE_OPS)],
+    "STAGE_OP": ["`gather`", "`norm`"],
     "$END": ["the end of the text"],
 }
 _VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}

@@ -99,6 +99,7 @@ STAGE = table("""
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     output          | GiB formula    | traced | optional | what it hands off
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
+    tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train
     place           | [int]          | traced | optional | its ranks, where a planner of stages chose them
     classes         | [int]          | traced | optional | block class of each layer, by its place in `blocks`
     layer_params    | [int]          | traced | optional | parameters of each layer
@@ -114,8 +115,11 @@ STAGE = table("""
     end_flops       | [TFLOP formula] | traced | optional | one forward of the embedding, and of the head
     end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
+    tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
+    activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
+    weight          | ms formula     | costed | optional | of a split backward the products with weights, measured
     update          | ms             | costed | optional | the optimizer's step, measured
     costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
 """)
@@ -247,6 +251,11 @@ INSTRUCTION = {
     bytes     | int   | lowered | required | of the message
     memory    | GiB   | lowered | optional | held until `free`
 """),
+    "gather": table("""
+    layers    | [int] | lowered | required | whose updated parameters become whole, in this order
+    bytes     | int   | lowered | required | of these parameters
+    time      | ms    | lowered | required | planned duration of all, one after another
+"""),
     "reduce": table("""
     bytes     | int   | lowered | required | of the gradients
     time      | ms    | lowered | required | planned duration
@@ -254,6 +263,10 @@ INSTRUCTION = {
     rest      | bool  | lowered | optional | the bucket holds what lies in no layer, or in several
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
     cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
+    tied      | [int] | lowered | optional | of what these parts of a model all read, over the ranks of all
+"""),
+    "norm": table("""
+    time      | ms    | lowered | required | planned duration
 """),
     "step": table(
         """
@@ -269,3 +282,4 @@ FIGURES = (
     "classes", "layer_params", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace",
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
+TIED = "tied_layers"  # where layers share parameters, one more

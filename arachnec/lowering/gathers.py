@@ -1,4 +1,5 @@
-"""What a forward or backward gathers and releases, where its stage's parameters are dealt out over cells.
+"""What a forward or backward gathers and releases, where its stage's parameters are dealt out over cells; and what a
+rank gathers before all else, where it has updated a part of the parameters only.
 
 The last layer, of what lies in no block, is the first to be gathered and stays until the backward has ended. Blocks
 come in the order in which they run. A backward's lists say the same order and are read from the end.
@@ -6,14 +7,17 @@ come in the order in which they run. A backward's lists say the same order and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import HOST, layers_in_host
-from arachnec.ir.nodes import Instruction, Stage
-from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell
-from arachnec.ir.values import Attributes
+from arachnec.ir.nodes import Instruction, Module, Stage
+from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell, replicas, updated_layers
+from arachnec.ir.stage_sizes import element_bytes
+from arachnec.ir.values import Attributes, Quantity
 
 
 def on_rank(instructions: Iterable[Instruction], stage: Stage, rank: int) -> Iterator[Instruction]:
@@ -24,6 +28,28 @@ def on_rank(instructions: Iterable[Instruction], stage: Stage, rank: int) -> Ite
             yield _gathering(instruction, stage, own_cell(rank, cell), place)
         else:
             yield instruction
+
+
+def updated_parameters(module: Module, resident: Mapping[str, frozenset[int]]) -> dict[int, list[Instruction]]:
+    """By rank, the gathers with which its program begins: of what other ranks have updated in the step before.
+
+    Layers are gathered in the order in which a forward reads them, of a stage in cells each shard by the ranks that
+    hold it. ``resident`` are the ranks of every stage.
+    """
+    cost = CostModel(module)
+    gathers: dict[int, list[Instruction]] = defaultdict(list)
+    for stage in module.stages:
+        ranks, layers = tuple(sorted(resident[stage.name])), updated_layers(stage)
+        if "sharded" not in stage.attrs or len(ranks) < 2 or not layers:
+            continue
+        cell = cell_of(stage) or 1
+        size = round(sum(layer_sizes(stage)[layer].trained for layer in layers) * element_bytes(stage) / cell)
+        for equal in [replicas(first, cell, len(ranks)) for first in range(cell)] if cell > 1 else [ranks]:
+            time = Quantity(cost.gather_time(stage, equal, layers), "ms")
+            gather = Instruction("gather", stage.name, equal, Attributes.of(layers=layers, bytes=size, time=time))
+            for rank in equal:
+                gathers[rank].append(gather)
+    return gathers
 
 
 @lru_cache(maxsize=4096)  # the members of a cell have the same line

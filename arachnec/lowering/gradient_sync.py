@@ -1,16 +1,19 @@
-"""Gradient synchronisation: the all-reduces, one per stage or bucket, and the optimizer steps that end every list."""
+"""The end of every list: all-reduces of gradients, one per stage or bucket, their norm, and the optimizer steps."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
-from arachnec.ir.stage_sizes import gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.host_copies import step_copies
 
@@ -58,18 +61,19 @@ def gradient_synchronisation(
         instruction = Instruction("reduce", stage.name, group, Attributes.of(bytes=size, time=time))
         for rank in group:
             ends[rank].append(instruction)
-    for stage in trained:
-        ranks = tuple(sorted(resident[stage.name]))
-        time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage, ranks), "ms"))
-        attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
-        if (cell := cell_of(stage)) is not None and "sharded" not in stage.attrs:
-            for rank in resident[stage.name]:  # the norm of the gradients is summed over the cell
-                ends[rank].append(Instruction("step", stage.name, own_cell(rank, cell), attrs))
-            continue
-        # A sharded optimizer's step ends with an all-gather of the updated parameters.
-        together = ranks if "sharded" in stage.attrs else ()
-        for rank in resident[stage.name]:
-            ends[rank].append(Instruction("step", stage.name, together, attrs))
+    places = {stage.name: resident[stage.name] for stage in trained}
+    for rank, reduces in _tied(module, cost, places).items():
+        ends[rank] += reduces
+    for rank, items in ends.items():
+        here = [stage for stage in trained if rank in resident[stage.name]]
+        normed = ((stage, norm_ranks(stage, rank, module.stages, places)) for stage in here)
+        for ranks, first in {ranks: _first(stage, trained) for stage, ranks in normed if ranks}.items():
+            norm_time = Quantity(cost.norm_time(ranks), "ms")
+            items.append(Instruction("norm", first.name, ranks, Attributes.of(time=norm_time)))
+        for stage in here:
+            time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
+            attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
+            items.append(Instruction("step", stage.name, (), attrs))
     return ends
 
 
@@ -83,6 +87,26 @@ def _add_shards(
         time = Quantity(cost.reduce_time(stage, same), "ms")
         attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell))
         ends[rank].append(Instruction("reduce", stage.name, same, attrs))
+
+
+def _first(stage: Stage, trained: Sequence[Stage]) -> Stage:
+    """The stage by which the norm goes of all gradients that are clipped with this one's: the same on every rank."""
+    whole = stage.attrs.get("part_of", stage.name)
+    return next(other for other in trained if other.attrs.get("part_of", other.name) == whole)
+
+
+def _tied(module: Module, cost: CostModel, places: Places) -> dict[int, list[Instruction]]:
+    """By rank, the all-reduces of what parts of a model on different ranks share."""
+    reduces: dict[int, list[Instruction]] = defaultdict(list)
+    sets = dict.fromkeys(pair for stage in module.stages for pair in tied_sets(stage.attrs.get("tied")))
+    for tied, count in sorted(sets):
+        stage, group = tied_parts(tied, module.stages)[0], tied_ranks(tied, module.stages, places)
+        size = round(count * gradient_element_bytes(stage))
+        whole = replace(stage, attrs=stage.attrs.updated(sharded=None))  # whole also where the optimizer is dealt out
+        attrs = Attributes.of(bytes=size, time=Quantity(cost.reduce_time(whole, group, size), "ms"), tied=tied)
+        for rank in group:
+            reduces[rank].append(Instruction("reduce", stage.name, group, attrs))
+    return reduces
 
 
 def _add_buckets(

@@ -30,7 +30,7 @@ from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
-from arachnec.lowering.gathers import on_rank
+from arachnec.lowering.gathers import on_rank, updated_parameters
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
@@ -74,6 +74,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
     lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
     lists = _with_copies(module, lists)
+    gathers = updated_parameters(module, resident)
     states = {
         rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
         for rank in range(module.cluster.world)
@@ -85,7 +86,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     programs = tuple(
         Program(
             rank,
-            (*lists[rank], *ends[rank]),
+            (*gathers[rank], *lists[rank], *ends[rank]),
             Attributes.of(state=Quantity(states[rank], "GiB"), host_state=_some(kept[rank])),
         )
         for rank in range(module.cluster.world)
@@ -119,7 +120,7 @@ def _moved_up(
     if sum(item.op == "step" for item in ends) < 2:
         return
     last = {cascade.stage: i for i, cascade in enumerate(order) if cascade.phase in GRADIENT}
-    for item in [item for item in ends if item.op == "reduce" and item.target in last]:
+    for item in [item for item in ends if item.op == "reduce" and item.target in last and "tied" not in item.attrs]:
         ends.remove(item)
         yield (last[item.target], REDUCE), item
 

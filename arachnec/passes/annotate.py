@@ -14,6 +14,9 @@ from typing import ClassVar
 
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
+    FIRST,
+    LAST,
+    PHASES,
     Profile,
     StageNotProfiled,
     find_clip_time,
@@ -23,9 +26,9 @@ from arachnec.cost.profile import (
     read_profile,
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, quantity
-from arachnec.ir.stage_sizes import crowding
-from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integer, quantity
+from arachnec.ir.stage_sizes import crowding, element_bytes
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
@@ -74,7 +77,10 @@ class Annotate(Pass):
         profile = read_profile(self.profile) if self.profile and specs is None else None
         stages = []
         for stage in module.stages:
-            if profile is not None and find_fit(profile, stage.name, "forward") is not None:
+            part = part_from_profile(stage, profile, module.cluster) if profile is not None else None
+            if part is not None:
+                stages.append(part)
+            elif profile is not None and find_fit(profile, stage.name, "forward") is not None:
                 stages.append(from_profile(stage, profile, module.cluster))
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
@@ -110,6 +116,39 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
         forward=_scaled(formula_of(forward.coefficients), crowd, 0.0),
         backward=_scaled(formula_of(backward.coefficients), crowd, 0.0) if stage.trained and backward else None,
         costs="profile",
+    )
+
+
+def part_from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage | None:
+    """A run of blocks, by what was measured of a block of each class and of what lies before and behind the blocks.
+
+    None for a stage that is no part of another, or where its blocks were not measured.
+    """
+    whole = stage.attrs.get("part_of")
+    if not isinstance(whole, str):
+        return None
+    counts = {FIRST: int(stage.name == f"{whole}_0"), LAST: int("output" not in stage.attrs)}
+    blocks = stage.attrs["blocks"]
+    assert isinstance(blocks, tuple)
+    counts |= {str(pair[0]): integer(pair[1]) for pair in blocks if isinstance(pair, tuple)}
+    fits = {(part, phase): find_fit(profile, f"{whole}/{part}", phase) for part in counts for phase in PHASES}
+    if any(fits[part, "forward"] is None for part in counts if part not in (FIRST, LAST)):
+        return None
+    crowd = crowding(cluster)
+
+    def time(phase: str) -> Formula | None:
+        known = [(count, fit) for part, count in counts.items() if count and (fit := fits[part, phase]) is not None]
+        if not known or (phase != "forward" and not stage.trained):
+            return None
+        return _scaled(formula_sum([(n, formula_of(fit.coefficients)) for n, fit in known], "ms"), crowd, 0.0)
+
+    end = find_synchronisation(profile, whole)
+    if end is not None and stage.trained:
+        share = integer(stage.attrs["params"]) * element_bytes(stage) / max(1, end.bytes)
+        stage = replace(stage, attrs=stage.attrs.updated(update=Quantity(end.step_ms * share * crowd, "ms")))
+    stage = replace(stage, attrs=stage.attrs.updated(activation=time("activation"), weight=time("weight")))
+    return _with(
+        stage, forward=time("forward") or Formula((Term(0.0),), "ms"), backward=time("backward"), costs="profile"
     )
 
 

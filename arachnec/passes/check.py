@@ -30,8 +30,10 @@ from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
+from arachnec.verification.memory_claims import check_memory_claims
 from arachnec.verification.residency import check_residency
 from arachnec.verification.structure import check_structure
+from arachnec.verification.updated_parameters import check_updated_parameters
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_cascade_inputs(values)
     yield from check_inputs(values)
     yield from check_gathers(values)
+    yield from check_updated_parameters(values)
     yield from check_residency(values)
+    yield from check_memory_claims(values)
     yield from check_memory(values, model)
 
 

@@ -26,7 +26,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import is_encoder
-from arachnec.ir.tables import FIGURES
+from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
@@ -211,7 +211,7 @@ def without_figures(stage: Stage) -> Stage:
     """A stage without what is only of use for cutting it."""
     if not any(name in stage.attrs for name in FIGURES):
         return stage
-    return replace(stage, attrs=stage.attrs.updated(**dict.fromkeys(FIGURES)))
+    return replace(stage, attrs=stage.attrs.updated(**dict.fromkeys((*FIGURES, TIED))))
 
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:

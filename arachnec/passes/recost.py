@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, integer, quantity
 from arachnec.ir.values import Quantity
@@ -74,7 +75,12 @@ def _instructions(program: Program, cascades: Mapping[str, Cascade], cost: CostM
     stretched = 1.0  # how much longer the latest backward takes: reduces may start inside it
     for step in program.instructions:
         if step.op == "step":
-            yield _with(step, time=cost.step_time(cost.stages[step.target], step.peers))
+            yield _with(step, time=cost.step_time(cost.stages[step.target]))
+        elif step.op == "gather":
+            layers = layers_listed(step, "layers")
+            yield _with(step, time=cost.gather_time(cost.stages[step.target], step.peers, layers))
+        elif step.op == "norm":
+            yield _with(step, time=cost.norm_time(step.peers))
         elif step.op == "reduce":
             size = step.attrs.get("bytes")
             bucket_bytes = float(size) if isinstance(size, int) else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
+from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
@@ -19,7 +21,8 @@ class SchedulePipeline(Pass):
     ``k`` is that of ``kfkb``, by default the one with the shortest step of those that fit; ``v`` the stages a rank of
     ``interleaved-1f1b``; ``policy`` the warm-up of ``dapple``. ``degree`` is the sequence-parallel degree of every
     stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at which the
-    micro-batches fit, recomputing where that is faster.
+    micro-batches fit, recomputing where that is faster. ``orders`` is a CSV of torch's pipelining that says what every
+    rank of a pipeline does, instead of a schedule.
     """
 
     needs: ClassVar[Level] = Level.COSTED
@@ -31,10 +34,13 @@ class SchedulePipeline(Pass):
     policy: WarmUp = "A"
     degree: int | None = None
     recompute: bool | None = None
+    orders: str | None = None
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients must be cascades of their own."""
+        if self.orders is not None:
+            return read_csv(Path(self.orders)).splits_backward
         return self.schedule in SPLITTING
 
     @property
@@ -43,4 +49,6 @@ class SchedulePipeline(Pass):
         return stages_each(self.schedule, self.v)
 
     def run(self, module: Module) -> Module:
-        return pipelined(module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy))
+        return pipelined(
+            module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders)
+        )

@@ -19,6 +19,7 @@ from arachnec.planning.stage_cuts import (
     balanced_cuts,
     demand_cuts,
     demand_cuttable,
+    on_ranks,
     parts_of,
 )
 
@@ -48,7 +49,8 @@ def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: 
 class Stages(Pass):
     """Cut the trained stage into ``p`` stages of nearly equal work, or at ``cuts``: the first block of each later one.
 
-    Without either, into the fewest stages that divide the ranks and leave room for the longest clip.
+    Without either, into the fewest stages that divide the ranks and leave room for the longest clip. ``replicas`` is
+    on how many ranks each stage lies, in the order of the ranks, where they are not to be equally many.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -57,6 +59,7 @@ class Stages(Pass):
 
     p: int | None = None
     cuts: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
 
     def run(self, module: Module) -> Module:
         if module.level is not Level.TRACED:
@@ -67,7 +70,8 @@ class Stages(Pass):
                 stages.append(stage)
                 continue
             demand_cuttable(stage)
-            stages += parts_of(stage, self._cuts(module, stage))
+            parts = parts_of(stage, self._cuts(module, stage))
+            stages += parts if self.replicas is None else on_ranks(parts, self.replicas, module)
         return with_gradient_precision(replace(module, stages=tuple(stages)))
 
     def _cuts(self, module: Module, stage: Stage) -> tuple[int, ...]:

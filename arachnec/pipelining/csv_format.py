@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.span import Span
 from arachnec.pipelining.action import FORWARD, Action, Order, PipelineSchedule, parse_action
-from arachnec.pipelining.errors import ScheduleTooLarge, UnknownAction
+from arachnec.pipelining.errors import NoSuchSchedule, ScheduleTooLarge, UnknownAction
 from arachnec.pipelining.schedule_rules import require_valid
 
 MOST_RANKS = 4096
 MOST_CELLS = 2**21
+LARGEST_FILE = 2**26  # bytes
 _DERIVED = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB][0-9]{1,9}|UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -24,6 +26,19 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def to_csv(schedule: PipelineSchedule) -> str:
     """What torch reads back as ``compute_only``: no ``REDUCE_GRAD``, which it writes and refuses to read."""
     return "".join(",".join(_cells(order, schedule.overlapped)) + "\r\n" for order in schedule.orders)
+
+
+def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = None) -> PipelineSchedule:
+    """``from_csv`` of a file. UserError where it is missing, no text, or larger than any schedule."""
+    if not path.is_file():
+        raise UserError(NoSuchSchedule(None, str(path)))
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_FILE))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(UnknownAction(None, path.name)) from None
+    return from_csv(text, str(path), stages, micro_batches)
 
 
 def from_csv(text: str, file: str, stages: int | None = None, micro_batches: int | None = None) -> PipelineSchedule:

@@ -48,6 +48,13 @@ class LimitsForOtherRanks(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NoSuchSchedule(Diagnostic):
+    title: ClassVar[str] = "there is no file of orders {path}"
+    help: ClassVar[str] = "give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank"
+    path: str
+
+
+@dataclass(frozen=True)
 class UnknownAction(Diagnostic):
     title: ClassVar[str] = "`{word}` is no action of a pipeline schedule"
     label: ClassVar[str] = "not an action"

@@ -46,7 +46,7 @@ def choose_k(
     """
     stages, count = len(times.forward), len(times.forward[0])
     wanted = sorted(candidates or (k for k in range(1, count + 1) if count % k == 0))
-    fitting = [k for k in wanted if _overfull(k, saved, limits) is None]
+    fitting = [k for k in wanted if overfull(k, saved, limits) is None]
     if not fitting:
         require_held(wanted[0], saved, limits)
     makespans = {k: evaluate(kfkb(stages, count, k), times).makespan for k in fitting}
@@ -58,13 +58,13 @@ def choose_k(
 
 def require_held(k: int, saved: Table, limits: Sequence[float]) -> None:
     """UserError if a rank's memory does not hold kFkB with this k."""
-    overfull = _overfull(k, saved, limits)
-    if overfull is not None:
-        rank, needed = overfull
+    too_much = overfull(k, saved, limits)
+    if too_much is not None:
+        rank, needed = too_much
         raise UserError(GroupExceedsMemory(None, k, rank, f"{needed:.6g}", f"{limits[rank]:.6g}"))
 
 
-def _overfull(k: int, saved: Table, limits: Sequence[float]) -> tuple[int, float] | None:
+def overfull(k: int, saved: Table, limits: Sequence[float]) -> tuple[int, float] | None:
     """The first rank that would hold too much, and what it would hold."""
     most = held(kfkb(len(saved), len(saved[0]), k), saved)
     return next(((rank, needed) for rank, needed in enumerate(most) if needed > limits[rank]), None)

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import FitsNowhere
@@ -57,12 +58,13 @@ def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPl
 
 def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
     """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
-    best = dapple_plan(instance, pipelines)
+    every = list(_copies(instance, pipelines))
+    known = [hybrid_plan(instance, stages, c.pipelines, c.apart) for c in every for stages in _even(instance, c)]
     if 1 in pipelines:
         partition = pipedream_plan(instance)
-        if all(instance.fits(stage.first, stage.last) for stage in partition.stages):
-            best = min(best, partition, key=lambda plan: plan.latency)
-    for copies in _copies(instance, pipelines):
+        known += [partition] if all(instance.fits(stage.first, stage.last) for stage in partition.stages) else []
+    best = min(known, key=lambda plan: plan.latency) if known else dapple_plan(instance, pipelines)
+    for copies in every:
         best = _least_latency(instance, copies, best)
     return best
 
@@ -114,6 +116,25 @@ def _copies(instance: Instance, wanted: Sequence[int]) -> Iterator[_Copies]:
             yield _Copies(pipelines, pipelines > 1, machines // pipelines, devices)
         if devices % pipelines == 0 and pipelines > 1:
             yield _Copies(pipelines, False, machines, devices // pipelines)
+
+
+def _even(instance: Instance, copies: _Copies) -> Iterator[tuple[Stage, ...]]:
+    """Plans of stages on equally many devices, taken in order, cut where the work of each is nearest to its share."""
+    count = copies.machines * copies.devices
+    for stages in range(1, min(count, instance.layers) + 1):
+        if count % stages:
+            continue
+        shares = [instance.total * stage / stages for stage in range(1, stages)]
+        cuts = [bisect_left(instance.until, share) for share in shares]
+        ends = [max(stage, min(cut, instance.layers - stages + stage)) for stage, cut in enumerate(cuts, 1)]
+        used: Allocation = (0,) * copies.machines
+        plan: list[Stage] = []
+        for first, last in pairwise([0, *ends, instance.layers]):
+            devices = _filled(used, copies.devices, count // stages)
+            used = _sum(used, devices)
+            plan.append(Stage(first, last, devices))
+        if all(stage.first < stage.last and instance.fits(stage.first, stage.last) for stage in plan):
+            yield tuple(plan)
 
 
 def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:

@@ -121,15 +121,22 @@ def performance(instance: PipelineInstance, plan: PipelinePlan) -> Performance:
         times = problem.times
         free = StageTimes(times.forward, times.activation_gradient, times.weight_gradient)
         exposed = evaluation.makespan - evaluate(plan.schedule, free).makespan
-    spread = sum(busy * speed for busy, speed in zip(evaluation.busy, instance.speeds, strict=True))
-    busiest = max(evaluation.busy)
-    losses: dict[Bottleneck, float] = {
-        "compute": busiest - spread / sum(instance.speeds),
-        "communication": exposed,
-        "bubble": evaluation.makespan - exposed - busiest,
-    }
     overfull = any(most > own for most, own in zip(memory, instance.memory, strict=True))
-    worst: Bottleneck = "memory" if overfull else max(losses, key=losses.__getitem__)
+    worst = bottleneck_of(evaluation.makespan, evaluation.busy, instance.speeds, exposed, overfull=overfull)
     return Performance(
         evaluation.makespan, evaluation.busy, memory, tuple(communication), evaluation.idle, exposed, worst
     )
+
+
+def bottleneck_of(
+    makespan: float, busy: Sequence[float], speeds: Sequence[float], exposed: float, *, overfull: bool
+) -> Bottleneck:
+    """What costs most: an uneven spread of the work, transfers that nothing hides, or the bubble; first the memory."""
+    spread = sum(own * speed for own, speed in zip(busy, speeds, strict=True))
+    busiest = max(busy)
+    losses: dict[Bottleneck, float] = {
+        "compute": busiest - spread / sum(speeds),
+        "communication": exposed,
+        "bubble": makespan - exposed - busiest,
+    }
+    return "memory" if overfull else max(losses, key=losses.__getitem__)

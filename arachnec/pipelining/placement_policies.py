@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from arachnec.pipelining.hybrid_plan import Allocation
 
@@ -31,9 +32,10 @@ def allocate(policy: str, used: Allocation, devices: int, count: int) -> Allocat
     return tuple(taken)
 
 
-def allocations(used: Allocation, devices: int, count: int) -> list[Allocation]:
+@lru_cache(maxsize=1 << 16)
+def allocations(used: Allocation, devices: int, count: int) -> tuple[Allocation, ...]:
     """What the policies say, each once."""
-    return list(dict.fromkeys(allocate(policy, used, devices, count) for policy in POLICIES))
+    return tuple(dict.fromkeys(allocate(policy, used, devices, count) for policy in POLICIES))
 
 
 def _one_by_one(machines: list[int], free: list[int]) -> Iterator[int]:

@@ -64,6 +64,8 @@ def _least_degree(layers: CostedLayers, ranks: int) -> list[Joint]:
         fitting = []
         for recompute in (False, True):
             instance = _instance(layers, runs, degree, recompute)
+            if sum(layer.state + layer.saved for layer in instance.layers) > sum(instance.memory):
+                continue  # one micro-batch is too much for all ranks
             try:
                 fitting.append(_searched(layers, runs, degree, instance, 0))
             except UserError:

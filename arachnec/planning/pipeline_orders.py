@@ -42,7 +42,7 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
 
 
 def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, v: int) -> PipelineSchedule:
-    """The orders of a schedule that asks for nothing else. What micro-batches lack of whole rounds is left out of the last."""
+    """The orders of a schedule that asks for nothing else. What lacks of whole rounds is left out of the last."""
     if name == "interleaved-1f1b":
         whole = micro_batches if micro_batches <= ranks else -(-micro_batches // ranks) * ranks
         return _without(interleaved_1f1b(ranks, whole, v), micro_batches)

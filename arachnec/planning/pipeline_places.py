@@ -114,17 +114,32 @@ class Lane:
     ahead: int
 
 
-def places_of(parts: Sequence[Stage], schedule: ScheduleName, v: int, world: int) -> Places:
-    """Where the planner of stages put them, else equal runs. Raises UserError for places no pipeline can have."""
+def places_of(
+    parts: Sequence[Stage], schedule: ScheduleName, v: int, world: int, given: PipelineSchedule | None = None
+) -> Places:
+    """Where the planner of stages put them, else equal runs. Raises UserError for places no pipeline can have.
+
+    ``given`` are orders that somebody wrote: they say which stages a rank has.
+    """
     stated = [_stated(part, world) for part in parts if "place" in part.attrs]
+    name = schedule if given is None else "orders"
     if stated:
-        return _planned(parts, stated, schedule, v)
-    ranks = pipeline_ranks(schedule, len(parts), v)
+        places = _planned(parts, stated)
+        if not places.equal and name != "dapple":
+            raise UserError(UnequalReplicas(None, name, [len(place) for place in stated]))
+        if name == "planned":
+            return places
+    ranks = pipeline_ranks(schedule, len(parts), v) if given is None else len(given.orders)
+    placement = _placement(schedule, len(parts), ranks) if given is None else given.placement
+    if stated:
+        if placement != places.placement:
+            raise UserError(PlacesForOtherSchedule(None, name, list(placement), list(places.placement)))
+        return places
     if ranks > world or world % ranks:
         raise UserError(RanksDoNotDivide(None, world, ranks))
     size = world // ranks
     runs = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
-    return Places(runs, _placement(schedule, len(parts), ranks))
+    return Places(runs, placement)
 
 
 def _stated(part: Stage, world: int) -> Ranks:
@@ -134,7 +149,7 @@ def _stated(part: Stage, world: int) -> Ranks:
     return place
 
 
-def _planned(parts: Sequence[Stage], stated: Sequence[Ranks], schedule: ScheduleName, v: int) -> Places:
+def _planned(parts: Sequence[Stage], stated: Sequence[Ranks]) -> Places:
     if len(stated) < len(parts):
         bare = next(part for part in parts if "place" not in part.attrs)
         raise UserError(PlaceMissing(bare.span, bare.name))
@@ -143,15 +158,7 @@ def _planned(parts: Sequence[Stage], stated: Sequence[Ranks], schedule: Schedule
         if common and one != other:
             raise UserError(PlacesOverlap(b.span, b.name, a.name, common[0]))
     runs = tuple(dict.fromkeys(stated))
-    places = Places(runs, tuple(runs.index(place) for place in stated))
-    if not places.equal and schedule != "dapple":
-        raise UserError(UnequalReplicas(None, schedule, [len(place) for place in stated]))
-    if schedule != "planned":
-        ranks = pipeline_ranks(schedule, len(parts), v)
-        wanted = _placement(schedule, len(parts), ranks)
-        if wanted != places.placement:
-            raise UserError(PlacesForOtherSchedule(None, schedule, list(wanted), list(places.placement)))
-    return places
+    return Places(runs, tuple(runs.index(place) for place in stated))
 
 
 def _placement(schedule: ScheduleName, stages: int, ranks: int) -> tuple[int, ...]:

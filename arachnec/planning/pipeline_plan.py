@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
+from pathlib import Path
 from typing import ClassVar, cast, get_args
 
 from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, quantity
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
@@ -30,20 +31,26 @@ from arachnec.pipelining.action import (
     Action,
     PipelineSchedule,
 )
+from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.grouping import choose_k, groupings
+from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of
 from arachnec.planning.pipeline_places import Lane, MicroBatch, Places, lanes_in_turns, places_of, replica_lanes
 from arachnec.planning.placed_cascade import on
+from arachnec.planning.program_memory import overflow
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import TICKS
+from arachnec.solver.problem import TICKS, Effort
 
 TRIES = 400  # orders of entry that `planned` looks at for each replica
+WINDOWED = 512  # actions of a replica up to which Z3 improves windows of the order
+WINDOW_STEPS = 500_000  # of Z3 for each
+ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
 
 
@@ -84,6 +91,16 @@ class UnknownSchedule(Diagnostic):
 
 
 @dataclass(frozen=True)
+class GroupDoesNotFit(Diagnostic):
+    title: ClassVar[str] = "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
+    help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
+    k: int
+    needed: float
+    memory: float
+    most: int
+
+
+@dataclass(frozen=True)
 class Options:
     """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
 
@@ -93,6 +110,7 @@ class Options:
     degree: int | None = None
     recompute: bool | None = None
     policy: WarmUp = "A"
+    orders: str | None = None  # a file of torch's pipelining, instead of a schedule
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -101,7 +119,8 @@ def pipelined(module: Module, options: Options) -> Module:
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
         raise UserError(NoStages(None))
-    places = places_of(parts, options.schedule, options.v, cost.cluster.world)
+    given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
+    places = places_of(parts, options.schedule, options.v, cost.cluster.world, given)
     run = places.most_degree
     if options.degree is not None and (options.degree < 1 or run % options.degree):
         raise UserError(DegreeDoesNotDivide(None, options.degree, run))
@@ -116,14 +135,37 @@ def pipelined(module: Module, options: Options) -> Module:
         # where the schedule runs fewer ahead to fit, recomputing more may let it run more ahead
         further = offered if options.schedule in ADAPTING else []
         offered = [*(fewest_blocks(plan) for plan in offered), *further]
+    if not offered and options.schedule == "kfkb" and options.k is not None:
+        demand_group(options.k, plans)
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
-    placed = min((plan.placed() for plan in offered), key=lambda cascades: max(c.end for c in cascades))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    return _at_level_placed(module, cost, placed, lies_on)
+    modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
+    return min(modules, key=lambda placed: quantity(placed.attrs["makespan"]))
+
+
+def demand_group(k: int, plans: Sequence[_Plan]) -> None:
+    """Raises UserError where a smaller k would fit."""
+    for smaller in range(k - 1, 0, -1):
+        lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
+        if any(plan.fits for plan in lower):
+            needed = min(max(plan.needed) for plan in plans)
+            raise UserError(GroupDoesNotFit(None, k, needed, limit_of(plans[0].cost), smaller))
+
+
+def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, ...]]) -> list[Cascade]:
+    """The plan's cascades; where an order was searched for, with so much less saved as waits to be read at the peak."""
+    placed = plan.placed()
+    for _ in range(ATTEMPTS if plan.options.schedule == "planned" else 0):
+        over = overflow(_at_level_placed(module, plan.cost, placed, lies_on))
+        plan = replace(plan, waiting=plan.waiting + max(0.0, over))
+        if over <= 0 or not plan.fits:
+            break
+        placed = plan.placed()
+    return placed
 
 
 def scheduled_stages(module: Module) -> Module:
@@ -172,6 +214,7 @@ class _Plan:
     places: Places
     degree: int
     recompute: int
+    waiting: float = 0.0  # GiB left free on every rank for what waits to be read
 
     @cached_property
     def lanes(self) -> list[Lane]:
@@ -210,6 +253,8 @@ class _Plan:
 
     def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
         options, ranks = self.options, len(self.places.runs)
+        if options.orders is not None:
+            return read_csv(Path(options.orders), len(self.parts), len(batches))
         if options.schedule == "dapple":
             return dapple(ranks, len(batches), options.policy, self._most_held(batches))
         if options.schedule not in ("planned", "kfkb"):
@@ -220,14 +265,17 @@ class _Plan:
             return kfkb(ranks, len(batches), self._k(batches, kept, limits))
         if self._overfull(kept, limits):
             return self._without_plan(batches)
-        problem = OrderProblem(self._times(batches), kept, limits, self.places.placement)
-        return plan_order(problem, split=True, tries=TRIES).schedule
+        mib = [[size * 1024 for size in row] for row in kept]  # Z3 counts in whole numbers
+        problem = OrderProblem(self._times(batches), mib, [limit * 1024 for limit in limits], self.places.placement)
+        found = plan_order(problem, split=True, tries=TRIES).schedule
+        if sum(map(len, found.orders)) > WINDOWED:
+            return found
+        return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
 
     def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
         """Whether a micro-batch does not fit on a rank alone."""
-        alone = [
-            [sum(column) for column in zip(*(kept[stage] for stage in own), strict=True)] for own in self.stages_on
-        ]
+        hosted = ([kept[stage] for stage in stages] for stages in self.stages_on)
+        alone = [[sum(column) for column in zip(*rows, strict=True)] for rows in hosted]
         return any(max(row) > limit for row, limit in zip(alone, limits, strict=True))
 
     def _without_plan(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
@@ -245,25 +293,24 @@ class _Plan:
         """The one that was asked for, else the one with the shortest step of those that fit, else 1."""
         if self.options.k is not None:
             return min(self.options.k, len(batches))
-        if self._overfull(kept, limits):
-            return 1
-        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).k
+        if overfull(1, kept, limits) is not None:
+            return 1  # which does not fit either, and says so
+        # k = 1 holds least: another must be worth it
+        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
 
     def _limits(self, batches: Sequence[MicroBatch]) -> list[float]:
         """GiB for what micro-batches have saved, on the ranks of every run."""
-        limit = limit_of(self.cost)
+        limit = limit_of(self.cost) - self.waiting
         return [limit - self._state(stages) - self._running(batches, stages) for stages in self.stages_on]
 
     def _most_held(self, batches: Sequence[MicroBatch]) -> list[int]:
         """How many of the largest micro-batches fit on a rank of each run, one at least: less is not a pipeline."""
         kept, limits = self._kept_table(batches), self._limits(batches)
-        sizes = [max(max(kept[stage]) for stage in stages) for stages in self.stages_on]
-        return [
-            max(1, floor(limit / size)) if size else len(batches) for size, limit in zip(sizes, limits, strict=True)
-        ]
+        pairs = zip((max(max(kept[stage]) for stage in stages) for stages in self.stages_on), limits, strict=True)
+        return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
         """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
@@ -302,10 +349,8 @@ class _Plan:
         most = [0.0] * len(self.places.runs)
         for lane in self.lanes:
             alone = PipelineSchedule((lane.order,))
-            saved = held(alone, self._kept_table(lane.batches))[0] + self._running(
-                lane.batches, self.stages_on[lane.run]
-            )
-            most[lane.run] = max(most[lane.run], saved)
+            running = self._running(lane.batches, self.stages_on[lane.run])
+            most[lane.run] = max(most[lane.run], held(alone, self._kept_table(lane.batches))[0] + running)
         return [self._state(stages) + saved for stages, saved in zip(self.stages_on, most, strict=True)]
 
     def _state(self, stages: Sequence[int]) -> float:
@@ -333,7 +378,7 @@ class _Plan:
 
     @property
     def fits(self) -> bool:
-        return max(self.needed) <= limit_of(self.cost)
+        return max(self.needed) <= limit_of(self.cost) - self.waiting
 
     def placed(self) -> list[Cascade]:
         """Every cascade on its ranks, as early as its inputs, their handoffs and its rank's order allow."""

@@ -43,4 +43,4 @@ def simulated_ms(
     lowered = lower(with_buckets(placed, following.mib, following.reversible) if following.buckets else placed)
     engine = Engine(Values(lowered), cluster)
     engine.run()
-    return max((interval.end for interval in engine.intervals if interval.op != "step"), default=0.0)
+    return max((interval.end for interval in engine.intervals if interval.op not in ("norm", "step")), default=0.0)

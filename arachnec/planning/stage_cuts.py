@@ -6,15 +6,18 @@ The embedding goes with the first blocks and the head with the last, as the mode
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Clip, Stage, formula, integer, integers, quantity
-from arachnec.ir.tables import FIGURES
+from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
+from arachnec.ir.stage_sizes import tied_sets
+from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -65,6 +68,17 @@ class CutsForOtherStages(Diagnostic):
     cuts: int
     made: int
     stages: int
+
+
+@dataclass(frozen=True)
+class ReplicasForOthers(Diagnostic):
+    title: ClassVar[str] = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
+    help: ClassVar[str] = "give every stage a number of ranks, 1 at least, {world} in all at most"
+    replicas: list[int]
+    given: int
+    ranks: str
+    stages: int
+    world: int
 
 
 def demand_cuttable(stage: Stage) -> None:
@@ -129,8 +143,23 @@ def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
     bounds = [0, *cuts, len(layers_of(stage))]
     parts = [_part(stage, number, a, b) for number, (a, b) in enumerate(pairwise(bounds))]
-    first = next((i for i, part in enumerate(parts) if _trained(part)), 0)
+    tied = [_tied(stage, cuts, number) or None for number in range(len(parts))]
+    parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
+    first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
     return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
+
+
+def on_ranks(parts: Sequence[Stage], replicas: Sequence[int], module: Module) -> tuple[Stage, ...]:
+    """The stages in their places: so many ranks each, in order. Raises UserError where these are not the cluster's."""
+    world = module.cluster.world if module.cluster else 0
+    if len(replicas) != len(parts) or min(replicas) < 1 or sum(replicas) > world:
+        ranks = counted(sum(replicas), "rank")
+        raise UserError(ReplicasForOthers(None, list(replicas), len(replicas), ranks, len(parts), world))
+    places = pairwise([0, *accumulate(replicas)])
+    return tuple(
+        replace(part, attrs=part.attrs.updated(place=tuple(range(*place))))
+        for part, place in zip(parts, places, strict=True)
+    )
 
 
 def _trained(part: Stage) -> int:
@@ -193,6 +222,16 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             part_of=stage.name,
         ),
     )
+
+
+def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
+    """The parts that read parameters of this one, by their numbers, and how many of these parameters train."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for layers, count in tied_sets(stage.attrs.get(TIED)):
+        parts = tuple(sorted({bisect_right(cuts, layer) for layer in layers}))
+        if len(parts) > 1 and number in parts:
+            counts[parts] += count
+    return tuple(sorted(counts.items()))
 
 
 def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:

@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import cascade_loss, drop_gradients, encode, trained_parameters
+from arachnec.backends.cascade_step import (
+    batch_loss,
+    batch_of,
+    cascade_loss,
+    drop_gradients,
+    encode,
+    trained_parameters,
+)
 from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
@@ -32,8 +39,10 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Instruction, Stage
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Instruction, Stage, integers
 from arachnec.ir.stage_sizes import token_bytes
+from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
@@ -41,6 +50,7 @@ from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.local import Measured
+from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
 from arachnec.spmd.sharded_model import SequenceModel, install
 
@@ -83,6 +93,7 @@ class Profiler:
     jobs: list[Job] = field(init=False, default_factory=list)
     _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
     _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
+    _layers: Layers | None = field(init=False)  # None where the model cannot be cut into stages
     _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
@@ -108,6 +119,11 @@ class Profiler:
             Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
             for point in points
         ]
+        if self._layers is not None:
+            phases = self._layers.phases
+            self.jobs += [
+                Job(TRAINED, phases, self.at_once, partial(self._parts, point, self._layers), point) for point in points
+            ]
         if self.sequence is not None:
             self.jobs += self._shared_jobs(points, self.sequence)
         self.jobs += self._last_jobs()
@@ -135,7 +151,7 @@ class Profiler:
         started = time.perf_counter()
         work()
         took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        return max(float(value) for value in gather(took, self.device))
+        return max(float(value) for value in gather(took))
 
     def round(self) -> None:
         """Measure everything once."""
@@ -154,7 +170,7 @@ class Profiler:
     def measured(self) -> Measured:
         """The median over the rounds so far of each job's mean over its ranks."""
         flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
-        everyone = torch.stack(gather(flat, self.device))  # ranks, rounds, phases of jobs
+        everyone = torch.stack(gather(flat))  # ranks, rounds, phases of jobs
         takers = [job.ranks for job in self.jobs for _ in job.phases]
         medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
         measurements: dict[tuple[str, str], list[Measurement]] = {}
@@ -165,8 +181,10 @@ class Profiler:
                 ms = next(values)
                 if job.point is None:
                     ends[phase] = ms
-                else:
-                    measurements.setdefault((job.stage, phase), []).append(self._measurement(job, phase, ms))
+                elif ms > 0:  # no time: a part that has nothing to do
+                    part, _, phase = phase.rpartition(":")
+                    stage = f"{job.stage}/{part}" if part else job.stage
+                    measurements.setdefault((stage, phase), []).append(self._measurement(job, phase, ms))
         size = sum(value.numel() * value.element_size() for value in self.parameters.values())
         world = dist.get_world_size()
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
@@ -182,8 +200,12 @@ class Profiler:
 
             traced = trace_model(self.model_file, self.clips)
             self._stages = {stage.name: stage for stage in traced.stages}
-            text = msgspec.json.encode([traced.tokens(clip) for clip in self.clips]).decode()
-        return msgspec.json.decode(share_text(text, self.device), type=list[int])
+            facts = [traced.tokens(clip) for clip in self.clips], _layers(self._stages[TRAINED])
+            text = msgspec.json.encode(facts).decode()
+        Facts = tuple[list[int], tuple[tuple[str, str], ...]]
+        tokens, layers = msgspec.json.decode(share_text(text), type=Facts)
+        self._layers = Layers(layers) if layers else None
+        return tokens
 
     def _encoder_job(self, name: str, point: Point) -> Job:
         run = partial(_timed_encode, self.encoders[name], point, self.device)
@@ -234,6 +256,12 @@ class Profiler:
             loss.backward()  # type: ignore[no-untyped-call]
             return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
 
+    def _parts(self, point: Point, layers: Layers) -> tuple[float, ...]:
+        encoded = self._encoded(point)
+        kwargs, target = batch_of(self.model_file, point.clips, encoded, TRAINING, 0, self.device)
+        loss = partial(batch_loss, self.model, self.model_file, kwargs, target)
+        return timed_parts(self.model, layers, loss, partial(_now, self.device))
+
     def _encoded(self, point: Point) -> dict[str, Tensor]:
         first = point.clips[0]
         if first.id not in self._encodings:
@@ -275,6 +303,16 @@ class Profiler:
         return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
 
 
+def _layers(stage: Stage) -> list[tuple[str, str]]:
+    """Path and class of every block of a stage that could be cut; none of another."""
+    if any(name not in stage.attrs for name in FIGURES):
+        return []
+    names, classes = stage.attrs["blocks"], integers(stage.attrs["classes"])
+    assert isinstance(names, tuple)
+    of_class = [str(pair[0]) for pair in names if isinstance(pair, tuple)]
+    return [(path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True)]
+
+
 def measure_links(device: torch.device) -> LinkProfile:
     """Latency and bandwidth of messages between devices, and bandwidth between the hosts' memories."""
     host = fit_links(MESSAGES, _ring_times(torch.device("cpu")))
@@ -292,7 +330,7 @@ def _ring_times(device: torch.device) -> list[float]:
         for _ in range(ROUNDS[0] + 1):
             dist.barrier()
             rows.append(_timed_exchange(outgoing, incoming, device))
-        times.append(torch.stack(gather(torch.tensor(rows[1:]).median(), device)).mean().item())
+        times.append(torch.stack(gather(torch.tensor(rows[1:]).median())).mean().item())
     return times
 
 

@@ -4,10 +4,14 @@ Every rank walks its own list. A collective instruction starts when the last ran
 takes the ``time`` that the plan states; beside others its communication shares links, and on CPUs its computation
 shares cores (``simulation.network``).
 
+Updated parameters are gathered layer by layer while the rank goes on; a forward waits before each of its layers for
+that layer alone.
+
 Sends, receives and all-reduces are asynchronous, as in the ``torch_distributed`` back end. A receive starts as early
 as ``receive_prefetch`` says. A transfer runs once both sides have started it. The first instruction that reads a
 received value waits for it; ``free`` waits for the value's sends. An all-reduce runs once all its ranks have started
-it, inside a backward where the program says so, and the earlier ones of its group are complete; ``step`` waits for it.
+it, inside a backward where the program says so, and the earlier ones of its group are complete; ``norm`` and ``step``
+wait for it.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import posted_receives
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
+from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
+from arachnec.simulation.updated_layers import UpdatedLayers
 from arachnec.simulation.work import Works
 
 COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
@@ -64,7 +69,7 @@ class _Rank:
     overlapped: dict[int, list[int]] = field(default_factory=dict)  # reduces that start inside a backward, by index
     started: set[int] = field(default_factory=set)  # reduces that it has started, by index
     reducing: int = 0  # how many of them are not complete
-    stopped: float | None = None  # since when it waits for them before a step
+    stopped: float | None = None  # since when it waits for them before a norm or step
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,12 @@ class _Running:
     group: tuple[int, ...]
     start: float
     reduces: int = 0  # how many have started inside it
+    layers: int | None = None  # of a forward whose parameters are on their way, how many have run
 
 
 @dataclass(frozen=True)
 class _AllReduce:
-    """An all-reduce that all its ranks have started."""
+    """An all-reduce, or the gather of a layer, that all its ranks have started."""
 
     instruction: Instruction
     start: float
@@ -130,6 +136,8 @@ class Engine:
         self._count = 0
         self._arrived: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self._reduces: dict[tuple[int, ...], deque[Instruction]] = defaultdict(deque)  # by group; the first one runs
+        self._updated = UpdatedLayers(values)
+        self._waiting: dict[tuple[str, int], list[_Running]] = defaultdict(list)  # forwards, by the layer they wait for
         self._unmatched: dict[
             tuple[int, int], tuple[deque[_Message], deque[_Message]]
         ] = {}  # sends, receives of a pair
@@ -166,9 +174,9 @@ class Engine:
                 return
             if instruction.op == "send":
                 self._start_handoff(rank.rank, instruction.peers[0], instruction, now, send=True)
-            elif instruction.op == "reduce":
+            elif instruction.op in ("gather", "reduce"):
                 self._start_reduce(rank, rank.at, now)
-            elif instruction.op == "step" and rank.reducing:
+            elif instruction.op in ("norm", "step") and rank.reducing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
                 return
             elif instruction.op not in ("receive", "free"):
@@ -196,8 +204,17 @@ class Engine:
         self._run(_Running(instruction, group, now), now)
 
     def _run(self, running: _Running, now: float) -> None:
-        """The instruction, or its part up to the next reduce that starts inside it."""
+        """The instruction, or its part up to the next reduce that starts inside it, or the next layer to wait for."""
         instruction, leads = running.instruction, self._leads(running)
+        if instruction.op == "forward":
+            done = running.layers or 0
+            if (missing := self._updated.missing(instruction, done)) is not None:
+                self._waiting[missing].append(running)
+                return
+            until = self._updated.reaches(instruction, done)
+            if running.layers is not None or not self._updated.is_over(instruction, until):
+                instruction = self._updated.part(instruction, done, until)
+                running = replace(running, layers=until)
         if leads:
             before = leads[running.reduces - 1] if running.reduces else quantity(instruction.attrs["time"])
             after = leads[running.reduces] if running.reduces < len(leads) else 0.0
@@ -214,24 +231,28 @@ class Engine:
         if number in rank.started:
             return
         rank.started.add(number)
-        rank.reducing += 1
         instruction = rank.instructions[number]
-        key = ("reduce", instruction.target, instruction.peers, bucket_of(instruction))
+        parts = self._updated.parts(instruction) if instruction.op == "gather" else (instruction,)
+        rank.reducing += len(parts)
+        key = (instruction.op, instruction.target, instruction.peers, moved_by(instruction))
         arrived = self._arrived[key]
         arrived.append(rank.rank)
         if len(arrived) < len(instruction.peers):
             return
         del self._arrived[key]
         queue = self._reduces[instruction.peers]
-        queue.append(instruction)
-        if len(queue) == 1:
-            self._begin(self._works.of(instruction, rank.rank), _AllReduce(instruction, now), now)
+        queue.extend(parts)
+        if len(queue) == len(parts):
+            self._begin(self._works.of(queue[0], rank.rank), _AllReduce(queue[0], now), now)
 
     def _end_reduce(self, reduce: _AllReduce, now: float) -> None:
         queue = self._reduces[reduce.instruction.peers]
         queue.popleft()
         if queue:
             self._begin(self._works.of(queue[0], queue[0].peers[0]), _AllReduce(queue[0], now), now)
+        if reduce.instruction.op == "gather":
+            for running in self._waiting.pop(self._updated.arrived(reduce.instruction), ()):
+                self._run(running, now)
         for rank in (self._ranks[member] for member in reduce.instruction.peers):
             rank.reducing -= 1
             if rank.stopped is None:  # it overlaps what the rank does
@@ -275,6 +296,9 @@ class Engine:
             self._run(replace(subject, reduces=subject.reduces + 1), now)
             return
         instruction = subject.instruction
+        if subject.layers is not None and not self._updated.is_over(instruction, subject.layers):
+            self._run(subject, now)
+            return
         for member in subject.group:
             self.intervals.append(Interval(member, instruction.op, instruction.target, subject.start, now))
             self._ranks[member].at += 1

@@ -15,7 +15,7 @@ from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_o
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.cost.synchronisation import ring_passes
-from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, integer, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import side_by_side
 from arachnec.ir.stage_sizes import crowding
 from arachnec.simulation.network import LinkName, Load, Work
@@ -81,7 +81,7 @@ class Works:
         time = instruction.attrs.get("time")
         planned = 0.0 if time is None else quantity(time)
         group = instruction.peers or (rank,)
-        if instruction.op == "reduce":
+        if instruction.op in ("gather", "reduce"):
             return self._reduce(instruction, planned)
         cascade = self._cascades.get(instruction.target)
         if cascade is None or len(group) == 1:
@@ -164,7 +164,7 @@ class Works:
         return quantity(self.cluster.attrs["latency" if len(nodes) == 1 else "inter_latency"]) / 1e3
 
     def _reduce(self, instruction: Instruction, planned: float) -> Work:
-        """A ring all-reduce or reduce-scatter through the ranks in order: its bytes on the links of each hop.
+        """A ring all-reduce, reduce-scatter or gather through the ranks in order: its bytes on the links of each hop.
 
         Between nodes the planned time is kept, because libraries choose among many algorithms; the ring only says which
         links are busy.
@@ -176,7 +176,7 @@ class Works:
             return Work(fixed=planned)
         inside: Needed = {}
         outside: Needed = {}
-        passes = ring_passes(self.module.stage(instruction.target))
+        passes = _passes(instruction, self.module.stage(instruction.target))
         per_hop = passes * (len(group) - 1) / len(group) * size
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
             self._add(inside, outside, source, target, per_hop)
@@ -185,6 +185,13 @@ class Works:
         scale = min(1.0, planned / longest)
         load = _load({link: ms * scale for link, ms in needed.items()})
         return Work(fixed=planned - longest * scale, loads=(load,))
+
+
+def _passes(instruction: Instruction, stage: Stage) -> int:
+    """How often a ring carries every byte of a collective."""
+    if instruction.op == "gather":
+        return 1
+    return 2 if "tied" in instruction.attrs else ring_passes(stage)
 
 
 def _all_to_all(cluster: Cluster, members: tuple[int, ...]) -> tuple[Needed, Needed]:

@@ -79,10 +79,11 @@ class UnitCall:
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """The calls of all units in the order of the forward, and what the prediction is made of."""
+    """The calls of all ``units``, by path, in the order of the forward, and what the prediction is made of."""
 
     calls: tuple[UnitCall, ...]
     prediction: Sources
+    units: tuple[str, ...]
 
     def form(self, output: Output) -> Form:
         form = self.calls[output.call].results[output.leaf]
@@ -140,7 +141,7 @@ def record_dataflow(
         stack.enter_context(device)
         stack.enter_context(tape)
         output = model(**arguments)
-    return Dataflow(tuple(tape.calls), tape.sources([prediction_of(output)]))
+    return Dataflow(tuple(tape.calls), tape.sources([prediction_of(output)]), tuple(units))
 
 
 @contextlib.contextmanager

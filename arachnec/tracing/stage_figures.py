@@ -5,6 +5,7 @@ Figures are per block class, for the embedding and the head, and for what goes o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -83,7 +84,18 @@ def stage_figures(
         "cuts": tuple(
             (len(list(run)), measured(series, "GiB", GIB)) for series, run in groupby(zip(*handed, strict=True))
         ),
+        "tied_layers": _tied(model, cuts[0]) or None,
     }
+
+
+def _tied(model: nn.Module, cut: Cut) -> tuple[Value, ...]:
+    """The layers that read the same parameters, and how many of these train. ``cut`` has a stage for every layer."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for name, parameter in model.named_parameters():
+        layers = tuple(number for number, names in enumerate(cut.parameters) if name in names)
+        if len(layers) > 1 and parameter.requires_grad:
+            counts[layers] += parameter.numel()
+    return tuple(sorted(counts.items()))
 
 
 def _ends(model: nn.Module, flow: Dataflow) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.receive_prefetch import Posted
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, rank_list, written
+from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
 from arachnec.verification.event_order import Event, Place, Step, find_cycle
@@ -139,8 +139,8 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         for place, instruction, inside in _ordered(program):
             if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
-            bucket = bucket_of(inside or instruction)
-            collective = (instruction.op, instruction.target, instruction.peers, bucket, inside is None)
+            moved = moved_by(inside or instruction)
+            collective = (instruction.op, instruction.target, instruction.peers, moved, inside is None)
             members[(*collective, times[collective])].append((program.rank, place, instruction))
             times[collective] += 1
     for joined in members.values():

@@ -75,7 +75,7 @@ def _pending(values: Values, model: ExecutionModel, program: Program, posted: Po
 
 def _starts(step: Instruction, rank: int, model: ExecutionModel) -> Iterator[Communicator]:
     """The communicator on which an instruction leaves a kernel behind that it does not wait for."""
-    if step.op == "reduce" and len(step.peers) > 1:
+    if step.op in ("gather", "reduce") and len(step.peers) > 1:
         yield "all-reduce", frozenset(step.peers)
     elif model.handoffs == "device" and step.op in ("send", "receive"):
         yield handoff_channel(step, rank)
@@ -85,4 +85,6 @@ def _waits(values: Values, step: Instruction) -> tuple[str, ...]:
     """The values and stages whose communication is over once the instruction has run."""
     if step.op in ("step", "free"):
         return (step.target,)
+    if step.op == "forward":  # it reads what was gathered of its stage
+        return (*values.reads(step), values.cascades[step.target].stage)
     return () if step.op == "send" else values.reads(step)

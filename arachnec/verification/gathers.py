@@ -144,7 +144,7 @@ def _sharded(stage: Stage) -> _Sharded:
 
 def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, str]]:
     for step in program.instructions:
-        if step.op in ("reduce", "step"):
+        if step.op == "reduce":
             yield step, step.target
         elif step.op in OPS:
             yield step, values.cascades[step.target].stage
@@ -183,11 +183,9 @@ def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
     """Every instruction names the rank's cell, runs on whole cells, and sums shards over the ranks that hold them."""
     for step, one in steps:
         cell = own_cell(program.rank, one.cell)
-        if step.op == "step" and "sharded" in one.stage.attrs:  # the optimizer is dealt out over the cells, too
-            cell = tuple(range(world))
         where = step.span, program.rank, written(step)
         name, right = one.stage.name, rank_list(cell)
-        stated = step.peers if step.op == "step" else integers(step.attrs.get("cell", ()))
+        stated = integers(step.attrs.get("cell", ()))
         if stated != cell:
             yield NotTheCell(*where, f"cell {rank_list(stated)}" if stated else "no cell", name, right)
         elif step.op in OPS and not set(cell) <= set(step.peers):

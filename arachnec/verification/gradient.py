@@ -11,6 +11,7 @@ from typing import ClassVar
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Span
+from arachnec.verification.gradient_norm import check_gradient_norm
 from arachnec.verification.gradient_sync import check_gradient_sync
 
 OPS = {
@@ -104,6 +105,7 @@ def check_gradient(values: Values) -> Iterator[Diagnostic]:
     yield from _pairs(values)
     yield from _runs(values)
     yield from check_gradient_sync(values)
+    yield from check_gradient_norm(values)
 
 
 def _clips(values: Values) -> Iterator[Diagnostic]:

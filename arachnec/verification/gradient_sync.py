@@ -92,7 +92,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         reduces: dict[str, list[int]] = defaultdict(list)
         steps: dict[str, list[int]] = defaultdict(list)
         for index, instruction in enumerate(program.instructions):
-            if instruction.op == "reduce":
+            if instruction.op == "reduce" and "tied" not in instruction.attrs:
                 reduces[instruction.target].append(index)
                 groups.setdefault((instruction.target, instruction.peers), program.rank)
             elif instruction.op == "step":
@@ -128,7 +128,7 @@ def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
     """A rank updates its parts of all stages that are dealt out, over the ranks that gradients are scattered among."""
     first: Instruction | None = None
     for reduce in program.instructions:
-        if reduce.op != "reduce":
+        if reduce.op != "reduce" or "tied" in reduce.attrs:
             continue
         ranks = values.module.stage(reduce.target).attrs.get("sharded")
         if not isinstance(ranks, int):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from arachnec.analysis.uses import COMPUTE, PHASES, Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Instruction
+from arachnec.ir.nodes import STAGE_OPS, Instruction
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def check_structure(values: Values) -> Iterator[Diagnostic]:
     sound: set[tuple[int, ...]] = set()
     for program in module.programs:
         for instruction in program.instructions:
-            kind = "stage" if instruction.op in ("reduce", "step") else "cascade"
+            kind = "stage" if instruction.op in STAGE_OPS else "cascade"
             if instruction.target not in (stages if kind == "stage" else values.cascades):
                 yield UnknownTarget(instruction.span, program.rank, written(instruction), kind)
                 continue

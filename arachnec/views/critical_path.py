@@ -16,7 +16,7 @@ from typing import Literal
 
 from arachnec.cluster.topology import handoff_time
 from arachnec.ir.nodes import Instruction, Module
-from arachnec.views.timeline import DRAWN, Interval, Timeline
+from arachnec.views.timeline import AFTER, DRAWN, Interval, Timeline
 
 TOLERANCE_MS = 1e-6
 Because = Literal["start", "input", "ranks"]
@@ -93,7 +93,7 @@ class _Arrivals:
     def __init__(self, module: Module, events: dict[Event, list[Interval]]) -> None:
         self._inputs = {cascade.name: cascade.inputs for cascade in module.cascades}
         self._producers = {
-            target: event for event in events for op, target, _ in [event] if op not in ("reduce", "step", "weight")
+            target: event for event in events for op, target, _ in [event] if op not in (*AFTER, "weight")
         }
         self._events = events
         self._cluster = module.cluster
@@ -105,7 +105,7 @@ class _Arrivals:
 
     def inputs(self, event: Event) -> tuple[str, ...]:
         """The cascades whose values it reads."""
-        return () if event[0] in ("reduce", "step") else self._inputs.get(event[1], ())
+        return () if event[0] in AFTER else self._inputs.get(event[1], ())
 
     def __call__(self, event: Event, ranks: Iterable[int]) -> Iterator[tuple[float, float, Event]]:
         """For every input: when it is there, when it was made, and by what."""

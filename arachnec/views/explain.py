@@ -17,6 +17,7 @@ from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
+from arachnec.views.explain_pipeline import pipeline_sentences
 from arachnec.views.format import ms, ranges
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
@@ -51,10 +52,11 @@ def explain(module: Module) -> tuple[Section, ...]:
     path = critical_path(module, timeline)
     parts = bound_parts(module)
     plan, idle = summary(module, timeline)
-    layout = tuple(_layout(module))
+    layout, staged = tuple(_layout(module)), pipeline_sentences(module, cost)
     return (
         plan,
         *([Section("Layout", layout)] if layout else []),
+        *([Section("The pipeline", tuple(staged))] if staged else []),
         Section("What bounds it", tuple(_bound(module, parts, cost))),
         Section("The critical path", tuple(_critical(module, path))),
         Section("Degrees", tuple(_degrees(module, cost))),
@@ -109,7 +111,7 @@ def _synchronisation(timeline: Timeline, makespan: float) -> str:
     after = timeline.end - makespan
     if after <= NOTHING * timeline.end:
         return "and next to nothing after them"
-    steps = [sum(i.end - i.start for i in lane if i.op == "step") for lane in timeline.lanes.values()]
+    steps = [sum(i.end - i.start for i in lane if i.op in ("norm", "step")) for lane in timeline.lanes.values()]
     step = max(steps, default=0.0)
     exposed = max(0.0, after - step)
     if exposed <= NOTHING * timeline.end:

@@ -10,14 +10,15 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.analysis.uses import bucket_of
+from arachnec.analysis.uses import moved_by
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.simulation.events import COMPUTE as COMPUTE
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
-DRAWN = (*COMPUTE, "reduce", "step")
+AFTER = ("reduce", "norm", "step")  # the cascades
+DRAWN = (*COMPUTE, *AFTER)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def planned(module: Module) -> Timeline:
                 if end <= free and end > start:  # hidden behind what the rank does
                     continue
                 start = max(free, start)
-            elif instruction.op == "step":
+            elif instruction.op in ("norm", "step"):
                 start, end = free, free + _ms(instruction, "time", 0.0)
             else:
                 continue
@@ -114,7 +115,7 @@ def _reduce_spans(module: Module, ends: dict[int, float]) -> dict[Hashable, tupl
 
 
 def _reduce_key(instruction: Instruction) -> Hashable:
-    return instruction.target, instruction.peers, bucket_of(instruction)
+    return instruction.target, instruction.peers, moved_by(instruction)
 
 
 def read_measured(path: Path) -> Timeline:

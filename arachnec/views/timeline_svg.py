@@ -26,6 +26,7 @@ OPACITY = {
     "encode": 0.85,
     "denoise": 0.85,
     "reduce": 0.9,
+    "norm": 0.5,
     "step": 0.5,
 }
 

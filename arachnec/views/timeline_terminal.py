@@ -22,6 +22,7 @@ FILL = {
     "backward": "█▦▩",
     "weight": "▚▟",
     "reduce": "=",
+    "norm": "|",
     "step": "|",
 }
 GREY = "#8a8f98"

@@ -103,7 +103,7 @@ def main(folder: str, at_once: str, rounds: str) -> None:
                 for number in part:
                     row[number] = plans.run(number)
             times.append(row)
-        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64), device)).amax(0)
+        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64))).amax(0)
         measured = profiler.measured()
         if dist.get_rank() == 0:
             (place / "measured.json").write_bytes(msgspec.json.encode(measured))

@@ -1,26 +1,30 @@
 """Running a function on several gloo ranks, for tests.
 
 Ranks are processes that are started once per degree and kept. They are forked from a server that has imported torch
-and the executor, and that nothing else has run in, so a pool is up in well under a second.
+and the executor and captured the small model, and that nothing else has run in: a pool is up in well under a second.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.warm_python import warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = [
+PRELOAD = (
     "torch",
     "torch.distributed",
     "pytest",
@@ -29,8 +33,26 @@ PRELOAD = [
     "arachnec.backends.torch_distributed.checkpoint",
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",
-]
+)
 CAPTURED = "tests.distributed.preloaded"  # where the tests can be imported by name
+
+
+@contextlib.contextmanager
+def started_by(program: str | None = None) -> Iterator[Any]:
+    """The context of multiprocessing whose processes find the tests by name, and are started by ``program``; without
+    one they are forked from a server that has everything preloaded."""
+    resource_tracker.ensure_running()  # needs nothing
+    known, usual = list(sys.path), spawn.get_executable()
+    if str(ROOT) not in known:
+        sys.path.append(str(ROOT))
+    spawn.set_executable(program or warm_python((*PRELOAD, CAPTURED)))
+    try:
+        context = multiprocessing.get_context("spawn" if program else "forkserver")
+        context.set_forkserver_preload([*PRELOAD, CAPTURED])
+        yield context
+    finally:
+        sys.path[:] = known
+        spawn.set_executable(usual)
 
 
 class RankError(AssertionError):
@@ -42,11 +64,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``ranks`` processes in one gloo world, one thread each; ``anew``: nothing has run in them before."""
+    """``ranks`` processes in one gloo world, one thread each; a ``program`` starts ranks in which nothing has run."""
 
-    def __init__(self, ranks: int, *, anew: bool = False) -> None:
+    def __init__(self, ranks: int, *, program: str | None = None) -> None:
         self.ranks = ranks
-        self._start_method = "spawn" if anew else "forkserver"
+        self._program = program
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -76,14 +98,9 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(self._start_method)
-        context.set_forkserver_preload([*PRELOAD, CAPTURED])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         store = str(Path(self._folder.name) / "store")
-        known = list(sys.path)
-        if str(ROOT) not in known:
-            sys.path.append(str(ROOT))  # for the children, who import the tests by name
-        try:
+        with started_by(self._program) as context:
             for rank in range(self.ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.ranks, store, theirs), daemon=True)
@@ -91,8 +108,6 @@ class RankPool:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
-        finally:
-            sys.path[:] = known
 
     def _collect(self, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}

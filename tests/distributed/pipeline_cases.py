@@ -112,6 +112,7 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
     attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
         params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
         saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
+        tied_layers=(((0, 3), 48), ((2, 3), 12)),
     )  # fmt: skip
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
@@ -125,7 +126,9 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     layers = [(path, count if path.startswith(tuple(paths)) else 0) for path, count in layers_of(stage)]
     trained = sum(count for _, count in layers)
     ends = ((84, 0), (24, 0))
-    return replace(stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained))
+    return replace(
+        stage, attrs=stage.attrs.updated(layers=tuple(layers), end_params=ends, trained=trained, tied_layers=None)
+    )
 
 
 def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import functools
 import multiprocessing
 import os
 import random
-import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,7 +24,7 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
-from tests.distributed.harness import CAPTURED, PRELOAD, ROOT
+from tests.distributed.harness import started_by
 from tests.spmd.sequence_models import MODELS, Size
 
 
@@ -65,10 +62,8 @@ class _Server:
     """A process that captures a model once and forks the ranks, which would otherwise each capture it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, CAPTURED])
-        self._pipe, theirs = context.Pipe()
-        with _root_on_path():
+        with started_by() as context:
+            self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs,))
             self._process.start()
         theirs.close()
@@ -95,16 +90,6 @@ _SERVER: list[_Server] = []
 def _close() -> None:
     for server in _SERVER:
         server.close()
-
-
-@contextlib.contextmanager
-def _root_on_path() -> Iterator[None]:
-    known = list(sys.path)
-    sys.path.append(str(ROOT))
-    try:
-        yield
-    finally:
-        sys.path[:] = known
 
 
 def _serve(pipe: Connection) -> None:

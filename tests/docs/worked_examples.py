@@ -27,11 +27,6 @@ COMMANDS = (
     'pytest() { python -m pytest -W "ignore:Module already imported so cannot be rewritten" "$@"; }\n'
     "set -euo pipefail\n"
 )
-LIBRARIES = (  # nothing of ours: the copy has its own
-    "pytest", "click", "rich.console", "rich.table", "lark", "msgspec", "networkx", "numpy",
-    "scipy.optimize", "z3", "torch", "torch.distributed.checkpoint", "torch.export", "torch._dynamo",
-    "safetensors.torch", "diffusers.models.transformers",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def follow(page: Path, folder: Path) -> None:
 def run(commands: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    environment["WARM_PYTHON"] = warm_python(LIBRARIES, inside=False)
+    environment["WARM_PYTHON"] = warm_python(inside=False)  # nothing of ours: the copy has its own
     done = subprocess.run(
         ["bash", "-c", COMMANDS + commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import Posted
-from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces, written
+from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send
 
@@ -43,6 +43,7 @@ class _Host:
     leaving: dict[str, list[Hashable]] = field(default_factory=lambda: defaultdict(list))
     connected: set[Hashable] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
+    gathering: dict[str, Hashable] = field(default_factory=dict)  # the stream of each stage that was not waited for
 
     @property
     def rank(self) -> int:
@@ -67,16 +68,37 @@ class _Host:
                 yield from self._sent(step.target)
             case "reduce":
                 yield from self._reduce(index)
+            case "gather":
+                yield from self._gather(step)
+            case "norm":
+                yield from self._reduced(step)
+                yield from self._meet(step, "cell" if step.peers in self._cells else "all-reduce", step.peers)
             case "step":
-                yield from self._meet(step, "cell", step.peers)
-                for stream in {name for number in self.reduced for name in self._streams_of(number)}:
-                    yield Fence(self._text(step), COMPUTE, stream)
+                yield from self._reduced(step)
                 yield Launch(self._text(step))
             case _:
                 yield from self._compute(step, inside)
 
+    def _gather(self, step: Instruction) -> Iterator[Action]:
+        """Layer after layer; a forward waits for them, here for all at once."""
+        for layer in integers(step.attrs["layers"]):
+            yield from self._meet(step, "all-reduce", step.peers, awaited=False, named=layer)
+        self.gathering[step.target] = ("all-reduce", frozenset(step.peers))
+
+    def _reduced(self, step: Instruction) -> Iterator[Action]:
+        """The computation waits for all all-reduces."""
+        for stream in {name for number in self.reduced for name in self._streams_of(number)}:
+            yield Fence(self._text(step), COMPUTE, stream)
+
+    @property
+    def _cells(self) -> set[tuple[int, ...]]:
+        return {integers(step.attrs["cell"]) for step in self.program.instructions if "cell" in step.attrs}
+
     def _compute(self, step: Instruction, inside: list[int]) -> Iterator[Action]:
         """Blocks and their collectives in turn; a gradient all-reduce starts as soon as a part of them is through."""
+        stage = self.values.cascades[step.target].stage
+        if stage in self.gathering:
+            yield Fence(self._text(step), COMPUTE, self.gathering.pop(stage))
         cell, backward = integers(step.attrs.get("cell", ())), step.op == "backward"
         gathered = integers(step.attrs.get("gather", ()))[:: -1 if backward else 1]
         for layer in gathered:  # one ahead of the blocks, whose order is the same
@@ -115,7 +137,7 @@ class _Host:
         stream = (kind, frozenset(ranks))
         text = self._text(step)
         yield from self._connect(text, stream, ranks)
-        what = (step.op, step.target, stream, bucket_of(step), named)
+        what = (step.op, step.target, stream, moved_by(step), named)
         self.times[what] += 1
         yield Fence(text, stream, COMPUTE)
         yield Launch(text, stream, (*what, self.times[what]), tuple(sorted(ranks)))

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "arachnec"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir", "solver", "kernels", "version"),
     ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining"),
-    ("models", "cost", "verification"),
-    ("tracing", "lowering", "simulation", "executable", "launch"),
+    ("models", "cost"),
+    ("verification", "tracing", "lowering", "simulation", "executable", "launch"),
     ("spmd", "planning"),
     ("passes", "codegen"),
     ("views",),

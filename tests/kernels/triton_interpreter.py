@@ -6,12 +6,13 @@ import atexit
 import functools
 import importlib
 import os
+import sys
 import warnings
 from typing import Any
 
 from tests.distributed.harness import RankPool
 
-_POOL = RankPool(1, anew=True)  # Triton reads the variable when it is imported
+_POOL = RankPool(1, program=sys.executable)  # Triton reads the variable when it is imported
 atexit.register(_POOL.close)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
+from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Quantity, Value
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
@@ -23,9 +24,10 @@ from arachnec.verification import gradient_sync as sums
 from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
+from arachnec.verification import memory_claims as memory_claims
 from arachnec.verification import residency as residency
 from arachnec.verification import structure as structure
-from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
+from tests.passes.plans import cluster, equal_clips, linear, module_of, placed_modules, timed
 
 Lists = dict[int, list[Instruction]]
 Places = list[tuple[int, int, Instruction]]
@@ -270,6 +272,25 @@ def test_a_rank_holds_the_state_of_its_stages_whatever_its_program_claims(module
     free = Quantity(data.draw(st.floats(0.0, 11.9)), "GiB")
     programs = tuple(replace(p, attrs=p.attrs.updated(state=free)) if p is chosen else p for p in lowered.programs)
     assert residency.StateTooLow in kinds(replace(lowered, programs=programs))
+
+
+@given(placed_modules(), st.data())
+def test_an_instruction_holds_what_its_stage_says_whatever_it_claims(module: Module, data: st.DataObject) -> None:
+    """Of a train cascade and of an encoder: less memory than the formulas say is refused, more is not."""
+    saving = tuple(
+        replace(stage, attrs=stage.attrs.updated(saved=linear(2e-4, "GiB"))) if stage.trained else stage
+        for stage in module.stages
+    )
+    lowered = lower(replace(module, stages=saving))
+    lists = lists_of(lowered)
+    rank, at, chosen = pick(data, places(lists, "forward", "encode"))
+    assert memory_claims.MemoryTooLow not in kinds(lowered)
+    stage, cascade = saving[-1 if chosen.op == "forward" else 0], Values(lowered).cascades[chosen.target]
+    need = cascade.tokens * (2e-4 * uneven(cascade.tokens, cascade.degree) if stage.trained else 1e-6)
+    for share, refused in ((0.0, True), (0.9, True), (1.001, False)):
+        claim = Quantity(need * share, "GiB")
+        lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(memory=claim, workspace=None))
+        assert (memory_claims.MemoryTooLow in kinds(with_lists(lowered, lists))) == refused
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:

@@ -1,4 +1,7 @@
-"""What all ranks must have in common before the first step: files, versions, and each step's plan."""
+"""What all ranks must have in common before the first step: files, versions, and each step's plan.
+
+What ranks tell each other outside a program goes from host to host, never over their devices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class RanksDiffer(Diagnostic):
     rank: int
 
 
-def agree(digests: Mapping[str, str], device: torch.device) -> None:
+def agree(digests: Mapping[str, str]) -> None:
     """Compare SHA-256 digests (hexadecimal, by part) over all ranks. Raises ``UserError`` if any differ."""
     parts = sorted(digests)
     words = [
@@ -33,7 +36,7 @@ def agree(digests: Mapping[str, str], device: torch.device) -> None:
     counted = torch.tensor([len(parts), *words], dtype=torch.int64)
     padded = torch.zeros(1 + WORDS * 64, dtype=torch.int64)
     padded[: len(counted)] = counted
-    everyone = gather(padded, device)
+    everyone = gather(padded)
     differing = [
         RanksDiffer(None, parts[min(max(0, place - 1) // WORDS, len(parts) - 1)], rank)
         for rank, other in enumerate(everyone)
@@ -43,35 +46,35 @@ def agree(digests: Mapping[str, str], device: torch.device) -> None:
         raise UserError(*differing)
 
 
-def share_text(text: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+def share_text(text: str | None, group: dist.ProcessGroup | None = None) -> str:
     """Rank 0's text on every rank of a group of all; the others give None."""
     data = (text or "").encode()
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
     if not 0 <= int(size) <= LIMIT_BYTES:
         raise ValueError(f"a plan of {int(size)} bytes")
     if not int(size):
         return ""
-    body = torch.empty(int(size), dtype=torch.uint8, device=device)
+    body = torch.empty(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(body, 0, group=group)
-    return bytes(body.cpu().numpy()).decode()
+    return bytes(body.numpy()).decode()
 
 
-def gather(value: Tensor, device: torch.device) -> list[Tensor]:
+def gather(value: Tensor) -> list[Tensor]:
     """This tensor of every rank, by rank; shapes must be equal."""
-    own = value.to(device)
+    own = value.cpu()
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
-    return [other.cpu() for other in everyone]
+    return everyone
 
 
-def gather_text(text: str, device: torch.device) -> list[str]:
+def gather_text(text: str) -> list[str]:
     """This text of every rank, by rank."""
     data = text.encode()
-    sizes = [int(size) for size in gather(torch.tensor([len(data)]), device)]
+    sizes = [int(size) for size in gather(torch.tensor([len(data)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    rows = gather(padded, device)
+    rows = gather(padded)
     return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -78,9 +77,8 @@ class _Pending:
 class Checkpoints:
     """The checkpoints of a run in one folder, of which the newest ``keep`` stay. Every method is collective."""
 
-    def __init__(self, folder: Path, device: torch.device, keep: int = KEPT) -> None:
+    def __init__(self, folder: Path, keep: int = KEPT) -> None:
         self._folder = folder
-        self._device = device
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
@@ -114,7 +112,7 @@ class Checkpoints:
 
     def _conclude(self, pending: _Pending, own: _Written | None) -> None:
         """Raises ``UserError``, on every rank, where one could not write."""
-        rows = gather_text(msgspec.json.encode(own).decode(), self._device)
+        rows = gather_text(msgspec.json.encode(own).decode())
         answers = [msgspec.json.decode(row, type=_Written | None) for row in rows]
         if any(answer is None for answer in answers):
             return
@@ -127,27 +125,26 @@ class Checkpoints:
                 prune(self._folder, self._keep)
             except OSError as error:
                 problem = (0, _reason(error))
-        first = gather_text(msgspec.json.encode(problem).decode(), self._device)[0]
+        first = gather_text(msgspec.json.encode(problem).decode())[0]
         if (told := msgspec.json.decode(first, type=tuple[int, str] | None)) is not None:
             raise UserError(NotWritten(None, *told))
 
 
 def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
     """Write one checkpoint; returns when it is whole. Collective."""
-    checkpoints = Checkpoints(folder, torch.device("cpu"), keep)
+    checkpoints = Checkpoints(folder, keep)
     checkpoints.save(state, position)
     checkpoints.finish()
     checkpoints.close()
 
 
-def load(folder: Path, state: State, wanted: Position, device: torch.device | None = None) -> Position | None:
+def load(folder: Path, state: State, wanted: Position) -> Position | None:
     """Read the newest whole and undamaged checkpoint into ``state`` in place; None where there is none. Collective.
 
     ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
     clips or another seed, or of an earlier format.
     """
-    device = device or torch.device("cpu")
-    path = _newest_intact(folder, device)
+    path = _newest_intact(folder)
     if path is None:
         if earlier_format(folder):
             raise UserError(EarlierFormat(None, str(folder)))
@@ -168,17 +165,17 @@ def demand_empty(folder: Path) -> None:
         raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
 
 
-def _newest_intact(folder: Path, device: torch.device) -> Path | None:
+def _newest_intact(folder: Path) -> Path | None:
     """Every rank reads back its share of a checkpoint's files, once; all come to the same answer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     names = msgspec.json.decode(
-        gather_text(msgspec.json.encode([path.name for path in committed(folder)]).decode(), device)[0], type=list[str]
+        gather_text(msgspec.json.encode([path.name for path in committed(folder)]).decode())[0], type=list[str]
     )
     for name in names:
         commit = read_commit(folder / name)
         files = commit.files if commit is not None else ()
         intact = commit is not None and all(is_intact(folder / name, record) for record in files[rank::world])
-        if all(row == "true" for row in gather_text("true" if intact else "false", device)):
+        if all(row == "true" for row in gather_text("true" if intact else "false")):
             return folder / name
     return None
 

@@ -1,7 +1,8 @@
-"""Collectives whose names differ between versions of torch."""
+"""Collectives whose names differ between versions of torch, and one on the hosts."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,9 +13,33 @@ def all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | No
     gather(everyone, own, group=group)
 
 
+def start_all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Start putting ``own`` of every rank of the group into the flat ``everyone``, one behind the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(everyone, own, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
     """Start summing the flat ``everyone`` over the ranks; ``own`` becomes this rank's equal share of the sum."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(own, everyone, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def gathered_on_first(own: Tensor, ranks: int) -> Tensor | None:
+    """On rank 0 the flat ``own`` of ranks 0, 1, ... one behind the other, on the host; None elsewhere.
+
+    Over the hosts' network; all ranks of the run may call it, the first so many must.
+    """
+    rank, value = dist.get_rank(), own.cpu().contiguous()
+    if rank:
+        if rank < ranks:
+            dist.send(value, 0)
+        return None
+    others = [torch.empty_like(value) for _ in range(1, ranks)]
+    for source, other in enumerate(others, 1):
+        dist.recv(other, source)
+    return torch.cat([value, *others])

@@ -49,6 +49,11 @@ class Event(Protocol):
 class OnHost(Protocol):
     """A value that is, or will be, in the host's memory."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is there by now."""
+        ...
+
     def wait(self) -> Tensor:
         """The value; the calling thread waits for it."""
         ...
@@ -60,6 +65,10 @@ class HostCopy:
 
     tensor: Tensor
     event: Event
+
+    @property
+    def ready(self) -> bool:
+        return self.event.query()
 
     def wait(self) -> Tensor:
         self.event.synchronize()
@@ -122,7 +131,12 @@ class DeviceRuntime:
         return event
 
     def to_host(self, value: Tensor) -> HostCopy:
-        """Start copying to the host, behind what the current stream was given so far; nobody waits."""
+        """Start copying to the host, behind what the current stream was given so far; nobody waits.
+
+        Nobody may write to ``value`` any more: where it is on the host already, it is not copied.
+        """
+        if self.capabilities.host_memory and value.device == self.device:
+            return HostCopy(value, self.record())
         buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.capabilities.pinned_memory)
         return HostCopy(buffer, self._copy(self._to_host, [(buffer, value)]))
 

@@ -14,7 +14,7 @@ from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed.device_runtime import OnHost
 from arachnec.ir.nodes import Cascade, Module, Program
 
-BEFORE = ("encode", "send", "receive", "free")  # what a program begins with while no model has run
+BEFORE = ("gather", "encode", "send", "receive", "free")  # what a program begins with while no model has run
 
 
 @dataclass

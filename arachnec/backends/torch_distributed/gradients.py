@@ -9,7 +9,7 @@ the backward"). Nothing here makes the host wait for its device: who had a gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +29,10 @@ from arachnec.backends.torch_distributed.gradient_pieces import (
     ScatteredPiece,
     pieces_of,
 )
-from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts
+from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Module
+from arachnec.ir.nodes import Instruction, Module, integers
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.tracing.layers import layer_of_parameters
 
@@ -69,7 +69,8 @@ class GradientSynchronisation:
     sharded: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)  # by name; none of a gradient that no rank had
     of_stages: Mapping[str, Mapping[str, int | None]] | None = None
-    place: dist.ProcessGroup | None = None
+    tied: Mapping[tuple[int, ...], Collection[str]] = field(default_factory=dict)  # those of several, by their numbers
+    place: tuple[int, ...] | None = None  # None: all ranks of the run
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
     _sent: list[Piece | ScatteredPiece] = field(default_factory=list)  # the latest
@@ -82,20 +83,20 @@ class GradientSynchronisation:
         group = self.groups.get(reduce.peers)
         if group is not None:
             hosts = (self.host_groups or self.groups).get(reduce.peers)
-            assert not self.sharded or dist.get_world_size(group) == dist.get_world_size(self.place)
-            members = self._members(reduce)
+            members, whole = self._members(reduce), "tied" in reduce.attrs or not self.sharded
+            assert whole or dist.get_world_size(group) == self._cut.ranks
             used = torch.tensor([gradient_of(value) is not None for value in members.values()], dtype=torch.int32)
-            pieces = [self._send(run, group) for run in pieces_of(members.values(), self.piece_bytes)]
+            pieces = [self._send(run, group, whole) for run in pieces_of(members.values(), self.piece_bytes)]
             told = dist.all_reduce(used, group=hosts, async_op=True)
             assert told is not None
-            self._pending.append(_Started(members, pieces, used, told))
+            self._pending.append(_Started(members, pieces, used, told, self._cut if self.sharded and whole else None))
 
-    def _send(self, values: list[Tensor], group: dist.ProcessGroup) -> Piece | ScatteredPiece:
+    def _send(self, values: list[Tensor], group: dist.ProcessGroup, whole: bool) -> Piece | ScatteredPiece:
         """Start a piece; behind too many that have memory twice, once the first of them is through."""
         doubled = [piece for piece in self._sent if piece.doubled]
         for piece in doubled[: max(0, len(doubled) - EXCHANGED + 1)]:
             piece.finish()
-        started = (ScatteredPiece if self.sharded else Piece).sent(values, group)
+        started = (Piece if whole else ScatteredPiece).sent(values, group)
         self._sent = [*(piece for piece in doubled if piece.doubled), started]
         return started
 
@@ -147,27 +148,22 @@ class GradientSynchronisation:
         self._pending.clear()
         self._sent.clear()
 
-    def gather(self, names: Iterable[str] | None = None) -> None:
-        """Make whole gradients of the ``parts``, of all or of those ``names``. Collective where they are sharded."""
-        wanted = None if names is None else frozenset(names)
-        for name in (name for name in self.parameters if name in self.parts and (wanted is None or name in wanted)):
-            value, part = self.parameters[name], self.parts[name]
-            whole = torch.empty_like(value, dtype=gradient_dtype(value))
-            gather_parts(Parts.of(self.place), [whole], [part], self.place)
-            set_gradient(value, whole)
-
-    def cut(self, names: Iterable[str]) -> None:
-        """Give up whole gradients of these parameters for this rank's ``parts`` of them."""
-        for name in names:
-            value = self.parameters[name]
-            if (gradient := gradient_of(value)) is not None:
-                self.parts[name] = Parts.of(self.place).own(gradient)
-                set_gradient(value, None)
-
     def complete(self) -> dict[str, Tensor]:
-        """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter. Collective."""
-        self.gather()
-        return gradients_of(self.parameters)
+        """A copy of every parameter's gradient, made whole; zeros where nothing used the parameter.
+
+        Where they are sharded they are put together on the hosts, by all ranks.
+        """
+        gradients = gradients_of(self.parameters)
+        hosts = None if self.place is None else (self.host_groups or self.groups).get(self.place)
+        for name in (name for name in self.parameters if name in self.parts):
+            value = self.parameters[name]
+            gradients[name] = torch.empty(value.shape, dtype=gradient_dtype(value))
+            GatheredParts.started(self._cut, [gradients[name]], [self.parts[name].cpu()], hosts).wait()
+        return gradients
+
+    @property
+    def _cut(self) -> Parts:
+        return Parts.of() if self.place is None else Parts(len(self.place), self.place.index(dist.get_rank()))
 
     def drop(self) -> None:
         """Give the gradients' memory back."""
@@ -175,6 +171,8 @@ class GradientSynchronisation:
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)
+        if "tied" in reduce.attrs:
+            return {name: self.parameters[name] for name in self.tied[integers(reduce.attrs["tied"])]}
         known = self.layers if self.of_stages is None else self.of_stages[reduce.target]
         own = [name for name in self.parameters if self.of_stages is None or name in known]
         if bucket is None:
@@ -199,6 +197,7 @@ class _Started:
     pieces: Sequence[Piece | ScatteredPiece]
     used: Tensor  # on the host
     told: dist.Work
+    cut: Parts | None = None  # of gradients that come whole where this rank wants its parts
 
     @property
     def done(self) -> bool:
@@ -212,6 +211,17 @@ class _Started:
         for value, count in zip(self.values.values(), used, strict=True):
             if count == 0:
                 set_gradient(value, None)
+        if self.cut is not None:
+            return self._own_parts(self.cut)
         if not parts:
             return {}
         return {name: part for name, part, count in zip(self.values, parts, used, strict=True) if count}
+
+    def _own_parts(self, cut: Parts) -> dict[str, Tensor]:
+        """Give up whole gradients for this rank's parts of them."""
+        own: dict[str, Tensor] = {}
+        for name, value in self.values.items():
+            if (gradient := gradient_of(value)) is not None:
+                own[name] = cut.own(gradient)
+                set_gradient(value, None)
+        return own

@@ -52,6 +52,10 @@ class Received:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _arrived: bool = False
 
+    @property
+    def ready(self) -> bool:
+        return self._arrived
+
     def wait(self) -> Tensor:
         with self._lock:
             if not self._arrived:
@@ -70,10 +74,21 @@ class HandoffThreads:
     def __init__(self) -> None:
         self._start = ThreadPoolExecutor(1, "handoff-send")
         self._end = ThreadPoolExecutor(1, "handoff-sent")
+        self._latest: Future[tuple[dist.Work, Tensor]] | None = None  # that the first has
 
     def send(self, value: OnHost, to: int, group: dist.ProcessGroup, tag: int, cascade: str) -> Future[None]:
-        """Send once the value is on the host; done when the receiver has it, and until then the value is held."""
-        started = self._start.submit(_start_send, value, to, group, tag)
+        """Send once the value is on the host; done when the receiver has it, and until then the value is held.
+
+        What is there already, with none before it on the way, starts at once: a thread would only be waited for.
+        """
+        if value.ready and (self._latest is None or self._latest.done()):
+            started: Future[tuple[dist.Work, Tensor]] = Future()
+            try:
+                started.set_result(_start_send(value, to, group, tag))
+            except RuntimeError as error:
+                started.set_exception(error)
+        else:
+            started = self._latest = self._start.submit(_start_send, value, to, group, tag)
         return self._end.submit(_end_send, started, to, cascade)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank walks its own program: encode, forward, backward, send, receive, reduce, step, free.
+"""One rank walks its own program: encode, forward, backward, send, receive, reduce, norm, step, free.
 
 The loss on each of the d ranks of a cascade is weighted by (clips / N) / d, so that every rank's gradients are partial
 and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_parallel.md, "Partial gradients").
@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
@@ -32,16 +34,17 @@ from arachnec.backends.torch_distributed.gradients import GradientSynchronisatio
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
@@ -84,10 +87,17 @@ class RankContext:
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
+    updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
 
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
+        if self.cells is not None and len(ranks) == self.cells.cell.size():
+            return self.cells.cell
+        return self.gradient_groups.get(ranks)
 
 
 @dataclass(frozen=True)
@@ -174,24 +184,15 @@ def _gradients(context: RankContext, module: Module, program: Program) -> Gradie
     if context.cells is not None:
         return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
-    sharded = context.optimizer.sharded
+    synchronisation = GradientSynchronisation(
+        context.parameters, layers, context.gradient_groups, size, context.host_groups, context.optimizer.sharded
+    )
     pipeline = context.pipeline
     if pipeline is None:
-        return GradientSynchronisation(
-            context.parameters, layers, context.gradient_groups, size, context.host_groups, sharded
-        )
-    reduces = [step.target for step in program.instructions if step.op == "reduce"]
-    place = context.gradient_groups.get(pipeline.place) if sharded and pipeline.place else None
-    return GradientSynchronisation(
-        context.parameters,
-        layers,
-        context.gradient_groups,
-        size,
-        context.host_groups,
-        sharded,
-        of_stages=pipeline.of_stages(reduces),
-        place=place,
-    )
+        return synchronisation
+    reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
+    place = pipeline.place if synchronisation.sharded else None
+    return replace(synchronisation, of_stages=pipeline.of_stages(reduces), tied=pipeline.tied, place=place)
 
 
 @dataclass
@@ -213,11 +214,14 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op == "step":
+        if instruction.op in ("norm", "step"):
             if self.ahead is not None:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
                 self.gradients.wait()
+            if not self.stepped and self.run.norm is None:
+                for updated in self.context.updated.values():
+                    updated.wait()  # a rank without a forward has waited for none
             return
         if instruction.op in ("forward", "backward"):
             for name in self.cascades[instruction.target].inputs:
@@ -278,6 +282,8 @@ class _Walk:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        if cascade.stage in self.context.updated:
+            self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
@@ -339,40 +345,41 @@ class _Walk:
     def _receive(self, instruction: Instruction) -> None:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
+    def _gather(self, instruction: Instruction) -> None:
+        """A layer's forward waits for it."""
+        group = self.context.gradient_groups.get(instruction.peers)
+        self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
+
     def _reduce(self, instruction: Instruction) -> None:
         self.gradients.start(instruction)  # `step` waits for it
 
+    def _norm(self, instruction: Instruction) -> None:
+        """Of the gradients of all these ranks, of which this one has a share."""
+        own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
+        if pipeline is not None:
+            own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
+        group = self.context.norm_group(instruction.peers)
+        self.run.norm = norm_over(group, global_norm(own, self.context.device))
+
     def _step(self, instruction: Instruction) -> None:
-        self._step_once()
-
-    def end_step(self) -> None:
-        """A rank whose stages are frozen takes part in the step of the others."""
-        if self.context.pipeline is not None:
-            self._step_once()
-
-    def _step_once(self) -> None:
-        """The update of all stages on this rank, whose gradients are whole by the first ``step``."""
+        """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
         if self.stepped:
             return
         self.stepped = True
-        self._add_up_shared()
+        self._show_gradients()
+        self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        self.gradients.drop()
+
+    def end_step(self) -> None:
+        """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.stepped:
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Give whole gradients to who wants to see them, put together on the hosts."""
         if self.before_step is not None:
             own, pipeline = self.gradients.complete(), self.context.pipeline
             self.before_step(own if pipeline is None else pipeline.whole_gradients(own))
-        self.run.norm = self.context.optimizer.step(self.gradients.parts or None)
-        self.gradients.drop()
-
-    def _add_up_shared(self) -> None:
-        """Add up the gradients that stages share, whole for as long."""
-        pipeline, gradients = self.context.pipeline, self.gradients
-        if pipeline is None:
-            return
-        assert isinstance(gradients, GradientSynchronisation)
-        if gradients.sharded:
-            gradients.gather(pipeline.own_shared)
-        pipeline.add_up_shared(self.context.parameters, self.context.gradient_groups)
-        if gradients.sharded:
-            gradients.cut(pipeline.own_shared)
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
@@ -395,7 +402,7 @@ class _Walk:
         if cascade.phase is Phase.BACKWARD:
             cascade = self.cascades[self.staged.forward_of(cascade)]
         forward, context = self._forward_of(cascade), self.context
-        stage = next(stage for stage in self.iteration.module.stages if stage.name == cascade.stage)
+        stage = self._stages[cascade.stage]
         family = attention_of(forward, stage, context.training.dtype, context.device)
         with ExitStack() as stack:
             if family is not None:  # for attention that is not distributed
@@ -410,8 +417,15 @@ class _Walk:
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:
-        steps = self.iteration.program.instructions
-        return next(step for step in steps if step.op == "forward" and step.target == cascade.name)
+        return self._forwards[cascade.name]
+
+    @cached_property
+    def _forwards(self) -> dict[str, Instruction]:
+        return {step.target: step for step in self.iteration.program.instructions if step.op == "forward"}
+
+    @cached_property
+    def _stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.iteration.module.stages}
 
 
 def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:

@@ -6,19 +6,20 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); mast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
-from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, pieces_of
-from arachnec.backends.torch_distributed.parameter_parts import Parts, gather_parts, own_parts
+from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
+from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
+WHOLE = 2**63  # bytes of a piece, which a layer never has
 
 
 class Optimizer:
@@ -26,11 +27,9 @@ class Optimizer:
 
     ``parameters`` by name, those that train only. A parameter below fp32 gets an fp32 master copy, which the optimizer
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
-    same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``),
-    updates that, and all-gathers about ``piece_bytes`` of parameters at a time (ZeRO, arXiv 1910.02054, section 5.1).
-    Every method is called by all these ranks together then. Where ``parameters`` are only a rank's share of all,
-    ``norm_of_all`` makes the norm of all from that of the share, or ``norm`` from this rank's gradients by name.
-    ``device`` is that of all ranks: a rank without gradients joins the others' collectives with a tensor there.
+    same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
+    updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
+    (``gathered``), which all these ranks do together.
     """
 
     def __init__(
@@ -40,19 +39,10 @@ class Optimizer:
         *,
         sharded: bool = False,
         group: dist.ProcessGroup | None = None,
-        piece_bytes: int = SMALLEST_PIECE,
-        norm_of_all: Callable[[Tensor], Tensor] | None = None,
-        norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
-        device: torch.device | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
-        self._norm_of_all = norm_of_all
-        self._norm = norm
-        self._device = device
-        self._group = group
         self._parts = Parts.of(group) if sharded else None
-        self._piece_bytes = piece_bytes
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: _master(value) for name, value in owned.items()}
         # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
@@ -71,21 +61,26 @@ class Optimizer:
         """Whether this rank holds parts only, and needs no whole gradients."""
         return self._parts is not None
 
-    @torch.no_grad()
-    def step(self, parts: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Update from the parameters' gradients, and return their global norm before clipping: a scalar, on the device.
+    def gradients(self, parts: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """What this rank updates from, by name; none for a parameter that nothing used.
 
-        ``parts`` are this rank's parts of them where it is ``sharded``; without, they are cut from whole gradients. A
-        parameter without a gradient is left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        ``parts`` are this rank's parts where it is ``sharded``; without, they are cut from whole gradients.
         """
+        if parts is not None:
+            return parts
         kept = {name: gradient_of(value) for name, value in self._parameters.items()}
         whole = {name: gradient for name, gradient in kept.items() if gradient is not None}
-        given = parts if parts is not None else whole
-        if self._parts is not None and parts is None:
-            given = {name: self._parts.own(value) for name, value in whole.items()}
-        norm = global_norm(given, self._device, across=self.sharded) if self._norm is None else self._norm(given)
-        if self._norm_of_all is not None:
-            norm = self._norm_of_all(norm)
+        return whole if self._parts is None else {name: self._parts.own(value) for name, value in whole.items()}
+
+    @torch.no_grad()
+    def step(self, parts: Mapping[str, Tensor] | None = None, norm: Tensor | None = None) -> Tensor:
+        """Update from ``gradients(parts)``, and return the global norm before clipping: a scalar, on the device.
+
+        ``norm`` is that of all ranks together where this one has not all gradients. A parameter without a gradient is
+        left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        """
+        given = self.gradients(parts)
+        norm = global_norm(given) if norm is None else norm
         limit = self._training.clip_norm
         for name, master in self._masters.items():
             master.grad = given[name].to(master.dtype) if name in given else None
@@ -122,16 +117,21 @@ class Optimizer:
 
     @torch.no_grad()
     def round_parameters(self) -> None:
-        """Write the master copies into the parameters, on every rank: after an update, or after loading."""
-        if self._parts is None:
-            for name, master in self._masters.items():
-                if master is not self._parameters[name]:
-                    self._parameters[name].copy_(master)
-            return
-        names = {id(value): name for name, value in self._parameters.items()}
-        for piece in pieces_of(self._parameters.values(), self._piece_bytes, _dtype):
-            masters = [self._masters.get(names[id(value)], value.new_empty(0)) for value in piece]
-            gather_parts(self._parts, piece, masters, self._group)
+        """Write the master copies into the parameters, after an update or after loading; parts are gathered instead."""
+        for name, master in self._masters.items() if self._parts is None else ():
+            if master is not self._parameters[name]:
+                self._parameters[name].copy_(master)
+
+    def gathered(self, names: Iterable[str], group: dist.ProcessGroup | None = None) -> list[GatheredParts]:
+        """Start to make these parameters whole from all ranks' masters. Collective over the ranks of the parts."""
+        assert self._parts is not None, "every rank has updated the whole parameters"
+        names = list(names)
+        known = {id(self._parameters[name]): name for name in names}
+        pieces = pieces_of((self._parameters[name] for name in names), WHOLE, _dtype)
+        masters = [[self._masters.get(known[id(value)], value.new_empty(0)) for value in piece] for piece in pieces]
+        return [
+            GatheredParts.started(self._parts, piece, own, group) for piece, own in zip(pieces, masters, strict=True)
+        ]
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
@@ -144,18 +144,19 @@ class Optimizer:
 
 
 @torch.no_grad()
-def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = None, *, across: bool = False) -> Tensor:
-    """The 2-norm of all gradients together, accumulated in fp32 at least: a scalar where they are, else on ``device``.
-
-    With ``across`` those of all ranks of the default process group count. Collective then.
-    """
+def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
+    """The 2-norm of all gradients together, in fp32 at least: a scalar where they are, else on ``device``."""
     values = gradients.values()
     norms = [torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32)) for v in values]
     here: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-    if not across:
-        return here
-    squared = here.double().square()
-    dist.all_reduce(squared)
+    return here
+
+
+@torch.no_grad()
+def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
+    """The norm of what all ranks of a group have together, from that of this rank's share. Collective."""
+    squared = norm.double().square()
+    dist.all_reduce(squared, group=group)
     total: Tensor = squared.sqrt().float()
     return total
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.collectives import all_gather_flat
+from arachnec.backends.torch_distributed.collectives import start_all_gather_flat
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,36 @@ def _split(columns: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     return flat[: whole * length].view(whole, length), flat[whole * length :]
 
 
-@torch.no_grad()
-def gather_parts(
-    parts: Parts, values: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup | None = None
-) -> None:
-    """Fill these tensors of one precision with all ranks' parts; ``own`` are this rank's. Collective, of one message.
+@dataclass(frozen=True)
+class GatheredParts:
+    """All ranks' parts of some tensors on their way to this rank."""
 
-    A part of another precision than its tensor is rounded.
-    """
-    row = values[0].new_zeros(sum(parts.length(value.numel()) for value in values))
-    for place, part in zip(parts.cut(row, values), own, strict=True):
-        place.copy_(part)
-    rows = row.new_empty(parts.ranks, len(row))
-    all_gather_flat(rows.view(-1), row, group)
-    parts.unpack(rows, values)
+    parts: Parts
+    values: Sequence[Tensor]
+    row: Tensor  # what is sent: alive until it has arrived
+    rows: Tensor
+    work: dist.Work
+
+    @classmethod
+    @torch.no_grad()
+    def started(
+        cls, parts: Parts, values: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup | None = None
+    ) -> GatheredParts:
+        """For these tensors of one precision; ``own`` are this rank's parts. Collective, of one message.
+
+        A part of another precision than its tensor is rounded.
+        """
+        row = values[0].new_zeros(sum(parts.length(value.numel()) for value in values))
+        for place, part in zip(parts.cut(row, values), own, strict=True):
+            place.copy_(part)
+        rows = row.new_empty(parts.ranks, len(row))
+        return cls(parts, values, row, rows, start_all_gather_flat(rows.view(-1), row, group))
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Write the parts into the tensors. On a device with streams its stream waits, and not the host."""
+        self.work.wait()
+        self.parts.unpack(self.rows, self.values)
 
 
 def own_parts(parts: Parts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

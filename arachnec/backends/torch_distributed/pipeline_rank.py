@@ -1,8 +1,7 @@
 """What a rank holds of a model in stages: its parameters, and which gradients it shares with ranks of other stages.
 
-A parameter of several stages, such as a weight that embedding and head share, lies on the ranks of all of them. Each
-stage's all-reduce makes that stage's part of its gradient whole; the parts are added up before the step. What only one
-stage has counts once in the gradient's norm, over all stages.
+A parameter of several stages, such as a weight that embedding and head share, lies on the ranks of all of them. All of
+these ranks have a part of its gradient: an all-reduce of its own makes it whole. It counts once in the gradient's norm.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
-from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.staged_model import Cuts, parts_of
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
-from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
 
@@ -77,9 +74,10 @@ class PipelineRank:
     def of_stages(self, reduces: Sequence[str]) -> dict[str, dict[str, int | None]]:
         """The parameters in each stage's all-reduce, with their layers; the stages in the order of ``reduces``.
 
-        One that two stages of this rank share is in the later all-reduce: its gradient is whole there.
+        One that two stages of this rank share is in the later all-reduce: its gradient is whole there. One that lies on
+        other ranks too is in none of these.
         """
-        taken: set[str] = set()
+        taken = set[str]().union(*self.tied.values())
         of: dict[str, dict[str, int | None]] = {}
         for name in reversed(dict.fromkeys(reduces)):
             number = self.number(name)
@@ -90,9 +88,31 @@ class PipelineRank:
         return of
 
     @cached_property
+    def updated(self) -> dict[str, dict[str, int | None]]:
+        """The parameters that train of each stage of this rank, each once, with their layers."""
+        taken: set[str] = set()
+        of: dict[str, dict[str, int | None]] = {}
+        for number, (name, ranks) in enumerate(zip(self.names, self.places, strict=True)):
+            if self.rank in ranks:
+                own = self.parameters[number] - taken
+                of[name] = {p: layer for p, layer in self._layers[number].items() if p in own}
+                taken |= own
+        return of
+
+    @cached_property
     def _layers(self) -> tuple[dict[str, int | None], ...]:
         """Of every stage, the layer of each parameter that trains; None for one that lies outside its layers."""
         return tuple(layer_of_parameters(self.cuts.model, paths) for paths in self.cuts.parts)
+
+    @cached_property
+    def tied(self) -> dict[tuple[int, ...], tuple[str, ...]]:
+        """Parameters that train and that stages on different ranks read, by the numbers of these stages."""
+        stages: dict[tuple[int, ...], list[str]] = {}
+        for name, places in self._places_of.items():
+            if len(places) > 1:
+                readers = tuple(n for n, parameters in enumerate(self.parameters) if name in parameters)
+                stages.setdefault(readers, []).append(name)
+        return {readers: tuple(names) for readers, names in stages.items()}
 
     def number(self, stage: str) -> int:
         return self.names.index(stage)
@@ -106,57 +126,15 @@ class PipelineRank:
             for name in trained
         }
 
-    @cached_property
-    def shared(self) -> dict[Ranks, tuple[str, ...]]:
-        """Parameters of several places by all their ranks; the same on every rank."""
-        by_ranks: dict[Ranks, list[str]] = {}
-        for name, places in sorted(self._places_of.items()):
-            if len(places) > 1:
-                by_ranks.setdefault(tuple(sorted({rank for place in places for rank in place})), []).append(name)
-        return {ranks: tuple(names) for ranks, names in by_ranks.items()}
-
-    @property
-    def own_shared(self) -> list[str]:
-        """The parameters on this rank that lie on several places."""
-        return [name for ranks, names in self.shared.items() if self.rank in ranks for name in names]
-
-    @torch.no_grad()
-    def add_up_shared(self, parameters: Mapping[str, Tensor], groups: ProcessGroups) -> None:
-        """Add up the parts of gradients that stages share, each whole on its place. Called by all ranks together."""
-        for ranks, names in self.shared.items():
-            group = groups.get(ranks) if self.rank in ranks else None
-            if group is None:
-                continue
-            for name in names:
-                parameter = parameters[name]
-                part = gradient_of(parameter)
-                if part is None or self.rank not in (place[0] for place in self._places_of[name]):
-                    part = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-                dist.all_reduce(part, group=group)
-                set_gradient(parameter, part)
-
-    @torch.no_grad()
-    def norm(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """The norm of the gradients of all stages, in fp32 at least; every rank of the run calls it.
-
-        ``device`` is that of all ranks, where a rank whose stages are frozen has its part, too.
-        """
-        counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
-        precise = [torch.promote_types(gradient.dtype, torch.float32) for gradient in counted]
-        norms = [torch.linalg.vector_norm(g, dtype=d).double() for g, d in zip(counted, precise, strict=True)]
-        squared = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-        dist.all_reduce(squared)
-        return squared.sqrt().float()
-
     def written(self, state: State) -> State:
         """The optimizer's tensors, one rank of those that have each to write it into a checkpoint."""
         return {key: self._written(key.partition("/")[2], value) for key, value in state.items()}
 
     def _written(self, name: str, value: Tensor | Part) -> Part:
         part = part_of(value)
-        return replace(part, writes=part.writes and self._counts(name))
+        return replace(part, writes=part.writes and self.counts(name))
 
-    def _counts(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Whether this rank counts a gradient for all that have it, or its part of one."""
         place = self._places_of[name][0]
         return self.rank in place if self.place is not None else self.rank == place[0]

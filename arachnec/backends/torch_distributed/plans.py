@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.agreement import share_text
@@ -26,7 +25,6 @@ from arachnec.passes.check import Check
 
 KEPT = 256
 CLOSE_S = 5.0
-HOST = torch.device("cpu")
 
 
 class Plans:
@@ -89,14 +87,14 @@ class Plans:
 
     def _shared(self, number: int) -> str:
         if self._planner is None:
-            return share_text(None, HOST, self._group)
+            return share_text(None, self._group)
         try:
             text = self._planner.fetch(number)
         except UserError:
             if self._closing:
-                share_text("", HOST, self._group)  # the other ranks wait for it
+                share_text("", self._group)  # the other ranks wait for it
             raise
-        return share_text(text, HOST, self._group)
+        return share_text(text, self._group)
 
     def _is_compiled(self, number: int) -> bool:
         return number == 0 and self._compiled is not None

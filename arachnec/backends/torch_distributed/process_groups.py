@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from arachnec.analysis.communicators import cascade_groups
 from arachnec.analysis.group_family import family, heads_of
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Module, integers
 
 
 def family_groups(module: Module) -> tuple[tuple[int, ...], ...]:
@@ -20,6 +20,8 @@ def wanted_groups(module: Module) -> list[tuple[int, ...]]:
 
 
 def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
-    """The ranks of every gradient all-reduce; the same list on every rank."""
+    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells; the same list on every rank."""
     steps = [step for program in module.programs for step in program.instructions]
-    return list(dict.fromkeys(step.peers for step in steps if step.op == "reduce"))
+    cells = {integers(step.attrs["cell"]) for step in steps if "cell" in step.attrs}
+    norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
+    return list(dict.fromkeys([*(step.peers for step in steps if step.op in ("gather", "reduce")), *norms]))

@@ -47,7 +47,7 @@ def shared_encoders(model_file: ModelFile, training: Training, device: torch.dev
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
     """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
     modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
-    agree({"the tensors of the model and its encoders": digest_of(modules)}, device)
+    agree({"the tensors of the model and its encoders": digest_of(modules)})
     for tensor in tensors_of(modules):
         home = tensor if tensor.device == device else tensor.detach().to(device)
         broadcast(home)

@@ -71,7 +71,7 @@ def streamed_model(
         model, construction = _watched(build)
     else:
         model = without_memory(lambda home: {"model": build(home)})["model"]
-    agree({"the tensors of the model": digest_of({"model": model})}, device)
+    agree({"the tensors of the model": digest_of({"model": model})})
     exchange = _Exchange(model, device, taking(model))
     if dist.get_rank() == 0:
         source = _sent(build, model, construction, exchange)

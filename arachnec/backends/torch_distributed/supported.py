@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Instruction, Module, Phase, Program
+from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "free": (Phase.ENCODE, Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD),
 }
 STAGED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
-OF_STAGES = ("reduce", "step")
 
 
 def demand_supported(module: Module, programs: Sequence[Program]) -> None:
@@ -69,7 +68,7 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
 
 
 def _known(op: str, phase: Phase | None) -> bool:
-    return op in OF_STAGES or phase in PHASES.get(op, ())
+    return op in STAGE_OPS or phase in PHASES.get(op, ())
 
 
 def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExecutable:
@@ -81,6 +80,5 @@ def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExe
         reason = f"its cascade is of phase `{phase.value}`, and its stage was not made by `stages`"
     else:
         reason = f"its cascade is of phase `{phase and phase.value}`"
-    return NotExecutable(
-        instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and `reduce`, `step`"
-    )
+    of_stages = ", ".join(f"`{name}`" for name in STAGE_OPS)
+    return NotExecutable(instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and {of_stages}")

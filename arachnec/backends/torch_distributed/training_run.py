@@ -27,9 +27,8 @@ from arachnec.backends.torch_distributed.agreement import agree, gather, gather_
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
@@ -47,6 +46,7 @@ from arachnec.backends.torch_distributed.shared_weights import META, shared_enco
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -139,7 +139,7 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))}, device)
+        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
         self._plans = Plans(executable, rank, world)
@@ -181,10 +181,6 @@ class Trainer:
                 training,
                 sharded=sharded if pipeline is None else place is not None,
                 group=None if place is None else gradient_groups.get(place),
-                piece_bytes=piece_size(first.cluster, tuple(range(world))),
-                norm_of_all=None if cells is None or sharded else cells.norm,
-                norm=None if pipeline is None else partial(pipeline.norm, device=device),
-                device=device,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=gradient_groups,
@@ -196,6 +192,13 @@ class Trainer:
             cells=cells,
             pipeline=pipeline,
         )
+        layers: Mapping[str, Mapping[str, int | None]]
+        layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
+        if cells is not None and stage is not None:
+            layers = {stage.name: dict(cells.layers)}
+        gathering = None if cells is None else cells.gathering
+        updated = updated_parameters(layers, first, model, self._context.optimizer, gathering)
+        self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
@@ -209,9 +212,10 @@ class Trainer:
             shapes=None if cells is None else partial(build_model, model_file, training, META),
         )
         folder, keep = options.checkpoint, options.keep
-        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, device, keep)
+        self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
+        self._own: dict[int, Iteration] = {}  # by iteration of the manifest, with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
@@ -234,9 +238,8 @@ class Trainer:
         self._enter_step(number)
         self._prepare(self.module)
         context = self._context
-        received = self._received(program_of(self.module, context.rank))
         given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = Iteration.of(self.module, context.rank, self._clips, received, number, given)
+        own = self._iteration(number, given)
         self._load(number, own.program, self.module)
         self._ahead = None if last else self._look_ahead(number + 1)
         if self._ahead is not None:
@@ -252,6 +255,18 @@ class Trainer:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _iteration(self, number: int, given: Mapping[str, OnHost]) -> Iteration:
+        """What this rank is to do in step ``number``; worked out once for a plan that comes again."""
+        place = number % self._executable.header.iterations
+        known = self._own.get(place)
+        if known is not None and known.module is self.module and not given:
+            return replace(known, step=number)
+        received = self._received(program_of(self.module, self._context.rank))
+        own = Iteration.of(self.module, self._context.rank, self._clips, received, number, given)
+        if not given:
+            self._own[place] = own
+        return own
 
     def _received(self, program: Program) -> dict[str, TensorSpec]:
         """The spec of every value this rank receives, by cascade."""
@@ -340,19 +355,16 @@ class Trainer:
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
-        if context.pipeline is not None:
-            context.gradient_groups.ensure(list(context.pipeline.shared), device=context.device)
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
     def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        device = self._context.device
         busy = report.busy_ms(self.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
         runtime = self._context.runtime
         peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
-        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64), device))
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(NotFinite(None, own.step, loss, norm))
@@ -387,7 +399,7 @@ class Trainer:
         if not options.resume:
             checkpoint.demand_empty(options.checkpoint)
             return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._position(0), self.device)
+        position = checkpoint.load(options.checkpoint, self._state(), self._position(0))
         if position is None:
             events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
             return 0
@@ -413,7 +425,7 @@ def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
 def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
     """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
     device = trainer.device
-    rows = gather_text(msgspec.json.encode(trainer.intervals).decode(), device)
+    rows = gather_text(msgspec.json.encode(trainer.intervals).decode())
     if dist.get_rank() != 0:
         return
     intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]

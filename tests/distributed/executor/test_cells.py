@@ -13,6 +13,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
@@ -218,3 +219,16 @@ def test_a_checkpoint_of_an_optimizer_over_cells_resumes_in_each_cell_and_the_ot
 
 def losses_of(report: dict[str, Any]) -> list[float]:
     return [step["loss"] for step in report["steps"]]
+
+
+def test_what_other_cells_have_updated_is_gathered_before_it_is_read_by_the_ranks_of_the_shard() -> None:
+    module = lowered(in_cells(traced(4, [CLIPS]), 2, dealt_out=True), BOTH)
+    gathers = [step for program in module.programs for step in program.instructions if step.op == "gather"]
+    assert {step.peers for step in gathers} == {(0, 2), (1, 3)}
+    checked(module)
+    first, *others = module.programs
+    without = tuple(step for step in first.instructions if step.op != "gather")
+    elsewhere = tuple(replace(s, peers=(0, 1)) if s.op == "gather" else s for s in first.instructions)
+    for instructions in (without, elsewhere):
+        with pytest.raises(UserError):
+            checked(replace(module, programs=(replace(first, instructions=instructions), *others)))

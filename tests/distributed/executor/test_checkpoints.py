@@ -36,7 +36,7 @@ def state_of(values: dict[str, torch.Tensor]) -> State:
 def saved_and_changed(folder: Path) -> list[bool]:
     """What is changed after ``save`` has returned is not in the checkpoint, though it is written later."""
     values = held()
-    checkpoints = checkpoint.Checkpoints(folder, CPU)
+    checkpoints = checkpoint.Checkpoints(folder)
     checkpoints.save(state_of(values), POSITION)
     for value in values.values():
         value.fill_(-1.0)

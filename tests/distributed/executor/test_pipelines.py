@@ -35,6 +35,10 @@ def assert_exact(found: Path, expected: dict[str, torch.Tensor]) -> None:
         (4, "p=4", "schedule=zb-h1"),
         (4, "p=2", "schedule=planned"),
         (4, "cuts=[1]", "schedule=1f1b"),
+        (2, "p=2", "schedule=kfkb"),
+        (3, "cuts=[1],replicas=[1,2]", "schedule=dapple"),
+        (4, "cuts=[2,3],replicas=[2,1,1]", "schedule=dapple,policy=B"),
+        (4, "cuts=[1],replicas=[1,2]", "schedule=dapple"),  # the last rank is idle
     ],
 )
 def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages: str, schedule: str) -> None:

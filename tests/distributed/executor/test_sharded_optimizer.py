@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed import checkpoint
 from arachnec.backends.torch_distributed.gradient_pieces import ScatteredPiece
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.backends.torch_distributed.training_run import Trainer
@@ -47,7 +47,9 @@ def stepped(
         generator = torch.Generator().manual_seed(seed)
         for value in parameters.values():
             value.grad = torch.randn(value.shape, generator=generator).to(dtype)
-        optimizer.step()
+        optimizer.step(norm=norm_over(None, global_norm(optimizer.gradients())) if sharded else None)
+        for coming in optimizer.gathered(parameters) if sharded else ():
+            coming.wait()
     if folder is not None and not resume:
         checkpoint.save(folder, optimizer.tensors(), POSITION)
     return {name: value.detach().clone() for name, value in parameters.items()}
@@ -116,7 +118,7 @@ def test_a_rank_gets_its_parts_of_the_sum_which_is_not_rounded(dtype: torch.dtyp
 
 def norm_where_only_the_first_has_gradients() -> float:
     gradients = {"w": torch.tensor([3.0, 4.0])} if dist.get_rank() == 0 else {}
-    return float(global_norm(gradients, across=True))
+    return float(norm_over(None, global_norm(gradients)))
 
 
 def test_a_rank_without_gradients_joins_the_norm_of_all_on_the_device_of_all() -> None:

@@ -20,6 +20,7 @@ from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
 from tests.distributed.executor_cases import (
+    RUNS,
     Work,
     assert_same_gradients,
     clip,
@@ -29,6 +30,7 @@ from tests.distributed.executor_cases import (
     run,
 )
 from tests.distributed.harness import RankError, run_ranks
+from tests.warm_python import warm_python
 
 CLIPS = (clip("a", 3), clip("b", 5))
 WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
@@ -118,9 +120,10 @@ def _planner_events(folder: Path) -> list[str]:
 
 
 def test_a_killed_rank_gives_one_message_and_takes_the_others_down(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = executable(tmp_path / "build", [CLIPS], WORKS, 2, more=DIES)
+    monkeypatch.setattr(sys, "executable", warm_python(RUNS))
     assert cli.run(["run", str(folder)]) == 2
     said = capfd.readouterr().err  # of the ranks too
     assert said.count("error:") == 1
@@ -166,7 +169,7 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(
 
 def test_torchrun_starts_the_worker_by_hand(tmp_path: Path) -> None:
     folder = executable(tmp_path / "build", [CLIPS], WORKS, 2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    torchrun = [warm_python(RUNS), "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     worker = ["--rdzv-endpoint=localhost:0", "-m", "arachnec.backends.torch_distributed.worker", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run([*torchrun, *worker], capture_output=True, text=True, timeout=120, env=environment)
@@ -178,7 +181,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path: Path) -> None:
 
 def _agree(by_rank: list[dict[str, str]]) -> None:
     digests = by_rank[torch.distributed.get_rank()]
-    agree({name: hashlib.sha256(text.encode()).hexdigest() for name, text in digests.items()}, torch.device("cpu"))
+    agree({name: hashlib.sha256(text.encode()).hexdigest() for name, text in digests.items()})
 
 
 def test_ranks_that_differ_in_a_part_say_which(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ those before it along, one that never runs is gathered at the end. A backward ta
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ class Gathering:
     layers: Mapping[int, Sequence[FlatLayer]]
     modules: Mapping[int, nn.Module]
     group: dist.ProcessGroup
+    updated: Callable[[int], None] | None = None  # waits until a layer's shard is that of all who updated parts of it
     _whole: dict[int, list[dist.Work]] = field(default_factory=dict)  # with what is still to be waited for
     _scattering: list[Scattering] = field(default_factory=list)
     _pass: _Pass | None = None
@@ -158,6 +159,8 @@ class Gathering:
             self._start(going.gather.popleft())
 
     def _start(self, number: int) -> None:
+        if self.updated is not None:
+            self.updated(number)
         self._whole[number] = [flat.gather(self.group) for flat in self.layers.get(number, ())]
 
     def _release(self, going: _Pass, number: int) -> None:

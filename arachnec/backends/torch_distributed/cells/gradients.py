@@ -5,7 +5,7 @@ It stands in the place of ``GradientSynchronisation``. Inside a cell the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.kept_gradients import set_gradient
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
-from arachnec.backends.torch_distributed.collectives import all_gather_flat
+from arachnec.backends.torch_distributed.collectives import gathered_on_first
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
 from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -96,18 +96,17 @@ class ShardGradients:
                     set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
 
     def complete(self) -> dict[str, Tensor]:
-        """Every parameter's whole gradient, on the host; zeros where none was. Collective over the cell.
+        """On rank 0 every parameter's whole gradient, zeros where none was; nothing elsewhere. Collective.
 
-        One flat tensor after another is put together.
+        One flat tensor after another is put together, on the hosts, from the shards of the first cell.
         """
         gradients: dict[str, Tensor] = {}
         for flat in self._trained:
             assert flat.gradient is not None, "gradients are complete once they were waited for"
-            whole = flat.gradient.new_empty(flat.layout.shard_size * flat.layout.ranks)
-            all_gather_flat(whole, flat.gradient, self.cell)
-            for slot in flat.layout.slots:
-                part = whole[slot.first : slot.first + slot.size].view(slot.shape)
-                gradients[slot.name] = part.to("cpu", copy=True)
+            whole = gathered_on_first(flat.gradient, flat.layout.ranks)
+            for slot in flat.layout.slots if whole is not None else ():
+                assert whole is not None
+                gradients[slot.name] = whole[slot.first : slot.first + slot.size].view(slot.shape).clone()
         return gradients
 
     def drop(self) -> None:
@@ -125,11 +124,3 @@ def _with_gradient(flat: FlatLayer) -> nn.Parameter:
         shard.grad_dtype = flat.gradient_dtype
     shard.grad = flat.gradient
     return shard
-
-
-def squared_norm_over(cell: dist.ProcessGroup, parameters: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-    """The norm of all shards of a cell together, from that of one rank's."""
-    device = next((value.device for value in parameters.values()), norm.device)
-    square = norm.to(device).square()
-    dist.all_reduce(square, group=cell)
-    return square.sqrt()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, squared_norm_over
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
 from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
@@ -57,13 +57,14 @@ class CellParameters:
         """What this rank has of every parameter that trains: flat, what the optimizer updates."""
         return {name: piece for flat in self.flats if flat.layout.trained for name, piece in flat.pieces.items()}
 
+    @property
+    def layers(self) -> dict[str, int]:
+        """The layer of every one of them."""
+        return {name: flat.layout.layer for flat in self.flats if flat.layout.trained for name in flat.pieces}
+
     def gradients(self, groups: ProcessGroups, piece_bytes: int) -> ShardGradients:
         """The gradients of one iteration."""
         return ShardGradients(self.flats, self.cell, groups, self.hosts, piece_bytes)
-
-    def norm(self, own: Tensor) -> Tensor:
-        """The norm of all shards, from that of this rank's. Collective over the cell."""
-        return squared_norm_over(self.cell, self.pieces, own)
 
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.

@@ -1,0 +1,91 @@
+"""Rule 4, of what instructions claim: as much as their stages' formulas say, or more.
+
+A program carries the memory of each instruction, so that the walk over its lists needs no model. Here every claim is
+computed again from the stage's formulas, the cascade's shape, degree and recomputation, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values, gib, written
+from arachnec.cost.model import CostModel
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Cascade, Instruction, Phase
+from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.recomputation import recomputed_blocks
+
+ROUNDING_GIB = 2e-6  # plans are written with six places
+RELATIVE = 1e-6
+OPS = ("encode", "forward", "backward", "denoise")
+
+
+@dataclass(frozen=True)
+class MemoryTooLow(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} claims {claimed:.4f} GiB of {what} for `{instruction}`, its stage says {right:.4f} GiB"
+    )
+    label: ClassVar[str] = "{claimed:.4f} GiB of {what}"
+    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
+    rank: int
+    claimed: float
+    what: str
+    instruction: str
+    right: float
+    stage: str
+    shape: str
+    ranks: int
+    attributes: str
+
+
+@dataclass(frozen=True)
+class _Need:
+    """GiB that an instruction leaves on its rank, and GiB while it runs, these included."""
+
+    kept: float
+    running: float
+
+
+def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
+    cost = CostModel(values.module)
+    needs: dict[tuple[str, str], _Need] = {}
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op not in OPS:
+                continue
+            key = step.op, step.target
+            if key not in needs:
+                needs[key] = _need(cost, step.op, values.cascades[step.target])
+            yield from _too_low(program.rank, step, values.cascades[step.target], needs[key])
+
+
+def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
+    stage = cost.stages[cascade.stage]
+    if op == "backward" and cascade.phase is Phase.TRAIN:
+        return _Need(0.0, 0.0)  # runs in what its forward keeps
+    blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
+    most = cost.memory(cascade, cascade.width, blocks, cascade.side) - gathered_gib(stage)
+    if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
+        return _Need(cost.output(cascade), most)
+    most -= cost.received(cascade)
+    if op == "backward":
+        return _Need(0.0, most)
+    if cascade.phase is Phase.TRAIN:
+        return _Need(most, most)
+    return _Need(cost.kept(cascade, cascade.width, blocks) - cost.received(cascade) - gathered_gib(stage), most)
+
+
+def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Iterator[Diagnostic]:
+    kept, running = gib(step, "memory"), gib(step, "memory") + gib(step, "workspace")
+    for claimed, right, what in ((kept, need.kept, "memory"), (running, need.running, "memory and workspace")):
+        if claimed >= right * (1 - RELATIVE) - ROUNDING_GIB:
+            continue
+        shape = f"{cascade.batch} x {cascade.tokens} tokens"
+        wanted = (
+            f"{'memory' if what == 'memory' else 'workspace'} = {right if what == 'memory' else right - kept:.6g} GiB"
+        )
+        where = step.span, rank, claimed, what, written(step), right
+        yield MemoryTooLow(*where, cascade.stage, shape, cascade.width, wanted)
+        return

@@ -1,0 +1,40 @@
+"""One rank of `peak_memory.py`: the most MiB that it ever had, less what it had before it built its part."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from arachnec.backends.torch_distributed.agreement import gather
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.executable.folder import read_executable
+from arachnec.launch.ranks import as_rank, exit_with
+from benchmarks.sharded.fsdp2_rank import resident
+
+STEPS = 3
+
+
+def main(folder: str) -> None:
+    def work(device: torch.device) -> None:
+        executable = read_executable(Path(folder))
+        gc.collect()
+        idle = resident("VmRSS")
+        trainer = Trainer(executable, RunOptions(), device)
+        for number in range(STEPS):
+            trainer.step(number)
+        own = torch.tensor([resident("VmHWM") - idle], dtype=torch.float64)
+        everyone = [float(value) for value in gather(own, device)]
+        if dist.get_rank() == 0:
+            (Path(folder) / "peak.json").write_text(json.dumps(everyone))
+
+    as_rank(work, cpu=True)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))
