@@ -28,7 +28,7 @@ from arachnec.passes.lower import Lower
 from arachnec.passes.place import Place
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.planning.pipeline_plan import scheduled_stages
+from arachnec.planning.layout_schedule import scheduled_stages
 from arachnec.planning.placed_search import solve_placed
 from arachnec.solver.budget import Clock
 from arachnec.solver.search import solve

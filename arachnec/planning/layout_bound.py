@@ -29,7 +29,8 @@ def least_ms(module: Module) -> float:
     cost = CostModel(module)
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if parts:
-        return _of_stages(module, cost, parts)
+        step = max(cost.step_time(part) for part in parts)
+        return min(least_by_degree(module, cost).values(), default=math.inf) + step
     makespan = lower_bound(problem_of(module, cost)) / TICKS
     return makespan + sum(_end(module, cost, stage.name) for stage in module.stages if stage.trained)
 
@@ -42,8 +43,10 @@ def _end(module: Module, cost: CostModel, name: str) -> float:
     return summed + cost.step_time(stage)
 
 
-def _of_stages(module: Module, cost: CostModel, parts: Sequence[Stage]) -> float:
-    """With one stage on every rank of a pipeline, and one degree for all."""
+def least_by_degree(module: Module, cost: CostModel) -> dict[int, float]:
+    """ms of the cascades of stages at least, with one stage on every rank of a pipeline and one degree for all; degrees
+    at which some micro-batch does not fit are left out."""
+    parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     run = cost.cluster.world // len(parts)
     counts: Counter[tuple[object, ...]] = Counter()
     of: dict[tuple[object, ...], MicroBatch] = {}
@@ -53,7 +56,8 @@ def _of_stages(module: Module, cost: CostModel, parts: Sequence[Stage]) -> float
         of.setdefault(shape, batch)
     weighted = [(of[shape], count) for shape, count in counts.items()]
     degrees = (degree for degree in range(1, run + 1) if run % degree == 0)
-    return min((_at_degree(cost, parts, weighted, run, degree) for degree in degrees), default=math.inf)
+    bounds = {degree: _at_degree(cost, parts, weighted, run, degree) for degree in degrees}
+    return {degree: bound for degree, bound in bounds.items() if math.isfinite(bound)}
 
 
 def _at_degree(
@@ -82,7 +86,7 @@ def _at_degree(
         begins = min(sum(times[:number]) for times in forwards)
         ends = min(sum(times[:number]) for times in backwards)
         least = max(least, begins + work[number] / pipelines + max(ends, split[number] / pipelines))
-    return least + max(cost.step_time(part) for part in parts)
+    return least
 
 
 def _weight(cost: CostModel, batch: MicroBatch, number: int, degree: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from pathlib import Path
-from typing import ClassVar, cast, get_args
+from typing import ClassVar
 
 from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
@@ -81,13 +81,6 @@ class PipelineDoesNotFit(Diagnostic):
     needed: float
     stage: str
     memory: float
-
-
-@dataclass(frozen=True)
-class UnknownSchedule(Diagnostic):
-    title: ClassVar[str] = "there is no pipeline schedule `{name}`"
-    help: ClassVar[str] = "leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`"
-    name: str
 
 
 @dataclass(frozen=True)
@@ -166,19 +159,6 @@ def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, 
             break
         placed = plan.placed()
     return placed
-
-
-def scheduled_stages(module: Module) -> Module:
-    """The module at level scheduled, by the pipeline schedule that its layout names: its cascades have the ranks that
-    the schedule chose as ``assigned``. Raises what ``pipelined`` raises."""
-    name = str(module.attrs["schedule"])
-    if name not in get_args(ScheduleName):
-        raise UserError(UnknownSchedule(module.span, name))
-    placed = pipelined(module, Options(cast(ScheduleName, name)))
-    cascades = (
-        cascade.with_attrs(assigned=cascade.ranks, ranks=None, ulysses=None, ring=None) for cascade in placed.cascades
-    )
-    return replace(placed, level=Level.SCHEDULED, cascades=tuple(cascades))
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
