@@ -32,13 +32,14 @@ class Gathers:
     def at(self, instruction: Instruction) -> float:
         """GiB while the instruction runs: what stays whole throughout, and ``held`` of the layers that come and go.
 
-        A backward has the gradients of two such layers besides, one in the making and one on its way.
+        What reduce-scatters has the gradients of two such layers besides, one in the making and one on its way.
         """
         if not self._stages:
             return 0.0
         here = 0.0
         cascade = self.values.cascades.get(instruction.target)
-        if instruction.op in ("forward", "backward") and cascade is not None and cascade.stage in self._stages:
+        runs = instruction.op in ("forward", "backward", "weight")
+        if runs and cascade is not None and cascade.stage in self._stages:
             here = self._run(instruction, cascade.stage)
         return here + sum(self._stay(name, layers) for name, layers in self._whole.items())
 
@@ -46,15 +47,16 @@ class Gathers:
         """GiB that come and go inside the instruction; what it leaves whole is added to what stays."""
         stage, sizes = self._stages[name]
         gathered, released = (set(layers_listed(instruction, word)) for word in ("gather", "release"))
+        scattered, last = set(layers_listed(instruction, "scatter")), len(sizes) - 1
         whole = self._whole.setdefault(name, set())
-        through = [sizes[n] for n in gathered & released if n < len(sizes)]
-        ending = [sizes[n] for n in whole & released if n < len(sizes)]
+        through = [sizes[n] for n in gathered & released if n < last]
+        ending = [sizes[n] for n in (whole | gathered) & released if n == last or (n < last and n in whole)]
         held = integer(instruction.attrs.get("held", HELD))
         elements = min(held, len(through)) * max((size.parameters for size in through), default=0.0)
         bytes_held = (elements + sum(size.parameters for size in ending)) * element_bytes(stage)
-        if instruction.op == "backward":
-            gradients = min(2, len(through)) * max((size.trained for size in through), default=0.0)
-            bytes_held += (gradients + sum(size.trained for size in ending)) * gradient_element_bytes(stage)
+        blocks = [sizes[n].trained for n in scattered if n < last]
+        gradients = min(2, len(blocks)) * max(blocks, default=0.0) + (sizes[last].trained if last in scattered else 0.0)
+        bytes_held += gradients * gradient_element_bytes(stage)
         whole |= gathered
         whole -= released
         return bytes_held / GIB

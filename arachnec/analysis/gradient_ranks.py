@@ -17,10 +17,13 @@ Places = Mapping[str, Set[int]]
 def tied_ranks(tied: Ranks, stages: Sequence[Stage], places: Places) -> Ranks:
     """The ranks that have a part of the gradient of what these parts of a model share, by their numbers.
 
-    None where all lie on the same ranks: the all-reduce of the first has it.
+    None where all lie on the same ranks: the all-reduce of one of them has it. But where they lie in cells, what they
+    share is whole on all ranks, and a cell's sums leave it out.
     """
-    owned = [frozenset(places.get(part.name, ())) for part in tied_parts(tied, stages)]
-    return tuple(sorted(frozenset().union(*owned))) if len(set(owned)) > 1 else ()
+    parts = tied_parts(tied, stages)
+    owned = [frozenset(places.get(part.name, ())) for part in parts]
+    apart = len(set(owned)) > 1 or any((cell_of(part) or 1) > 1 for part in parts)
+    return tuple(sorted(frozenset().union(*owned))) if apart else ()
 
 
 def tied_parts(tied: Ranks, stages: Sequence[Stage]) -> list[Stage]:

@@ -105,6 +105,13 @@ class Values:
         }
 
 
+def split_backwards(module: Module) -> frozenset[str]:
+    """The cascades of phase backward that leave their weight gradients to a cascade of phase weight."""
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    weights = (cascade for cascade in module.cascades if cascade.phase is Phase.WEIGHT)
+    return frozenset(name for weight in weights for name in weight.inputs if phases.get(name) is Phase.BACKWARD)
+
+
 def gib(instruction: Instruction, name: str) -> float:
     value = instruction.attrs.get(name)
     return 0.0 if value is None else quantity(value)

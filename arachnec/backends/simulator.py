@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arachnec.analysis.memory import high_water
-from arachnec.analysis.uses import Values
+from arachnec.analysis.uses import Values, split_backwards
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
-from arachnec.cost.table import split_backwards
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.values import Formula
 from arachnec.simulation.events import Engine

@@ -92,11 +92,11 @@ def streamed_build(
     return model
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows a constructor. Storages are numbered as they are first registered as a parameter, or cast from one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[_Visit] = []
         self._handing_over = False
         self._numbers: dict[int, int] = {}
@@ -155,7 +155,7 @@ class _Watch(TorchDispatchMode):
         if storage._cdata not in self._numbers:
             self.enroll(len(self._numbers), storage)
             self._numbers[storage._cdata] = len(self._numbers)
-            self._kept.append(StorageWeakRef(storage))
+            self._kept.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return self._numbers[storage._cdata]
 
     def enroll(self, number: int, storage: torch.UntypedStorage) -> None:
@@ -182,7 +182,7 @@ class _Questions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Stream(_Watch):
+class _Stream(_Watch):  # type: ignore[no-untyped-call]
     """Follows the second run, one visit after the other, and gives up what the first run says is done with."""
 
     def __init__(self, construction: Construction, hand_over: Callable[[str, Tensor], None]) -> None:

@@ -8,6 +8,7 @@ parameters, of norms, convolutions and tables, have their gradients in the backw
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +53,16 @@ class Deferred(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Add all weight gradients to their parameters."""
-        while self.products:
-            product = self.products.pop()
+    def run(self, only: Collection[int] | None = None) -> None:
+        """Add all weight gradients to their parameters, or those of which one has one of these ids."""
+        kept: list[_Product] = []
+        taken: list[_Product] = []
+        for product in self.products:
+            wanted = only is None or id(product.weight) in only or id(product.bias) in only
+            (taken if wanted else kept).append(product)
+        self.products[:] = kept
+        while taken:
+            product = taken.pop()
             gradient = product.gradient.reshape(-1, product.gradient.shape[-1])
             _add(product.weight, gradient.t() @ product.input.reshape(-1, product.input.shape[-1]))
             if product.bias is not None and product.bias.requires_grad:

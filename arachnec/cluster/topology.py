@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import combinations, compress
 from operator import eq, ne
@@ -20,7 +20,7 @@ import networkx as nx
 
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.ir.nodes import Cluster, integer, quantity
-from arachnec.ir.values import Value
+from arachnec.ir.values import Quantity, Value
 
 Vertex: TypeAlias = tuple[str | int, ...]
 
@@ -309,13 +309,35 @@ def host_link_of(cluster: Cluster) -> float | None:
 def handoff_time(cluster: Cluster, source: int, target: int, size: float) -> float:
     """ms to move ``size`` bytes from one rank to another; 0 on the same rank.
 
-    Over the hosts' network where its speed is known, else as if over the devices' links.
+    As fast as it was ``measured``; else over the hosts' network where its speed is known, else as if over the devices'
+    links.
     """
     if source == target:
         return 0.0
     same_node = node_of(cluster, source) == node_of(cluster, target)
+    measured = _measured(cluster).get((min(source, target), max(source, target)))
+    if measured is not None:
+        return size / (measured * 1e9) * 1e3
     speed = host_link_of(cluster) or _device_speed(cluster, source, target)
     return size / (speed * 1e9) * 1e3 + quantity(cluster.attrs["latency" if same_node else "inter_latency"]) * 1e-3
+
+
+@lru_cache(maxsize=64)
+def _measured(cluster: Cluster) -> dict[tuple[int, int], float]:
+    """GB/s of handoffs between two ranks, the lower one first, where a run measured them."""
+    rows = cluster.attrs.get("measured", ())
+    assert isinstance(rows, tuple)
+    measured = {}
+    for row in rows:
+        assert isinstance(row, tuple)
+        measured[integer(row[0]), integer(row[1])] = quantity(row[2])
+    return measured
+
+
+def with_measured(cluster: Cluster, speeds: Mapping[tuple[int, int], float]) -> Cluster:
+    """The cluster with these GB/s between two ranks, the lower one first."""
+    rows = tuple((a, b, Quantity(speed, "GB/s")) for (a, b), speed in sorted(speeds.items()))
+    return replace(cluster, attrs=cluster.attrs.updated(measured=rows or None))
 
 
 def _device_speed(cluster: Cluster, source: int, target: int) -> float:

@@ -10,8 +10,8 @@ from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import times_of
 
-# Every degree up to 64, then in steps of 8: each at most an eighth above the one before.
-EVERY, STEP = 64, 8
+# Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
+STEP = 8
 
 
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
     return tuple(
         degree
         for degree in range(1, largest + 1)
-        if degree <= EVERY or degree == largest or degree % STEP == 0 or (gpus >= STEP and degree % gpus == 0)
+        if degree <= STEP * STEP or degree == largest or degree % STEP == 0 or (gpus >= STEP and degree % gpus == 0)
     )
 
 

@@ -4,17 +4,20 @@ A forward gathers every layer, a backward gathers it again and reduce-scatters i
 (k-1)/k of a layer's bytes over the links of a cell of k, a reduce-scatter as much of its gradients'. While a layer
 computes, the next one is gathered and the gradients of the one before are on their way. So each layer shows what its
 compute does not cover; the first gathers of a pass and the last reduce-scatters have nothing to hide behind.
+
+Of a pipeline's stage the last layer does not stay from a forward to its backward, and where the backward is split its
+second half reduce-scatters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from arachnec.cluster.topology import group_link, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
-from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 
@@ -36,6 +39,7 @@ class Gathering:
 
     stages: Mapping[str, Stage]
     cluster: Cluster
+    split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _times: dict[tuple[str, int], LayerTimes] = field(default_factory=dict, repr=False, compare=False)
 
     def exposed(self, cascade: Cascade, forward: float, backward: float, rank: int = 0) -> float:
@@ -50,10 +54,12 @@ class Gathering:
         if forwards:
             shown = max(0.0, times.gather - forward / count)
             total += times.last_gather + first * times.gather + between * shown
-        if backwards:
-            shown = max(0.0, times.gather + times.scatter - backward / count)
-            total += first * (times.gather + times.scatter) + between * shown + times.last_scatter
-        return total
+        if cascade.phase is Phase.BACKWARD:
+            total += times.last_gather
+        gathers = float(bool(backwards))
+        scatters = float(cascade.name not in self.split) if backwards else float(cascade.phase is Phase.WEIGHT)
+        moved = gathers * times.gather + scatters * times.scatter
+        return total + first * moved + between * max(0.0, moved - backward / count) + scatters * times.last_scatter
 
     def layer_times(self, stage: Stage, rank: int = 0) -> LayerTimes:
         """ms of the collectives of one layer in the cell of ``rank``."""

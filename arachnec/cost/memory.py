@@ -14,7 +14,7 @@ from arachnec.cost.compute import on_busiest_rank
 from arachnec.cost.recomputation import Runs, runs_of, share_saved
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
-from arachnec.ir.parameter_cells import gathered_gib, whole_gib
+from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 from arachnec.ir.values import Formula
@@ -41,9 +41,9 @@ class Memory:
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
             return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
-        received = self.received(cascade)
+        received = self.received(cascade, side)
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
-            return received
+            return received + scattered_gib(stage)
         cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
         if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
@@ -67,16 +67,21 @@ class Memory:
         cascade = on_one_side(cascade, side)
         return offloaded(self.stages[cascade.stage], cascade, uneven(cascade.tokens, ranks // side), recompute)
 
-    def kept(self, cascade: Cascade, degree: int, recompute: int) -> float:
+    def kept(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
-        workspace = divided(self.stages[cascade.stage], "workspace", cascade, uneven(cascade.tokens, degree))
-        return self.of(cascade, degree, recompute) - workspace
+        stage, part = self.stages[cascade.stage], on_one_side(cascade, side)
+        workspace = divided(stage, "workspace", part, uneven(cascade.tokens, ranks // side))
+        return self.of(cascade, ranks, recompute, side) - workspace - gathered_gib(stage)
 
-    def received(self, cascade: Cascade) -> float:
-        """GiB of what its inputs hand off to each of its ranks; what the stage itself has saved is no handoff."""
+    def received(self, cascade: Cascade, side: int = 1) -> float:
+        """GiB of what its inputs hand off to each of its ranks; what the stage itself has saved is no handoff.
+
+        Of an earlier stage every side gets what is its own.
+        """
         if cascade.phase not in GRADIENT:
-            return sum(self._outputs.get(name, 0.0) for name in cascade.inputs)
-        return sum(self.handed(self._named[name], cascade) for name in cascade.inputs if name in self._named)
+            named = ((self._outputs.get(name, 0.0), self._named.get(name)) for name in cascade.inputs)
+            return sum(size if of is None or of.phase is Phase.ENCODE else size / side for size, of in named)
+        return sum(self.handed(self._named[name], cascade) / side for name in cascade.inputs if name in self._named)
 
     def handed(self, producer: Cascade, consumer: Cascade) -> float:
         """GiB that ``consumer`` reads of ``producer``'s value.

@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arachnec.analysis.group_family import Grid, family_grids, heads_of
+from arachnec.analysis.uses import split_backwards
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
 from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
+from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of
-from arachnec.cost.table import CostTable, split_backwards
+from arachnec.cost.table import CostTable
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count, recomputed_blocks
@@ -154,9 +156,13 @@ class CostModel:
         entry = self.table.fitting(cascade, ranks)
         return 1 if entry is None else entry.strategy.side or 1
 
-    def kept(self, cascade: Cascade, degree: int, recompute: int = 0) -> float:
+    def kept(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
-        return self._memory.kept(cascade, degree, recompute)
+        return self._memory.kept(cascade, ranks, recompute, side)
+
+    def sides(self, cascade: Cascade, ranks: int) -> tuple[int, ...]:
+        """How many of its clips the cascade may run side by side on so many ranks."""
+        return sides(cascade, self.stages[cascade.stage], ranks)
 
     def host_inputs(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
         """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""

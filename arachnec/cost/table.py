@@ -29,15 +29,8 @@ from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.nodes import Cascade, Stage
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
-
-
-def split_backwards(module: Module) -> frozenset[str]:
-    """The cascades of phase backward that leave their weight gradients to a cascade of phase weight."""
-    phases = {cascade.name: cascade.phase for cascade in module.cascades}
-    weights = (cascade for cascade in module.cascades if cascade.phase is Phase.WEIGHT)
-    return frozenset(name for weight in weights for name in weight.inputs if phases.get(name) is Phase.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class CostTable:
 
     @cached_property
     def gathering(self) -> Gathering:
-        return Gathering(self.stages, self.devices.cluster)
+        return Gathering(self.stages, self.devices.cluster, self.split)
 
     @cached_property
     def transfers(self) -> HostTransfers:

@@ -49,7 +49,9 @@ MODEL, CLIPS = "model.py", "clips.jsonl"
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
-PROFILE_OPTION = re.compile(r'\bprofile=("(?:\\.|[^"\\])*"|[^,{}]+)')
+# An option that names a file: costs, orders of a pipeline, a profile of layers in DAPPLE's format; and its name here.
+FILES = {"profile": ("profile", ".json"), "orders": ("orders", ".csv"), "layers": ("layers", ".txt")}
+FILE_OPTION = re.compile(rf'\b({"|".join(FILES)})=("(?:\\.|[^"\\])*"|[^,{{}}]+)')
 LIBRARIES = ("torch", "diffusers", "transformers")
 
 
@@ -187,20 +189,22 @@ def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
-    """The pipeline's text with every profile file it names under a name in the folder, and those files' texts."""
+    """The pipeline's text with every file it names under a name in the folder, and those files' texts."""
     texts: dict[str, str] = {}
 
     def renamed(option: re.Match[str]) -> str:
-        path = Path(json.loads(option[1])) if option[1].startswith('"') else Path(option[1])
+        path = Path(json.loads(option[2])) if option[2].startswith('"') else Path(option[2])
         if not path.is_file():
             return option[0]  # the name of device specs
+        stem, ending = FILES[option[1]]
+        own = {name: text for name, text in texts.items() if name.startswith(stem)}
         text = path.read_text(encoding="utf-8")
-        earlier = next((name for name, other in texts.items() if other == text), None)
-        name = earlier or ("profile.json" if not texts else f"profile_{len(texts)}.json")
+        earlier = next((name for name, other in own.items() if other == text), None)
+        name = earlier or (f"{stem}_{len(own)}{ending}" if own else f"{stem}{ending}")
         texts[name] = text
-        return f"profile={name}"
+        return f"{option[1]}={name}"
 
-    return PROFILE_OPTION.sub(renamed, pipeline), texts
+    return FILE_OPTION.sub(renamed, pipeline), texts
 
 
 def read_executable(folder: Path) -> Executable:
@@ -284,10 +288,10 @@ def read_header(folder: Path) -> Header:
         raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
     if len(header.load) > MOST_LOADED:
         raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
-    for option in PROFILE_OPTION.finditer(header.pipeline):
-        profile = json.loads(option[1]) if option[1].startswith('"') else option[1]
+    for option in FILE_OPTION.finditer(header.pipeline):
+        profile = json.loads(option[2]) if option[2].startswith('"') else option[2]
         if Path(profile).name != profile:
-            raise UserError(NotExecutable(None, str(folder), "it reads a profile from outside of its folder"))
+            raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
     verified(header.training)
     return header
 

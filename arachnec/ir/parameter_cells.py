@@ -42,9 +42,9 @@ def own_cell(rank: int, cell: int) -> Ranks:
     return tuple(range(first, first + cell))
 
 
-def replicas(rank: int, cell: int, world: int) -> Ranks:
-    """The ranks that hold the same shard as this one: one in each cell."""
-    return tuple(range(rank % cell, world, cell))
+def replicas(rank: int, cell: int, ranks: Ranks) -> Ranks:
+    """Those of ``ranks``, which are whole cells, that hold the same shard as this one: one in each cell."""
+    return tuple(other for other in ranks if other % cell == rank % cell)
 
 
 def whole_cells(ranks: Ranks, cell: int) -> bool:
@@ -88,10 +88,7 @@ def gathered_gib(stage: Stage, held: int = HELD) -> float:
     """
     if cell_of(stage) is None:
         return 0.0
-    *blocks, last = layer_sizes(stage)
-    trained = max((layer.trained for layer in blocks), default=0.0)
-    gradients = (2 * trained + last.trained) * gradient_element_bytes(stage)
-    return whole_gib(stage, held) + gradients / GIB
+    return whole_gib(stage, held) + scattered_gib(stage)
 
 
 def whole_gib(stage: Stage, held: int = HELD) -> float:
@@ -101,3 +98,12 @@ def whole_gib(stage: Stage, held: int = HELD) -> float:
     *blocks, last = layer_sizes(stage)
     largest = max((layer.parameters for layer in blocks), default=0.0)
     return (held * largest + last.parameters) * element_bytes(stage) / GIB
+
+
+def scattered_gib(stage: Stage) -> float:
+    """GiB of the gradients that are not reduce-scattered yet: of the last layer, and of two others."""
+    if cell_of(stage) is None:
+        return 0.0
+    *blocks, last = layer_sizes(stage)
+    trained = max((layer.trained for layer in blocks), default=0.0)
+    return (2 * trained + last.trained) * gradient_element_bytes(stage) / GIB

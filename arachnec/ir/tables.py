@@ -31,6 +31,7 @@ MODULE = table("""
     makespan  | ms   | scheduled | required | end of the last cascade
     bound     | ms   | scheduled | required | no schedule of these cascades can be shorter
     area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
+    grouping  | int  | placed | optional | micro-batches that kfkb takes as one, where the links chose it
     proved    | bool | scheduled | required | whether this makespan is proved to be the least
     layout    | str  | traced | optional | how model state lies on the ranks, chosen once per run
     schedule  | str  | traced | optional | that of the pipeline, where the layout has stages
@@ -59,6 +60,7 @@ CLUSTER = table("""
     pcie          | GB/s    | traced | optional | between a device and its host, one direction
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
+    measured      | [[int, int, GB/s]] | traced | optional | handoffs between two ranks as a run measured them
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
 """)
 
@@ -235,6 +237,8 @@ INSTRUCTION = {
         _RUN
         + """
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
+    scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
 """
     ),
     "denoise": table(

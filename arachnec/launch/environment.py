@@ -49,6 +49,12 @@ SETTINGS = (
         "gloo connects ranks that talk, not all n^2 pairs",
     ),
     Setting(
+        "MALLOC_MMAP_THRESHOLD_",
+        str(2**20),
+        "what large tensors leave goes back to the system: between small ones glibc would keep a fifth more",
+        "MALLOC_TOP_PAD_",
+    ),
+    Setting(
         "TRITON_CACHE_DIR",
         "{local}/triton",
         "a cache on the host's own disk: one in a home that hosts share is written by all of them at once",

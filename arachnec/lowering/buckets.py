@@ -20,7 +20,7 @@ from functools import cache
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share, global_order
@@ -54,11 +54,13 @@ def _bucketed(module: Module, cluster: Cluster, cost: CostModel, mib: int | None
 def _split(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib: int | None) -> tuple[float, Reduce]:
     stage = module.stage(node.stage)
     ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
-    if not layers_of(stage) or len(ranks) < 2 or {"bytes", "time"} & set(node.attrs) or cell_of(stage):
+    cell = cell_of(stage) or 1
+    same = replicas(ranks[0], cell, ranks)  # of cells every rank sums its shard, over as many ranks as there are cells
+    if not layers_of(stage) or len(same) < 2 or {"bytes", "time"} & set(node.attrs):
         return 0.0, node
 
     def time(size: float) -> float:
-        return cost.reduce_time(stage, ranks, size)
+        return cost.reduce_time(stage, same, size / cell)
 
     ends = last_backwards(module, stage, ranks)
     buckets = best_buckets(stage, ends, time) if mib is None else buckets_of_size(stage, mib * MIB)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import buckets_of, layers_of, remaining_backward
+from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
@@ -47,14 +47,12 @@ def gradient_synchronisation(
     for stage in trained:
         group = tuple(sorted(resident[stage.name]))
         stated = attributes.get(stage.name, Attributes())
-        if (cell := cell_of(stage)) is not None:
-            _add_shards(ends, cost, stage, group, cell)
-            continue
-        if "buckets" in stated:
+        if "buckets" in stated or cell_of(stage) is not None:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
             if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
                 own = {}  # whose reduces stand between backwards
-            _add_buckets(ends, cost, stage, group, integers(stated["buckets"]), own)
+            counts = integers(stated["buckets"]) if "buckets" in stated else None
+            _add_buckets(ends, cost, stage, group, counts, own)
             continue
         size = integer(stated["bytes"]) if "bytes" in stated else round(gradient_bytes(stage))
         time = stated.get("time", Quantity(cost.reduce_time(stage, group), "ms"))
@@ -75,18 +73,6 @@ def gradient_synchronisation(
             attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
             items.append(Instruction("step", stage.name, (), attrs))
     return ends
-
-
-def _add_shards(
-    ends: dict[int, list[Instruction]], cost: CostModel, stage: Stage, group: tuple[int, ...], cell: int
-) -> None:
-    """Of a stage in cells: every shard is summed over the ranks that hold it, one in each cell."""
-    size = round(gradient_bytes(stage) / cell)
-    for rank in group:
-        same = replicas(rank, cell, len(group))
-        time = Quantity(cost.reduce_time(stage, same), "ms")
-        attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell))
-        ends[rank].append(Instruction("reduce", stage.name, same, attrs))
 
 
 def _first(stage: Stage, trained: Sequence[Stage]) -> Stage:
@@ -114,27 +100,40 @@ def _add_buckets(
     cost: CostModel,
     stage: Stage,
     group: tuple[int, ...],
-    layer_counts: tuple[int, ...],
+    layer_counts: tuple[int, ...] | None,
     overlapped: dict[int, Instruction],
 ) -> None:
-    layers = len(layers_of(stage))
-    counts = layer_counts
+    """The all-reduces of a stage in buckets of so many layers, None: all at once.
+
+    Of a stage in cells every shard is summed over the ranks that hold it, one in each cell.
+    """
+    layers, cell = len(layers_of(stage)), cell_of(stage) or 1
+    shards = [replicas(member, cell, group) for member in range(cell)]
+    for bucket in _buckets(stage, layer_counts):
+        lead = 0.0 if bucket is None else remaining_backward(bucket, layers)
+        size = round((gradient_bytes(stage) if bucket is None else bucket.size) / cell)
+        times = [Quantity(cost.reduce_time(stage, same, size), "ms") for same in shards]
+        lines: dict[Instruction, Instruction] = {}  # one for all ranks that have the same
+        for rank in group:
+            same, time = shards[rank % cell], times[rank % cell]
+            attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell_of(stage) else None)
+            if bucket is not None:
+                attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
+            backward = overlapped.get(rank)
+            if bucket is not None and not bucket.rest and backward is not None:
+                attrs = attrs.updated(early=Quantity(quantity(backward.attrs["time"]) * lead, "ms"))
+            line = Instruction("reduce", stage.name, same, attrs)
+            ends[rank].append(lines.setdefault(line, line))
+
+
+def _buckets(stage: Stage, layer_counts: tuple[int, ...] | None) -> Sequence[Bucket | None]:
+    """Raises UserError where the counts do not make up the stage's layers."""
+    if layer_counts is None:
+        return [None]
+    counts, layers = layer_counts, len(layers_of(stage))
     if not counts or sum(counts) != layers or min(counts[:-1], default=1) < 1 or counts[-1] < 0:
         raise UserError(WrongBuckets(stage.span, stage.name, list(counts), layers))
-    for bucket in buckets_of(stage, counts):
-        time = Quantity(cost.reduce_time(stage, group, bucket.size), "ms")
-        attrs = Attributes.of(bytes=bucket.size, time=time, layers=bucket.layers, rest=bucket.rest or None)
-        plain = Instruction("reduce", stage.name, group, attrs)
-        early: dict[str, Instruction] = {}
-        for rank in group:
-            backward = overlapped.get(rank)
-            if bucket.rest or backward is None:
-                ends[rank].append(plain)
-                continue
-            if backward.target not in early:
-                lead = quantity(backward.attrs["time"]) * remaining_backward(bucket, layers)
-                early[backward.target] = replace(plain, attrs=attrs.updated(early=Quantity(lead, "ms")))
-            ends[rank].append(early[backward.target])
+    return buckets_of(stage, counts)
 
 
 def overlapped_backwards(lists: dict[int, list[Instruction]]) -> dict[int, Instruction]:

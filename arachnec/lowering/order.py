@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.stage_handoffs import between_stages, source_of
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.recomputation import share_recomputed
@@ -184,23 +185,19 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
 
 
 def _holders(producer: Cascade, consumer: Cascade, target: int) -> tuple[int, ...]:
-    """The ranks of ``producer`` that have what ``target`` reads.
-
-    All ranks of an encoder have all of its output. Of a stage's gradient every rank has a part that is its own
-    (docs/sequence_parallel.md), so those of one stage and of the next go in pairs.
-    """
-    if producer.phase not in (Phase.FORWARD, Phase.BACKWARD) or len(producer.ranks) != len(consumer.ranks):
-        return producer.ranks
-    return (producer.ranks[consumer.ranks.index(target)],)
+    """The ranks of ``producer`` that have what ``target`` reads: of an encoder all, of a stage one."""
+    return (source_of(producer, consumer, target),) if between_stages(producer, consumer) else producer.ranks
 
 
 def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -> float:
     """GiB of what ``consumer`` reads from ``producer``; 0 where the stage does not say.
 
-    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage.
+    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage. Of
+    clips side by side every rank reads those of its own side.
     """
     of = consumer if producer.phase in GRADIENT else producer
-    return evaluate(stages[of.stage].attrs.get("output"), of)
+    side = 1 if producer.phase is Phase.ENCODE else consumer.side
+    return evaluate(stages[of.stage].attrs.get("output"), of) / side
 
 
 def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:

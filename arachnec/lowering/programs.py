@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
-from arachnec.cost.memory import divided
+from arachnec.analysis.uses import split_backwards
+from arachnec.cost.memory import divided, on_one_side
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     Cascade,
@@ -139,6 +140,7 @@ def _placed(
     stages = {stage.name: stage for stage in module.stages}
     count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
     position = {cascade.name: i for i, cascade in enumerate(order)}
+    split = split_backwards(module)
     for i, cascade in enumerate(with_attention(order, module.stages, cluster, attention)):
         inputs = math.fsum(
             output_gib(order[position[name]], cascade, stages)
@@ -148,7 +150,8 @@ def _placed(
         stage = stages[cascade.stage]
         instructions = instructions_of(cascade, stage, count, inputs)
         for rank in cascade.ranks:
-            placed[rank].extend(((i, COMPUTE), item) for item in on_rank(instructions, stage, rank))
+            lines = on_rank(instructions, stage, rank, cascade.phase, split=cascade.name in split)
+            placed[rank].extend(((i, COMPUTE), item) for item in lines)
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
     return placed
@@ -172,7 +175,8 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
         )
     if cascade.phase is Phase.FORWARD:
         # several micro-batches are held at once, and one of them runs
-        running = min(own, divided(stage, "workspace", cascade, uneven(cascade.tokens, cascade.degree)))
+        part = on_one_side(cascade, cascade.side)
+        running = min(own, divided(stage, "workspace", part, uneven(cascade.tokens, cascade.degree)))
         attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
         return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)

@@ -28,6 +28,7 @@ from arachnec.verification.device_limits import check_device_limits
 from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
+from arachnec.verification.handoffs import check_sources
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
 from arachnec.verification.memory_claims import check_memory_claims
@@ -72,6 +73,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_gradient(values)
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)
+    yield from check_sources(values)
     yield from check_cascade_inputs(values)
     yield from check_inputs(values)
     yield from check_gathers(values)

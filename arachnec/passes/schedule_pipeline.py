@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
@@ -20,9 +20,9 @@ class SchedulePipeline(Pass):
 
     ``k`` is that of ``kfkb``, by default the one with the shortest step of those that fit; ``v`` the stages a rank of
     ``interleaved-1f1b``; ``policy`` the warm-up of ``dapple``. ``degree`` is the sequence-parallel degree of every
-    stage, ``recompute`` whether blocks are run again in the backward; by default the least degree at which the
-    micro-batches fit, recomputing where that is faster. ``orders`` is a CSV of torch's pipelining that says what every
-    rank of a pipeline does, instead of a schedule.
+    stage, or ``degrees`` that of each, which then has as many ranks; ``recompute`` whether blocks are run again in the
+    backward. By default the least degree at which the micro-batches fit, recomputing where that is faster. ``orders``
+    is a CSV of torch's pipelining that says what every rank of a pipeline does, instead of a schedule.
     """
 
     needs: ClassVar[Level] = Level.COSTED
@@ -35,6 +35,7 @@ class SchedulePipeline(Pass):
     degree: int | None = None
     recompute: bool | None = None
     orders: str | None = None
+    degrees: tuple[int, ...] | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -44,11 +45,10 @@ class SchedulePipeline(Pass):
         return self.schedule in SPLITTING
 
     @property
-    def stages_each(self) -> int:
-        """Stages on every rank."""
-        return stages_each(self.schedule, self.v)
+    def place_options(self) -> dict[str, Any]:
+        """What says how many ranks hold a stage: passes before this one have these as options."""
+        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees}
 
     def run(self, module: Module) -> Module:
-        return pipelined(
-            module, Options(self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders)
-        )
+        how = (self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders, self.degrees)
+        return pipelined(module, Options(*how))

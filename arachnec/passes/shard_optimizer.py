@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.nodes import Cluster, Level, Module, Stage, quantity
+from arachnec.ir.nodes import Cluster, Level, Module, Stage, integers, quantity
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.pipeline_orders import ranks_of_stages
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
 
@@ -31,7 +32,8 @@ class ShardOptimizer(Pass):
     """Deal the optimizer's state out over all ranks where its copies would take more than half of a device.
 
     Of parameters in cells, over the cells, beside each cell's own dealing out. Of a model in stages, over the ranks of
-    each stage; ``stages_each`` are those on one rank, which the schedule says.
+    each stage. How many these are follows from ``stages_each``, the stages on one rank, or from ``degrees``, which the
+    schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -39,20 +41,21 @@ class ShardOptimizer(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     stages_each: int = 1
+    degrees: tuple[int, ...] | None = None
 
     def run(self, module: Module) -> Module:
-        return with_gradient_precision(_sharded(module, self.stages_each))
+        return with_gradient_precision(_sharded(module, self.stages_each, self.degrees))
 
     def informed(self, following: tuple[Pass, ...]) -> ShardOptimizer:
-        each = next((step.stages_each for step in following if isinstance(step, SchedulePipeline)), self.stages_each)
-        return replace(self, stages_each=each)
+        schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
+        return self if schedule is None else replace(self, **schedule.place_options)
 
 
-def _sharded(module: Module, stages_each: int) -> Module:
+def _sharded(module: Module, stages_each: int, degrees: tuple[int, ...] | None) -> Module:
     if module.cluster is None or module.cluster.world < 2:
         return module
     if parts := [stage for stage in module.stages if "part_of" in stage.attrs]:
-        return _sharded_stages(module, module.cluster, parts, stages_each)
+        return _sharded_stages(module, module.cluster, parts, stages_each, degrees)
     state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
     if state <= CROWDED * module.cluster.memory:
         return module
@@ -67,19 +70,22 @@ def spread(module: Module) -> Module:
     return replace(module, stages=tuple(_dealt_out(stage, world // (cell_of(stage) or 1)) for stage in module.stages))
 
 
-def _sharded_stages(module: Module, cluster: Cluster, parts: Sequence[Stage], each: int) -> Module:
+def _sharded_stages(
+    module: Module, cluster: Cluster, parts: Sequence[Stage], each: int, degrees: tuple[int, ...] | None
+) -> Module:
     """Where the fullest rank of the pipeline would be crowded; its stages are taken to be as large as the largest."""
-    ranks = cluster.world * each // len(parts)  # of each stage
     everywhere = sum(gib(stage.attrs.get("state")) for stage in module.stages if stage not in parts)
     if everywhere + each * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
         return module
-    return replace(
-        module, stages=tuple(_dealt_out(stage, ranks) if stage in parts else stage for stage in module.stages)
-    )
+    ranks = ranks_of_stages(cluster.world, len(parts), each, degrees)
+    placed = [integers(part.attrs["place"]) if "place" in part.attrs else None for part in parts]
+    counts = [count if place is None else len(place) for count, place in zip(ranks, placed, strict=True)]
+    dealt = {part.name: _dealt_out(part, count) for part, count in zip(parts, counts, strict=True)}
+    return replace(module, stages=tuple(dealt.get(stage.name, stage) for stage in module.stages))
 
 
 def _dealt_out(stage: Stage, ranks: int) -> Stage:
-    if ranks < 2:
+    if ranks < 2 or {"cell", "part_of"} <= set(stage.attrs):
         return stage
     if not stage.trained or "optimizer" not in stage.attrs or "sharded" in stage.attrs:
         return stage

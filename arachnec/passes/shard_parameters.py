@@ -6,6 +6,7 @@ FSDP" (arXiv 2304.11277), section 3.2.2, "hybrid sharding". docs/sharded_paramet
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,13 +14,15 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
+from arachnec.planning.pipeline_orders import ranks_of_stages
 
 
 @dataclass(frozen=True)
 class NoSuchCell(Diagnostic):
-    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks"
+    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
     help: ClassVar[str] = (
         "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
         "machine, `world` all"
@@ -28,6 +31,7 @@ class NoSuchCell(Diagnostic):
     nodes: int
     gpus: int
     fitting: str
+    stages: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class ShardParameters(Pass):
     """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all.
+    Of a model in stages ``world`` are the ranks of a stage. How many these are follows from ``stages_each``, the stages
+    on one rank, or from ``degrees``, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -42,6 +48,12 @@ class ShardParameters(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     cell: str = "node"
+    stages_each: int = 1
+    degrees: tuple[int, ...] | None = None
+
+    def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
+        schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
+        return self if schedule is None else replace(self, **schedule.place_options)
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:
@@ -53,10 +65,17 @@ class ShardParameters(Pass):
         return with_gradient_precision(replace(module, stages=stages))
 
     def _size(self, module: Module, cluster: Cluster) -> int:
-        words = {"node": cluster.gpus, "world": cluster.world}
+        parts = sum("part_of" in stage.attrs for stage in module.stages)
+        places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
+        ranks = math.gcd(*places)  # which cells must divide
+
+        def fits(size: int) -> bool:
+            return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0
+
+        words = {"node": min(ranks, cluster.gpus), "world": ranks}
         size = words.get(self.cell, int(self.cell) if self.cell.isdecimal() else 0)
-        if not cell_fits(size, cluster.nodes, cluster.gpus):
-            sizes = (n for n in range(1, cluster.world + 1) if cell_fits(n, cluster.nodes, cluster.gpus))
-            fitting = ", ".join(map(str, sizes))
-            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting))
+        if size < 1 or not fits(size):
+            fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
+            stages = f", {ranks} of each stage" if parts else ""
+            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
         return size

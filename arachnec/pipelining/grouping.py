@@ -25,6 +25,12 @@ class Grouping:
     k: int
     makespans: dict[int, float]
 
+    @property
+    def modest(self) -> int:
+        """The smallest k whose step is within a hundredth of the shortest: larger ones hold more."""
+        shortest = min(self.makespans.values())
+        return min(k for k, makespan in self.makespans.items() if makespan * (1 - WORTH) <= shortest)
+
 
 def groupings(micro_batches: int) -> list[int]:
     """Values of k worth a look: the divisors of m, and the powers of two below it, whose last group is smaller."""

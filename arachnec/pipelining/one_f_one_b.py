@@ -69,18 +69,19 @@ def warm_up(replicas: Sequence[int], policy: WarmUp, most: int | Sequence[int] |
     """How many micro-batches go forward on a replica of each stage before the first goes backward.
 
     Policy A: as many as are under way in the stages from this one on, one a replica. Policy B, for slow links: twice
-    as many, less one. Never more than the memory holds; nor more than the stage before lets through, without which
-    the two would wait for each other.
+    as many, less one. Never more than the memory holds; nor more than the stages before let through, without which
+    they would wait for each other.
     """
     if policy not in ("A", "B"):
         raise UserError(UnknownWarmUpPolicy(None, str(policy)))
     held = [2 * sum(replicas)] * len(replicas) if most is None else limits(most, len(replicas))
     ahead: list[int] = []
+    through = 2 * sum(replicas)  # micro-batches that go forward, on all replicas, before the first goes backward
     for stage, own in enumerate(replicas):
         under_way = -(-sum(replicas[stage:]) // own)
         wanted = under_way if policy == "A" else 2 * under_way - 1
-        let_through = (ahead[-1] * replicas[stage - 1] - 1) // own + 1 if ahead else wanted
-        ahead.append(min(wanted, held[stage], let_through))
+        ahead.append(min(wanted, held[stage], (through - 1) // own + 1))
+        through = min(through, ahead[-1] * own)
     return ahead
 
 

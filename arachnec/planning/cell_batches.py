@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from arachnec.cost.memory import RESERVE
-from arachnec.ir.nodes import Clip, Module, Stage, quantity
+from arachnec.ir.nodes import Clip, Module, Stage
 from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Formula
 
 # That a cell has work for: more balance better, and cut up more (benchmarks/sharded/cells_makespan.py).
@@ -49,10 +50,13 @@ def most_in_memory(module: Module, stage: Stage, clip: Clip, cell: int) -> float
     """
     assert module.cluster is not None
     kept = "saved_recompute" if module.attrs.get("full") and "saved_recompute" in stage.attrs else "saved"
-    parts = [value for name in (kept, "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
-    needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in parts)
+    formulas = [value for name in (kept, "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
+    needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in formulas)
     if needed <= 0:
         return math.inf
-    state = sum(quantity(each.attrs["state"]) for each in module.stages if "state" in each.attrs)
+    parts = [gib(each.attrs.get("state")) for each in module.stages if "part_of" in each.attrs]
+    whole = sum(gib(each.attrs.get("state")) for each in module.stages if "part_of" not in each.attrs)
+    state = whole + max(parts, default=0.0)
+    needed *= max(1, len(parts))  # a pipeline's first stage holds as many micro-batches as there are stages
     room = (1 - RESERVE) * module.cluster.memory - state - gathered_gib(stage)
     return room * cell / needed

@@ -153,6 +153,6 @@ def by_blocks(profile: LayerProfile, stage: Stage) -> LayerProfile:
     joined = []
     for name, (a, b) in zip(names, pairwise(bounds), strict=True):
         run = profile.layers[a:b]
-        sums = (sum(getattr(layer, field) for layer in run) for field in ("forward", "backward"))
-        joined.append(Layer(name, *sums, run[-1].activation, sum(layer.parameters for layer in run)))
+        forward, backward = sum(layer.forward for layer in run), sum(layer.backward for layer in run)
+        joined.append(Layer(name, forward, backward, run[-1].activation, sum(layer.parameters for layer in run)))
     return LayerProfile(tuple(joined), tuple(profile.cuts[b - 1] for b in bounds[1:-1]))

@@ -216,12 +216,14 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     return planned
 
 
-def decided(cascade: Cascade, cost: CostModel, degree: int, recompute: int, start: float, end: float) -> Cascade:
+def decided(
+    cascade: Cascade, cost: CostModel, degree: int, recompute: int, start: float, end: float, side: int | None = None
+) -> Cascade:
     """A cascade with its degree, the number of blocks it recomputes, and its times in ms.
 
-    ``degree`` ranks are its own, for one clip or several side by side.
+    ``degree`` ranks are its own, for one clip or several ``side`` by side; without it as many as are fastest.
     """
-    side = cost.side_at(cascade, degree)
+    side = side or cost.side_at(cascade, degree)
     return cascade.with_attrs(
         degree=degree // side,
         side=side if side > 1 else None,

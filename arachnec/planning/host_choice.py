@@ -1,4 +1,4 @@
-"""Stages with a part of them in host memory, and the GiB of it that a plan takes. In: a module. Out: the same, placed."""
+"""Stages with a part of them in host memory, and the GiB of it that a plan takes."""
 
 from __future__ import annotations
 

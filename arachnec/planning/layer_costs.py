@@ -49,16 +49,18 @@ class CostedLayers:
 
         What a stage receives and hands on is spread over the layers that it has, with so many ``stages``.
         """
-        return tuple(
-            LayerCosts(
-                *(self._mean(layer, phase, lambda c: self.cost.time(c, degree, recompute=int(recompute))) for phase in
-                  (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)),
-                saved=self._mean(layer, Phase.FORWARD, lambda c: self._saved(c, degree, recompute, stages)),
-                state=gib(part.attrs.get("state")),
-                output=self._mean(layer, Phase.FORWARD, self.cost.output),
-            )
-            for layer, part in enumerate(self.parts)
-        )  # fmt: skip
+        phases = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT
+
+        def time(cascade: Cascade) -> float:
+            return self.cost.time(cascade, degree, recompute=int(recompute))
+
+        def of(layer: int, part: Stage) -> LayerCosts:
+            forward, activation, weight = (self._mean(layer, phase, time) for phase in phases)
+            saved = self._mean(layer, Phase.FORWARD, lambda c: self._saved(c, degree, recompute, stages))
+            output = self._mean(layer, Phase.FORWARD, self.cost.output)
+            return LayerCosts(forward, activation, weight, saved, gib(part.attrs.get("state")), output)
+
+        return tuple(of(layer, part) for layer, part in enumerate(self.parts))
 
     def running(self, degree: int, recompute: bool) -> float:
         """GiB that the largest cascade needs while it runs, beyond what is kept."""

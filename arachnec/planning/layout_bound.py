@@ -1,8 +1,8 @@
 """What an iteration takes at least in a layout, known before anything is scheduled. In: a costed module. Out: ms.
 
-The bound on the makespan knows which degrees fit, and what recomputing and gathering cost; what follows the cascades is
-added to it. A pipeline's busiest stage waits for its first micro-batch, and what it hands back goes through the stages
-before it.
+The bound on the makespan knows which degrees fit, and what recomputing and gathering cost; the optimizer's step is
+added to it. All-reduces may hide behind the last backwards. A pipeline's busiest stage waits for its first micro-batch,
+and what it hands back goes through the stages before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
-from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.pipeline_places import MicroBatch
 from arachnec.planning.pipeline_plan import micro_batches
@@ -32,15 +31,7 @@ def least_ms(module: Module) -> float:
         step = max(cost.step_time(part) for part in parts)
         return min(least_by_degree(module, cost).values(), default=math.inf) + step
     makespan = lower_bound(problem_of(module, cost)) / TICKS
-    return makespan + sum(_end(module, cost, stage.name) for stage in module.stages if stage.trained)
-
-
-def _end(module: Module, cost: CostModel, name: str) -> float:
-    """Shards are summed between cells when all backwards have ended; whole gradients beside them, in buckets."""
-    stage, world = cost.stages[name], cost.cluster.world
-    cell = cell_of(stage) or 1
-    summed = cost.reduce_time(stage, replicas(0, cell, world)) if cell > 1 else 0.0
-    return summed + cost.step_time(stage)
+    return makespan + sum(cost.step_time(stage) for stage in module.stages if stage.trained)
 
 
 def least_by_degree(module: Module, cost: CostModel) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -39,6 +39,13 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     if stages % each:
         raise UserError(ScheduleForOtherStages(None, name, each, stages))
     return stages // each
+
+
+def ranks_of_stages(world: int, stages: int, each: int, degrees: Sequence[int] | None) -> tuple[int, ...]:
+    """How many ranks hold every stage: with ``each`` stages on a rank, or where they have ``degrees`` of their own."""
+    if degrees is None or len(degrees) != stages:
+        return (world * each // stages,) * stages
+    return tuple(world // max(1, sum(degrees)) * degree for degree in degrees)
 
 
 def orders_of(name: ScheduleName, ranks: int, micro_batches: int, *, v: int) -> PipelineSchedule:

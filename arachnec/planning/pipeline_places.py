@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from math import gcd
 from typing import ClassVar
 
@@ -90,6 +90,12 @@ class Places:
         """The degrees of a pipeline divide it."""
         return gcd(*map(len, self.runs))
 
+    def replicas(self, widths: Sequence[int]) -> int | None:
+        """How many pipelines lie side by side that take so many ranks of every run; None where runs hold unequal
+        numbers."""
+        counts = {len(run) // width for run, width in zip(self.runs, widths, strict=True)}
+        return counts.pop() if len(counts) == 1 else None
+
     def of(self, stage: int) -> Ranks:
         return self.runs[self.placement[stage]]
 
@@ -142,6 +148,13 @@ def places_of(
     return Places(runs, placement)
 
 
+def runs_of(degrees: Sequence[int], world: int) -> Places:
+    """A run for each stage, as many times its degree as there is room for."""
+    count = world // sum(degrees)
+    ends = [0, *accumulate(count * degree for degree in degrees)]
+    return Places(tuple(tuple(range(a, b)) for a, b in pairwise(ends)), tuple(range(len(degrees))))
+
+
 def _stated(part: Stage, world: int) -> Ranks:
     place = integers(part.attrs["place"])
     if not place or len(set(place)) < len(place) or not set(place) <= set(range(world)):
@@ -169,9 +182,12 @@ def _placement(schedule: ScheduleName, stages: int, ranks: int) -> tuple[int, ..
 
 
 def replica_lanes(
-    places: Places, degree: int, replicas: Sequence[Sequence[MicroBatch]], orders: Sequence[PipelineSchedule]
+    places: Places,
+    widths: Sequence[int],
+    replicas: Sequence[Sequence[MicroBatch]],
+    orders: Sequence[PipelineSchedule],
 ) -> list[Lane]:
-    """Of equal runs: replica i is the i-th group of every run.
+    """Of runs that hold as many groups: replica i is the i-th group of every run, of so many ranks.
 
     The first round of micro-batches is encoded at once, by the last ranks first, which wait for their stage's input
     longest; a later one a round ahead of its forward.
@@ -179,7 +195,7 @@ def replica_lanes(
     ranks = len(places.runs)
     return [
         Lane(
-            places.runs[run][replica * degree : (replica + 1) * degree],
+            places.runs[run][replica * widths[run] : (replica + 1) * widths[run]],
             run,
             batches,
             order,

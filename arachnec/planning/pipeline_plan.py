@@ -20,6 +20,7 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, quantity
+from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Attributes, Quantity
@@ -37,11 +38,18 @@ from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.pipelining.order_search import plan_order
-from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.planning.formulate import decided, has_gradient, problem_of
-from arachnec.planning.pipeline_orders import ScheduleName, orders_of
-from arachnec.planning.pipeline_places import Lane, MicroBatch, Places, lanes_in_turns, places_of, replica_lanes
+from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
+from arachnec.planning.pipeline_places import (
+    Lane,
+    MicroBatch,
+    Places,
+    lanes_in_turns,
+    places_of,
+    replica_lanes,
+    runs_of,
+)
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
 from arachnec.solver.bound import lower_bound
@@ -66,6 +74,26 @@ class DegreeDoesNotDivide(Diagnostic):
     help: ClassVar[str] = "give a degree that divides {ranks}, or leave it out"
     degree: int
     ranks: int
+
+
+@dataclass(frozen=True)
+class DegreesForOtherStages(Diagnostic):
+    title: ClassVar[str] = "degrees {degrees} do not fit {stages} stages on {world} ranks"
+    help: ClassVar[str] = (
+        "give one degree for each stage, their sum dividing {world}, and a schedule with one stage on a rank"
+    )
+    degrees: list[int]
+    stages: int
+    world: int
+
+
+@dataclass(frozen=True)
+class CellDoesNotDivide(Diagnostic):
+    title: ClassVar[str] = "cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch"
+    help: ClassVar[str] = "give `shard-parameters` a cell that divides {ranks}, and a degree that it divides"
+    cell: int
+    ranks: int
+    degree: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +123,11 @@ class GroupDoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class Options:
-    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster."""
+    """What a pipeline is asked for. ``degree`` None: the least that fits; ``recompute`` None: where that is faster.
+
+    ``degree`` ranks run a micro-batch on every stage, or ``degrees`` on each. Where parameters are dealt out over cells
+    they are whole cells, on which as many clips run side by side as can.
+    """
 
     schedule: ScheduleName
     k: int | None = None
@@ -104,6 +136,7 @@ class Options:
     recompute: bool | None = None
     policy: WarmUp = "A"
     orders: str | None = None  # a file of torch's pipelining, instead of a schedule
+    degrees: tuple[int, ...] | None = None
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -113,15 +146,11 @@ def pipelined(module: Module, options: Options) -> Module:
     if not parts:
         raise UserError(NoStages(None))
     given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
-    places = places_of(parts, options.schedule, options.v, cost.cluster.world, given)
-    run = places.most_degree
-    if options.degree is not None and (options.degree < 1 or run % options.degree):
-        raise UserError(DegreeDoesNotDivide(None, options.degree, run))
+    places, widths = _layouts(options, parts, cost.cluster.world, given)
     batches = micro_batches(module, parts)
-    degrees = [options.degree] if options.degree else [d for d in range(1, run + 1) if run % d == 0]
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
-    plans = [_Plan(module, cost, parts, batches, options, places, d, r) for d in degrees for r in ways]
+    plans = [_Plan(module, cost, parts, batches, options, places, w, r) for w in widths for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
     if options.recompute is None:
@@ -137,7 +166,11 @@ def pipelined(module: Module, options: Options) -> Module:
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
-    return min(modules, key=lambda placed: quantity(placed.attrs["makespan"]))
+    marked = [
+        replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
+        for made, plan in zip(modules, offered, strict=True)
+    ]
+    return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:
@@ -159,6 +192,28 @@ def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, 
             break
         placed = plan.placed()
     return placed
+
+
+def _layouts(
+    options: Options, parts: Sequence[Stage], world: int, given: PipelineSchedule | None
+) -> tuple[Places, list[tuple[int, ...]]]:
+    """Where the stages lie, and on how many ranks of each run a micro-batch may run, the least first."""
+    cell = max(cell_of(part) or 1 for part in parts)
+    if (degrees := options.degrees) is not None:
+        ranks = pipeline_ranks(options.schedule, len(parts), options.v)
+        if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
+            raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
+        if any(degree % cell for degree in degrees):
+            raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+        return runs_of(degrees, world), [degrees]
+    places = places_of(parts, options.schedule, options.v, world, given)
+    most = places.most_degree
+    if options.degree is not None and (options.degree < 1 or most % options.degree):
+        raise UserError(DegreeDoesNotDivide(None, options.degree, most))
+    if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
+        raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
+    each = [options.degree] if options.degree else [d for d in range(cell, most + 1, cell) if most % d == 0]
+    return places, [(degree,) * len(places.runs) for degree in each]
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
@@ -184,7 +239,8 @@ def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One degree, and a number of blocks that every stage recomputes, or all where it has fewer."""
+    """Ranks for a micro-batch on each rank of a pipeline, and a number of blocks that every stage recomputes, or all
+    where it has fewer."""
 
     module: Module
     cost: CostModel
@@ -192,23 +248,34 @@ class _Plan:
     batches: Sequence[MicroBatch]
     options: Options
     places: Places
-    degree: int
+    widths: tuple[int, ...]
     recompute: int
     waiting: float = 0.0  # GiB left free on every rank for what waits to be read
 
+    def _width(self, stage: str) -> int:
+        """Ranks that run a micro-batch on a stage."""
+        if len(set(self.widths)) == 1:
+            return self.widths[0]
+        return self.widths[self.places.placement[self._numbers[stage]]]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {part.name: number for number, part in enumerate(self.parts)}
+
     @cached_property
     def lanes(self) -> list[Lane]:
-        if self.places.equal:
-            return replica_lanes(self.places, self.degree, self.replicas, self.orders)
-        counts = [len(self.places.of(stage)) // self.degree for stage in range(len(self.parts))]
+        if self.places.replicas(self.widths) is not None:
+            return replica_lanes(self.places, self.widths, self.replicas, self.orders)
+        degree = self.widths[0]
+        counts = [len(self.places.of(stage)) // degree for stage in range(len(self.parts))]
         batches = sorted(self.batches, key=self._work, reverse=True)
         orders = dapple_in_turns(counts, len(batches), self.options.policy, self._most_held(batches))
-        return lanes_in_turns(self.places, self.degree, batches, orders)
+        return lanes_in_turns(self.places, degree, batches, orders)
 
     @cached_property
     def replicas(self) -> list[list[MicroBatch]]:
         """The micro-batches of each replica of the pipeline, longest first."""
-        count = len(self.places.runs[0]) // self.degree
+        count = len(self.places.runs[0]) // self.widths[0]
         loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
         for batch in sorted(self.batches, key=self._work, reverse=True):
             replica = loads.index(min(loads))
@@ -219,11 +286,33 @@ class _Plan:
     def _blocks(self, cascade: Cascade) -> int:
         return min(self.recompute, self.cost.blocks(cascade))
 
+    def _side(self, cascade: Cascade) -> int:
+        """Clips side by side: as many as all stages can."""
+        key = cascade.batch, cascade.tokens
+        if key not in self._sides:
+            on_stages = [replace(cascade, stage=part.name) for part in self.parts]
+            possible = (frozenset(self.cost.sides(one, self._width(one.stage))) for one in on_stages)
+            self._sides[key] = max(frozenset.intersection(*possible), default=1)
+        return self._sides[key]
+
+    @cached_property
+    def _sides(self) -> dict[tuple[int, int], int]:
+        return {}
+
     def _work(self, batch: MicroBatch) -> float:
         return sum(self._time(cascade) for cascade in batch.cascades.values())
 
     def _time(self, cascade: Cascade) -> float:
-        return self.cost.time(cascade, self.degree, recompute=self._blocks(cascade))
+        width, side = self._width(cascade.stage), self._side(cascade)
+        return self.cost.time(cascade, width, recompute=self._blocks(cascade), side=side)
+
+    @property
+    def grouping(self) -> int | None:
+        """The largest k of the replicas, where the links choose it."""
+        if self.options.schedule != "kfkb" or self.options.k is not None or self.options.orders is not None:
+            return None
+        tables = ((own, self._kept_table(own), self._limits(own)) for own in self.replicas if own)
+        return max(self._k(*table) for table in tables)
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
@@ -250,6 +339,8 @@ class _Plan:
         found = plan_order(problem, split=True, tries=TRIES).schedule
         if sum(map(len, found.orders)) > WINDOWED:
             return found
+        from arachnec.pipelining.order_windows import improve_windows  # Z3 takes a while to load
+
         return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
 
     def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
@@ -275,8 +366,7 @@ class _Plan:
             return min(self.options.k, len(batches))
         if overfull(1, kept, limits) is not None:
             return 1  # which does not fit either, and says so
-        # k = 1 holds least: another must be worth it
-        return choose_k(self._times(batches), kept, limits, now=1, candidates=groupings(len(batches))).k
+        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).modest
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
@@ -292,8 +382,12 @@ class _Plan:
         pairs = zip((max(max(kept[stage]) for stage in stages) for stages in self.stages_on), limits, strict=True)
         return [max(1, floor(limit / size)) if size else len(batches) for size, limit in pairs]
 
+    def _firsts(self, stage: int) -> tuple[int, ...]:
+        """The first rank of a stage in each replica."""
+        return self.places.of(stage)[:: self.widths[self.places.placement[stage]]]
+
     def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
-        """ms of every stage, phase and micro-batch, and of what goes between the first ranks of neighbours."""
+        """ms of every stage, phase and micro-batch, and of messages, as in the replica whose link is slowest."""
 
         def table(phase: Phase) -> list[list[float]]:
             rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
@@ -303,10 +397,11 @@ class _Plan:
             rows = []
             for cut in range(len(self.parts) - 1):
                 source, target = (cut, cut + 1) if step > 0 else (cut + 1, cut)
-                pairs = [(b.cascades.get((source, phase)), b.cascades.get((target, phase))) for b in batches]
-                sizes = [self.cost.handed(a, b) * GIB if a is not None and b is not None else 0.0 for a, b in pairs]
-                first, second = self.places.of(source)[0], self.places.of(target)[0]
-                rows.append([handoff_time(self.cost.cluster, first, second, size) if size else 0.0 for size in sizes])
+                pairs = [(x.cascades.get((source, phase)), x.cascades.get((target, phase))) for x in batches]
+                sizes = [self.cost.handed(x, y) * GIB if x is not None and y is not None else 0.0 for x, y in pairs]
+                links = zip(self._firsts(source), self._firsts(target), strict=True)
+                a, b = max(links, key=lambda link: handoff_time(self.cost.cluster, link[0], link[1], GIB))
+                rows.append([handoff_time(self.cost.cluster, a, b, size) if size else 0.0 for size in sizes])
             return rows
 
         return StageTimes(
@@ -341,7 +436,7 @@ class _Plan:
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
         forward = batch.cascades[stage, Phase.FORWARD]
-        return self.cost.kept(forward, self.degree, self._blocks(forward))
+        return self.cost.kept(forward, self._width(forward.stage), self._blocks(forward), self._side(forward))
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
@@ -349,11 +444,12 @@ class _Plan:
         for batch in batches:
             for stage in stages:
                 begun = batch.cascades[stage, Phase.FORWARD]
-                forward = self.cost.memory(begun, self.degree, self._blocks(begun))
+                side, width = self._side(begun), self._width(begun.stage)
+                forward = self.cost.memory(begun, width, self._blocks(begun), side)
                 backward = batch.cascades.get((stage, Phase.BACKWARD))
                 most = max(most, forward - self._kept(batch, stage))
                 if backward is not None:
-                    most = max(most, self.cost.memory(backward, self.degree, self._blocks(backward)))
+                    most = max(most, self.cost.memory(backward, width, self._blocks(backward), side))
         return most
 
     @property
@@ -387,12 +483,13 @@ class _Plan:
     def _on(
         self, cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], free: Sequence[float]
     ) -> Cascade:
+        side = 1 if cascade.phase is Phase.ENCODE else self._side(cascade)
         if cascade.phase is Phase.ENCODE:
-            ranks = ranks[: min(self.degree, max(self.cost.legal_degrees(cascade)))]
+            ranks = ranks[: min(len(ranks), max(self.cost.legal_degrees(cascade)))]
         degree, again = len(ranks), self.cost.can_recompute(cascade) or cascade.phase is Phase.BACKWARD
         recompute = self._blocks(cascade) if again else 0
-        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute)
-        begun = decided(cascade, self.cost, degree, recompute, 0.0, time)
+        time = self.cost.time(cascade, degree, ranks=ranks, recompute=recompute, side=side)
+        begun = decided(cascade, self.cost, degree, recompute, 0.0, time, side)
         return on(begun, ranks, inputs, free, self.cost)
 
     def _cascades_of(self, lane: Lane) -> Iterator[Cascade]:

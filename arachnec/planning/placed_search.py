@@ -33,13 +33,13 @@ from arachnec.planning.placement import best_placements, in_cells, placements, w
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock
+from arachnec.solver.budget import GRACE, Clock
 from arachnec.solver.decoder import start_order
 from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed
 from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
-from arachnec.solver.search import GRACE, First, solution
+from arachnec.solver.search import First, solution
 from arachnec.solver.widths import Nested, nested
 
 # Of a cascade and of a GPU, to place a schedule, or to lower and simulate it: 0.13 and 0.15 s for 1024 cascades on 256

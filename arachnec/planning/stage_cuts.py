@@ -188,6 +188,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
     params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
     trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
     state, optimizer = _state(stage, params, trained)
+    cell = integer(attrs.get("cell", 1)) if trained else 1
     attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in each)
     names = attrs["blocks"]
     assert isinstance(names, tuple)
@@ -215,8 +216,9 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             saved_recompute=formula_sum(recomputed, "GiB"),
             workspace=_largest(stage, "block_workspace", once),
             traffic=blocks("block_traffic", "GiB", each) if attentions else None,
-            state=Quantity(state, "GiB"),
+            state=Quantity(state / cell, "GiB"),
             optimizer=Quantity(optimizer, "GiB"),
+            cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
             output=None if last else _handed_on(stage, end - 1),
             part_of=stage.name,
@@ -256,13 +258,14 @@ def _handed_on(stage: Stage, layer: int) -> Formula:
 
 def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
     """GiB of a part's state, and of that what the optimizer needs: its share of the parameters, and of those that
-    train. Where the optimizer's part was dealt out, it is whole again."""
+    train. What was dealt out is whole again."""
     attrs = stage.attrs
     every = integer(attrs["params"])
     every_trained = integer(attrs.get("trained", every))
     optimizer = quantity(attrs["optimizer"]) if "optimizer" in attrs else 0.0
     ranks = integer(attrs.get("sharded", 1))
-    rest = (quantity(attrs["state"]) if "state" in attrs else 0.0) - optimizer / ranks
+    whole = quantity(attrs["state"]) * integer(attrs.get("cell", 1)) if "state" in attrs else 0.0
+    rest = whole - optimizer / ranks
     own = optimizer * trained / max(1, every_trained)
     return rest * (params + trained) / max(1, every + every_trained) + own, own
 

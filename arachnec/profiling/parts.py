@@ -61,7 +61,7 @@ class _Moments:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.entered.append(self.now())
             if number == 0 and (read := _differentiable((args, kwargs))) is not None:
-                read.register_hook(self._given)
+                read.register_hook(self._given)  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -69,7 +69,7 @@ class _Moments:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.left.append(self.now())
             if (made := _differentiable(output)) is not None:
-                made.register_hook(lambda gradient: self._arrived(number))
+                made.register_hook(lambda gradient: self._arrived(number))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -133,11 +133,14 @@ def _run(
 
 
 def _weights(model: nn.Module, layers: Layers, deferred: Deferred, now: Callable[[], float]) -> Mapping[str, float]:
-    """Seconds of the deferred products by part; those outside the blocks count as behind them."""
+    """Seconds of the deferred products by part; a backward comes to those behind the blocks first."""
     owners = {id(p): name for path, name in layers.classes for p in model.get_submodule(path).parameters()}
     by_part: dict[str, Deferred] = defaultdict(Deferred)
+    outside = LAST
     for product in deferred.products:
-        by_part[owners.get(id(product.weight), LAST)].products.append(product)
+        owner = owners.get(id(product.weight))
+        outside = outside if owner is None else FIRST
+        by_part[owner or outside].products.append(product)
     seconds = {}
     for part, products in by_part.items():
         started = now()

@@ -74,6 +74,13 @@ class Job:
     degree: int = 1
 
 
+class _Traced(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others: S of every clip, and path and class of every block."""
+
+    tokens: list[int]
+    layers: tuple[tuple[str, str], ...]
+
+
 @dataclass
 class Profiler:
     """Measures a model on all ranks of the default group; every method is collective.
@@ -200,12 +207,11 @@ class Profiler:
 
             traced = trace_model(self.model_file, self.clips)
             self._stages = {stage.name: stage for stage in traced.stages}
-            facts = [traced.tokens(clip) for clip in self.clips], _layers(self._stages[TRAINED])
-            text = msgspec.json.encode(facts).decode()
-        Facts = tuple[list[int], tuple[tuple[str, str], ...]]
-        tokens, layers = msgspec.json.decode(share_text(text), type=Facts)
-        self._layers = Layers(layers) if layers else None
-        return tokens
+            tokens = [traced.tokens(clip) for clip in self.clips]
+            text = msgspec.json.encode(_Traced(tokens, _layers(self._stages[TRAINED]))).decode()
+        facts = msgspec.json.decode(share_text(text), type=_Traced)
+        self._layers = Layers(facts.layers) if facts.layers else None
+        return facts.tokens
 
     def _encoder_job(self, name: str, point: Point) -> Job:
         run = partial(_timed_encode, self.encoders[name], point, self.device)
@@ -303,14 +309,14 @@ class Profiler:
         return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
 
 
-def _layers(stage: Stage) -> list[tuple[str, str]]:
+def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:
     """Path and class of every block of a stage that could be cut; none of another."""
     if any(name not in stage.attrs for name in FIGURES):
-        return []
+        return ()
     names, classes = stage.attrs["blocks"], integers(stage.attrs["classes"])
     assert isinstance(names, tuple)
     of_class = [str(pair[0]) for pair in names if isinstance(pair, tuple)]
-    return [(path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True)]
+    return tuple((path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True))
 
 
 def measure_links(device: torch.device) -> LinkProfile:

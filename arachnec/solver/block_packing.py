@@ -55,13 +55,15 @@ class Packing:
 
 def options_of(problem: Problem) -> Options | None:
     """Per job its choices of a block's width, else all on the next wider block; None where a job fits no block."""
+    degrees = {choice.degree for job in problem.jobs for choice in job.choices}
+    widths = {degree: _width(problem, degree) for degree in degrees}
     memo: dict[int, tuple[Option, ...]] = {}
     rows = []
     for job in problem.jobs:
         if id(job.choices) not in memo:
-            every = [Option(_width(problem, c.degree), c.ticks, k) for k, c in enumerate(job.choices)]
-            exact = [option for option in every if option.width == job.choices[option.pick].degree]
-            memo[id(job.choices)] = tuple(option for option in exact or every if option.width <= problem.gpus)
+            choices = [(widths[c.degree], c, k) for k, c in enumerate(job.choices) if widths[c.degree] <= problem.gpus]
+            exact = [choice for choice in choices if choice[0] == choice[1].degree]
+            memo[id(job.choices)] = tuple([Option(width, c.ticks, k) for width, c, k in exact or choices])
         options = memo[id(job.choices)]
         if not options:
             return None

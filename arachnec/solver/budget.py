@@ -13,6 +13,9 @@ from arachnec.solver.problem import Effort
 # An operation is a job of a list schedule, decoded in 0.7 to 2 us of Python; or a step by Z3's own count, of which it
 # does about a thousand per ms on hard pseudo-Boolean questions, more on easy ones.
 OPERATIONS_PER_MS = 1000
+# ms of list schedules and layouts, or of a bound, that there is time for whatever the budget: 100 list schedules of 100
+# jobs.
+GRACE = 20.0
 # The first questions about (16, 8), 450 booleans, take 100 ms; that of 26 jobs on two nodes, 1600, takes 400 ms.
 Z3_VARIABLES_PER_MS = 4
 

@@ -20,12 +20,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
+from arachnec.solver.budget import GRACE, OPERATIONS_PER_MS
 from arachnec.solver.problem import Choice, Problem
 
 Frontier: TypeAlias = list[tuple[int, int]]  # ticks, ascending, and the least area within them, descending
 Widths: TypeAlias = list[tuple[int, int]]  # ticks, ascending, from which on so many GPUs can be held
-
-MOST_KINDS = 1000  # of chains, beyond which the bound would take longer than a first schedule
 
 
 def chain_bound(problem: Problem, low: int) -> int:
@@ -36,7 +35,7 @@ def chain_bound(problem: Problem, low: int) -> int:
     if not any(job.before for job in problem.jobs) or any(len(set(after)) > 1 for after in problem.after):
         return low
     kinds, members = _kinds(problem)
-    if len(kinds) > MOST_KINDS:
+    if len(kinds) * low.bit_length() > GRACE * OPERATIONS_PER_MS:  # bisection asks each kind once for every bit
         return low
     frontiers = [(_frontier(problem, sink), count) for sink, count in kinds.items()]
     early = _total([(_widths(problem, members[sink], problem.heads), count) for sink, count in kinds.items()])

@@ -7,7 +7,8 @@ twice the time, when those are answered. Two questions run at once (Z3 works out
 bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
 question where it has become pointless.
 
-What is known outlasts a call, so that a search can go on where it ended.
+What is known outlasts a call, so that a search can go on where it ended. So do
+questions about start times: one that was cut off goes on where Z3 was.
 """
 
 from __future__ import annotations
@@ -20,39 +21,26 @@ from functools import partial
 
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock, question_ms
-from arachnec.solver.problem import Effort, Problem, Schedule, violations
-from arachnec.solver.z3_assignment import Conflict, schedule_by_sets
-from arachnec.solver.z3_question import Answer, Question
-from arachnec.solver.z3_schedule import find_schedule
+from arachnec.solver.problem import Problem, Schedule, violations
+from arachnec.solver.z3_assignment import Assignment, Conflict
+from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_schedule import StartTimes
 
-Ask = Callable[[int, int, Effort, Question], tuple[Answer, Schedule | None]]  # horizon and seed come first
-
-
-def asker(problem: Problem) -> Ask:
-    """The encoding with fewer variables: sets of GPUs, where nothing waits, or start times."""
-    if any(job.before for job in problem.jobs) or not sets_are_fewer(problem):
-
-        def by_starts(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
-            return find_schedule(problem, horizon, seed=seed, effort=effort, question=question)
-
-        return by_starts
-    conflicts: list[Conflict] = []
-
-    def by_sets(horizon: int, seed: int, effort: Effort, question: Question) -> tuple[Answer, Schedule | None]:
-        return schedule_by_sets(problem, horizon, seed=seed, effort=effort, question=question, conflicts=conflicts)
-
-    return by_sets
+Inquiry = Assignment | StartTimes
 
 
-def sets_are_fewer(problem: Problem) -> bool:
-    return problem.gpus <= len(problem.jobs)
+def _chained(problem: Problem) -> bool:
+    return any(job.before for job in problem.jobs)
+
+
+def by_sets(problem: Problem) -> bool:
+    """Whether questions are about sets of GPUs: nothing waits, and sets have fewer variables than start times."""
+    return not _chained(problem) and problem.gpus <= len(problem.jobs)
 
 
 def variables(problem: Problem) -> int:
     """How many booleans a question about the whole problem has."""
-    jobs = len(problem.jobs)
-    chained = any(job.before for job in problem.jobs)
-    across = jobs if chained or not sets_are_fewer(problem) else problem.gpus
+    across = problem.gpus if by_sets(problem) else len(problem.jobs)
     return across * sum(len(job.choices) for job in problem.jobs)
 
 
@@ -81,15 +69,15 @@ def shortest_with_its_degrees(problem: Problem, schedule: Schedule, low: int, cl
     """
     jobs = (replace(job, choices=(job.choices[pick],)) for job, pick in zip(problem.jobs, schedule.picks, strict=True))
     fixed = Problem(tuple(jobs), problem.gpus)
-    best = schedule
+    best, chained = schedule, _chained(problem)
 
     def ask(horizon: int) -> tuple[Answer, int]:
         nonlocal best
         if not clock.any_left():
             return Answer.UNKNOWN, 0
-        question = Question()
-        answer, shorter = schedule_by_sets(fixed, horizon, seed=seed, effort=clock.effort(), question=question)
-        clock.count_z3(question.steps)
+        inquiry = StartTimes(fixed, seed) if chained else Assignment(fixed, seed, [])
+        answer, shorter = inquiry.answer(horizon, clock.effort())
+        clock.count_z3(inquiry.question.steps)
         if shorter is not None and not violations(fixed, shorter):
             best = replace(schedule, starts=shorter.starts)
             return answer, shorter.makespan(fixed)
@@ -113,13 +101,14 @@ class GapSearch:
     def __init__(self, problem: Problem, schedule: Schedule, bound: int) -> None:
         self.problem, self.schedule, self.low = problem, schedule, bound
         self.high = schedule.makespan(problem)
-        self.ask = asker(problem)
+        self.by_sets = by_sets(problem)
+        self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit = 2 * question_ms(variables(problem))
-        self.limit_from_above = 4 * self.limit
+        self.limit = self.limit_from_above = 2 * question_ms(variables(problem))
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
-        self.asked: dict[Question, Asked] = {}
+        self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
+        self.asked: dict[Inquiry, Asked] = {}
 
     def run(self, schedule: Schedule, bound: int, clock: Clock, seed: int) -> None:
         """Until the bound is met or the time is over; schedule and bound are the best known now."""
@@ -140,27 +129,33 @@ class GapSearch:
                 asked = self.next()
                 if asked is None:
                     return
-                question = Question()
-                self.asked[question] = asked
                 self.number += 1
+                inquiry = self._inquiry(asked.from_above, seed + self.number)
+                self.asked[inquiry] = asked
                 effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
-                number = self.number
-            schedule = None
+            question, schedule = inquiry.question, None
+            before = question.steps
             try:
-                asking = partial(self.ask, asked.horizon, seed + number, effort, question)
-                answer, schedule = question.answered(asking)
-                if schedule is not None and not any(job.before for job in self.problem.jobs):
+                answer, schedule = question.answered(partial(inquiry.answer, asked.horizon, effort))
+                if schedule is not None:
                     schedule = shortest_with_its_degrees(self.problem, schedule, self.low, clock, seed=seed)
             finally:
                 with self.lock:
-                    del self.asked[question]
+                    del self.asked[inquiry]
             with self.lock:
-                clock.count_z3(question.steps)
+                clock.count_z3(question.steps - before)
                 if not question.stopped or answer is not Answer.UNKNOWN:
                     self.learn(asked, answer, schedule)
                 for other, at in self.asked.items():
                     if not self.low <= at.horizon < self.high:
-                        other.stop()
+                        other.question.stop()
+                if isinstance(inquiry, StartTimes):
+                    self.idle[asked.from_above] = inquiry
+
+    def _inquiry(self, above: bool, seed: int) -> Inquiry:
+        if self.by_sets:
+            return Assignment(self.problem, seed, self.conflicts)
+        return self.idle.pop(above, None) or StartTimes(self.problem, seed)
 
     def next(self) -> Asked | None:
         """Where to ask next; None where bound and makespan have met."""

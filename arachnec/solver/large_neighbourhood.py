@@ -25,8 +25,8 @@ PERTURBED = 0.6
 # Blocks that are looked at, and that are packed anew, at most; two where these would have more GPUs than that: larger
 # windows cost more than they gain.
 BLOCKS, WINDOW = 4, 32
-# Of the gap, that the horizon leaves at most.
-FAR = 0.9
+# Of the gap, that the horizon leaves at most: all but a share of a share.
+FAR = 1 - SHARE * SHARE
 
 Ask = Callable[[Sequence[int], Sequence[int], int, int, float, Clock], "Sequence[Placed] | None"]
 

@@ -12,9 +12,10 @@ improver with the most gain for its effort so far is called, older calls countin
 ``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
 gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
 nothing more. Without any gain its next slice is twice as long, and its hope half as large;
-a prover keeps its hope, and its slices always double: a question that a slice cuts off begins anew in the next.
+a prover keeps its hope, and its slices always double: some questions that a slice cuts off begin anew in the next.
 
-*The prover's floor.* Its share of the effort is never below ``SHARE``, as soon as its slice fits that.
+*The prover's floor.* The last ``SHARE`` of the effort is its own, whatever the others gain: a proof is of one schedule,
+and the best is known last.
 """
 
 from __future__ import annotations
@@ -137,12 +138,11 @@ class Improver(Protocol):
 
 @dataclass
 class Record:
-    """What an improver has gained and spent, older calls counting less; ``total`` is all it has spent. In ms."""
+    """What an improver has gained and spent, older calls counting less. In ms."""
 
     improver: Improver
     gained: float = 0.0
     spent: float = 0.0
-    total: float = 0.0
     longer: float = 1.0
     smallest: float = 0.0
 
@@ -165,7 +165,6 @@ class Record:
 
     def called(self, gain: float, effort: float) -> None:
         self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
-        self.total += effort
         self.longer = 1.0 if gain > 0 and not self.improver.proves else 2 * self.longer
 
 
@@ -198,14 +197,12 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
             able.append(record)
     if not able:
         return None
-    spent, due = clock.spent(), left
+    due = left
     for record in able:
         if record.improver.proves:
-            # when so much was spent that its next slice is within its share
-            wait = (record.total + record.slice) / SHARE - record.slice - spent
-            if wait <= 0:
-                return record, min(record.slice, left)
-            due = min(due, wait)
+            due = left - SHARE * (clock.spent() + left)
+            if due <= 0:
+                return record, left
     first, *others = sorted(able, key=lambda record: -record.promise)
     ahead = first.gained / others[0].promise - first.spent if others else left
     return first, min(max(first.slice, min(ahead, due)), left)

@@ -9,16 +9,13 @@ from itertools import islice
 
 from arachnec.solver.block_packing import Options, Packing, options_of, packings, realize
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock
+from arachnec.solver.budget import GRACE, Clock
 from arachnec.solver.decoder import justified, left_shifted
 from arachnec.solver.improvers import Annealing, LargeNeighbourhoods, Prover, decoding_ms
 from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.portfolio import Improver, Incumbent, run
 from arachnec.solver.problem import Problem, Schedule, Solution
 from arachnec.solver.static_layouts import one_degree
-
-# ms of list schedules and layouts, counted, that there is time for whatever the budget: 100 of them for 100 jobs.
-GRACE = 20.0
 
 
 def solve(problem: Problem, clock: Clock, seed: int, without: Collection[str] = ()) -> Solution:

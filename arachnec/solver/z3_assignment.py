@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import z3
@@ -41,59 +42,71 @@ def schedule_by_sets(
     *,
     seed: int,
     effort: Effort,
-    question: Question | None = None,
     conflicts: list[Conflict] | None = None,
 ) -> tuple[Answer, Schedule | None]:
-    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort.
+    """A schedule that ends by ``horizon`` ticks, or the certainty that there is none, or neither within the effort."""
+    return Assignment(problem, seed, conflicts if conflicts is not None else []).answer(horizon, effort)
+
+
+class Assignment:
+    """Questions about one problem, each with a solver of its own.
+
+    One that was cut off begins anew: where Z3's solver of finite domains was interrupted as it took the constraints in,
+    and is asked again, its models break them.
 
     The jobs must not wait for each other where a schedule is wanted; a refusal holds for all. ``conflicts`` are those
     known, of the same jobs, to which those found are added, also while others add theirs.
     """
-    in_time = [
-        [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
-        for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
-    ]
-    choices = affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
-    if choices is None:
-        return Answer.IMPOSSIBLE, None
-    question = question or Question()
-    matrix = _Matrix(problem.gpus, horizon, choices, question, question.begin(effort, seed, "QF_FD"))
-    if not matrix.complete:
+
+    def __init__(self, problem: Problem, seed: int, conflicts: list[Conflict]) -> None:
+        self.problem, self.seed, self.conflicts = problem, seed, conflicts
+        self.question = Question()
+
+    def answer(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
+        """A schedule that ends by ``horizon``, or the certainty that there is none, or neither within the effort."""
+        choices = self._choices(horizon)
+        if choices is None:
+            return Answer.IMPOSSIBLE, None
+        solver = self.question.begin(effort, self.seed, partial(z3.SolverFor, "QF_FD"))
+        matrix = _Matrix(self.problem.gpus, horizon, choices, self.question, solver)
+        return self._answer(matrix, horizon) if matrix.complete else (Answer.UNKNOWN, None)
+
+    def _answer(self, matrix: _Matrix, horizon: int) -> tuple[Answer, Schedule | None]:
+        question, conflicts = self.question, self.conflicts
+        in_doubt, seen = False, 0
+        matrix.solver.set("phase", "always_false")  # few cells of the matrix are true
+        while not question.late():
+            while seen < len(conflicts) and not question.late():
+                if conflicts[seen].horizon >= horizon:
+                    matrix.exclude(conflicts[seen])
+                seen += 1
+            answer = question.check(matrix.solver)
+            if answer is Answer.IMPOSSIBLE:
+                return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
+            if answer is Answer.UNKNOWN:
+                break
+            rows = matrix.rows(matrix.solver.model())
+            starts, pairs = _starts(rows, horizon, question)
+            if starts is not None:
+                picks = [self.problem.jobs[job].choices.index(row.choice) for job, row in enumerate(rows)]
+                return Answer.POSSIBLE, Schedule(tuple(picks), tuple(starts))
+            if pairs is None:
+                in_doubt = True
+                pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
+            conflict = Conflict(horizon, {job: rows[job].choice.ticks for pair in pairs for job in pair}, tuple(pairs))
+            if in_doubt:
+                matrix.exclude(conflict)
+            else:
+                conflicts.append(conflict)
         return Answer.UNKNOWN, None
-    known = conflicts if conflicts is not None else []
-    return _answered(problem, horizon, matrix, question, known)
 
-
-def _answered(
-    problem: Problem, horizon: int, matrix: _Matrix, question: Question, conflicts: list[Conflict]
-) -> tuple[Answer, Schedule | None]:
-    in_doubt, seen = False, 0
-    solver = matrix.solver
-    solver.set("phase", "always_false")  # few cells of the matrix are true
-    while not question.late():
-        while seen < len(conflicts) and not question.late():
-            if conflicts[seen].horizon >= horizon:
-                matrix.exclude(conflicts[seen])
-            seen += 1
-        answer = question.check(solver)
-        if answer is Answer.IMPOSSIBLE:
-            return (Answer.UNKNOWN if in_doubt else Answer.IMPOSSIBLE), None
-        if answer is Answer.UNKNOWN:
-            break
-        rows = matrix.rows(solver.model())
-        starts, pairs = _starts(rows, horizon, question)
-        if starts is not None:
-            picks = [problem.jobs[job].choices.index(row.choice) for job, row in enumerate(rows)]
-            return Answer.POSSIBLE, Schedule(tuple(picks), tuple(starts))
-        if pairs is None:
-            in_doubt = True
-            pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if rows[a].gpus & rows[b].gpus]
-        conflict = Conflict(horizon, {job: rows[job].choice.ticks for pair in pairs for job in pair}, tuple(pairs))
-        if in_doubt:
-            matrix.exclude(conflict)
-        else:
-            conflicts.append(conflict)
-    return Answer.UNKNOWN, None
+    def _choices(self, horizon: int) -> list[tuple[Choice, ...]] | None:
+        problem = self.problem
+        in_time = [
+            [choice for choice in job.choices if head + choice.ticks + tail <= horizon]
+            for job, head, tail in zip(problem.jobs, problem.heads, problem.tails, strict=True)
+        ]
+        return affordable(in_time, lambda choice: choice.area, problem.gpus * horizon)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The one way into Z3: a question has a solver of its own, a seed, a limit, and an answer; another thread may stop it.
 
+A question that its limit cut off may be allowed more, and goes on with all that its solver has learnt.
+
 Making the question counts as much as answering it: ``late`` says while it is made that its time is over.
 """
 
@@ -31,21 +33,26 @@ class Question:
         self.steps = 0
         self._context: z3.Context | None = None
 
-    def begin(self, effort: Effort, seed: int, logic: str | None = None) -> z3.Solver:
-        """A solver in a context of its own."""
-        self._effort = effort
-        self._until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
+    def begin(self, effort: Effort, seed: int, make: Callable[..., z3.Solver] = z3.Solver) -> z3.Solver:
+        """A solver in a context of its own. ``z3.Solver`` itself begins anew whenever it is asked again."""
+        self.allow(effort)
         self._context = z3.Context()
-        solver = z3.Solver(ctx=self._context) if logic is None else z3.SolverFor(logic, ctx=self._context)
+        solver = make(ctx=self._context)
         solver.set("random_seed", seed % 2**31)
         return solver
+
+    def allow(self, effort: Effort) -> None:
+        """So much from now on, whoever stopped it before."""
+        self.stopped = False
+        self._most = None if effort.steps is None else self.steps + effort.steps
+        self._until = None if effort.wall_ms is None else time.perf_counter() + effort.wall_ms / 1e3
 
     def late(self) -> bool:
         return self.stopped or (self._until is not None and time.perf_counter() > self._until)
 
     def left(self) -> Effort:
         """What is left of the effort."""
-        steps = None if self._effort.steps is None else max(1, self._effort.steps - self.steps)
+        steps = None if self._most is None else max(1, self._most - self.steps)
         wall = None if self._until is None else max(1, int((self._until - time.perf_counter()) * 1e3))
         return Effort(steps, wall)
 
@@ -54,10 +61,10 @@ class Question:
         if self.late():
             return Answer.UNKNOWN
         before = _counted(solver)
-        if self._effort.steps is not None:
-            if self.steps >= self._effort.steps:
+        if self._most is not None:
+            if self.steps >= self._most:
                 return Answer.UNKNOWN
-            solver.set("rlimit", self._effort.steps - self.steps)
+            solver.set("rlimit", self._most - self.steps)
         if self._until is not None:
             solver.set("timeout", max(1, int((self._until - time.perf_counter()) * 1e3)))
         answer = solver.check(*assumptions)
@@ -76,7 +83,7 @@ class Question:
             raise
 
     def stop(self) -> None:
-        """From another thread: there is to be no answer any more."""
+        """From another thread: nobody waits for the answer any more."""
         self.stopped = True
         if self._context is not None:
             self._context.interrupt()

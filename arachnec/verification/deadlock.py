@@ -177,7 +177,8 @@ def _starts_apart(values: Values) -> Iterator[StartsApart]:
         for index, numbers in overlapped_reduces(program).items():
             backward = program.instructions[index]
             for reduce in (program.instructions[number] for number in numbers):
-                bucket = (reduce.target, reduce.peers, bucket_of(reduce))
+                shards = "cell" in reduce.attrs  # of which every member of a cell has its own, over its own ranks
+                bucket = (reduce.target, () if shards else reduce.peers, bucket_of(reduce))
                 started[backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
     for (target, peers), by_bucket in started.items():
         for ranks in by_bucket.values():

@@ -3,22 +3,25 @@
 Every layer that a forward or backward reads is gathered by it or still whole. All members of a cell gather, release
 and reduce-scatter the same layers in the same order. They are all in the cascade, so these collectives are parts of an
 event at which they meet anyway: the rule on deadlocks, which orders those events, holds for them as well.
+
+Of a split backward the second half, which has all gradients of a layer, reduce-scatters them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.uses import Values, rank_list, written
+from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.uses import Values, rank_list, split_backwards, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
 
-OPS = ("forward", "backward")
+OPS = ("forward", "backward", "weight")
 LISTS = ("gather", "release", "scatter", "held")
 
 
@@ -88,7 +91,10 @@ class NotTheCell(Diagnostic):
 class NotScattered(Diagnostic):
     title: ClassVar[str] = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
     label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = "each backward reduce-scatters every layer that trains, once: name it in `scatter`"
+    help: ClassVar[str] = (
+        "each backward reduce-scatters every layer that trains, once, where it is split its `weight` does: name it in "
+        "`scatter`"
+    )
     rank: int
     instruction: str
     layer: int
@@ -124,15 +130,16 @@ def check_gathers(values: Values) -> Iterator[Diagnostic]:
     sharded = {stage.name: _sharded(stage) for stage in values.module.stages if cell_of(stage)}
     if not sharded:
         return
-    world = len(values.module.programs)
-    first: dict[tuple[int, ...], tuple[int, Steps]] = {}
+    split = split_backwards(values.module)
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, Steps]] = {}
     for program in values.module.programs:
         steps = [(step, sharded[name]) for step, name in _of_stages(values, program) if name in sharded]
-        yield from _whole(program, steps)
-        yield from _groups(program, steps, world)
+        yield from _whole(program, steps, split)
+        yield from _groups(program, steps, values)
         for one in sharded.values():
             mine = [pair for pair in steps if pair[1] is one and pair[0].op in OPS]
-            rank, other = first.setdefault(own_cell(program.rank, one.cell), (program.rank, mine))
+            cell = one.stage.name, own_cell(program.rank, one.cell)
+            rank, other = first.setdefault(cell, (program.rank, mine))
             yield from _alike(rank, other, program, mine)
 
 
@@ -144,14 +151,14 @@ def _sharded(stage: Stage) -> _Sharded:
 
 def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, str]]:
     for step in program.instructions:
-        if step.op == "reduce":
+        if step.op == "reduce" and "tied" not in step.attrs:
             yield step, step.target
         elif step.op in OPS:
             yield step, values.cascades[step.target].stage
 
 
-def _whole(program: Program, steps: Steps) -> Iterator[Diagnostic]:
-    """Follows which layers are whole on one rank."""
+def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnostic]:
+    """Follows which layers are whole on one rank. ``split`` are backwards that leave their weight gradients."""
     whole: dict[str, set[int]] = {}
     for step, one in steps:
         if step.op not in OPS:
@@ -162,7 +169,7 @@ def _whole(program: Program, steps: Steps) -> Iterator[Diagnostic]:
             if layer in here:
                 yield GatheredTwice(*where, layer, name)
             here.add(layer)
-        for layer in range(one.layers):
+        for layer in range(one.layers) if step.op != "weight" else ():  # which reads no parameter
             if layer not in here:
                 yield NotGathered(*where, layer, name)
                 here.add(layer)  # one message for one mistake
@@ -170,16 +177,17 @@ def _whole(program: Program, steps: Steps) -> Iterator[Diagnostic]:
             if layer not in here:
                 yield NotReleasable(*where, layer, name)
             here.discard(layer)
-        if step.op == "backward":
+        if step.op in ("backward", "weight"):
             counts = Counter(layers_listed(step, "scatter"))
+            trained = frozenset[int]() if step.target in split else one.trained
             for layer in range(one.layers):
-                if counts[layer] != (layer in one.trained):
+                if counts[layer] != (layer in trained):
                     times = f"are reduce-scattered {counts[layer]} times"
                     reason = times if counts[layer] else "are not reduce-scattered"
                     yield NotScattered(*where, layer, name, reason)
 
 
-def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
+def _groups(program: Program, steps: Steps, values: Values) -> Iterator[Diagnostic]:
     """Every instruction names the rank's cell, runs on whole cells, and sums shards over the ranks that hold them."""
     for step, one in steps:
         cell = own_cell(program.rank, one.cell)
@@ -190,8 +198,17 @@ def _groups(program: Program, steps: Steps, world: int) -> Iterator[Diagnostic]:
             yield NotTheCell(*where, f"cell {rank_list(stated)}" if stated else "no cell", name, right)
         elif step.op in OPS and not set(cell) <= set(step.peers):
             yield NotTheCell(*where, "members of its cell missing", name, right)
-        elif step.op == "reduce" and step.peers != replicas(program.rank, one.cell, world):
-            yield WrongReplicas(*where, name, rank_list(replicas(program.rank, one.cell, world)))
+        elif step.op == "reduce":
+            ranks = replicas(program.rank, one.cell, _ranks_of(values, name))
+            if step.peers != ranks:
+                yield WrongReplicas(*where, name, rank_list(ranks))
+
+
+def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:
+    """The ranks that hold a stage."""
+    module = values.module
+    assert module.cluster is not None
+    return tuple(sorted(resident_ranks(module, module.cluster, module.stage(stage))))
 
 
 def _alike(rank: int, expected: Steps, program: Program, found: Steps) -> Iterator[Diagnostic]:

@@ -62,6 +62,16 @@ class NotStepped(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongShare(Diagnostic):
+    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
+    label: ClassVar[str] = "{reason}"
+    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
+    stage: str
+    ranks: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class LeftOut(Diagnostic):
     title: ClassVar[str] = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
     label: ClassVar[str] = "rank {rank} keeps the old parameters"
@@ -71,16 +81,6 @@ class LeftOut(Diagnostic):
     rank: int
     stage: str
     ranks: str
-
-
-@dataclass(frozen=True)
-class WrongShare(Diagnostic):
-    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
-    stage: str
-    ranks: int
-    reason: str
 
 
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:

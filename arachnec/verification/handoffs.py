@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from arachnec.analysis.stage_handoffs import between_stages, source_of
 from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction
@@ -52,6 +53,28 @@ class SwappedHandoff(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongSource(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}`, and its part of %{cascade} is on rank {source}"
+    label: ClassVar[str] = "another rank's part"
+    help: ClassVar[str] = "every rank of a stage hands on what is its own: write `receive %{cascade} from {source}`"
+    rank: int
+    instruction: str
+    cascade: str
+    source: int
+
+
+@dataclass(frozen=True)
+class UnequalSides(Diagnostic):
+    title: ClassVar[str] = "%{producer} has {others} clips side by side, and %{consumer}, which reads it, has {sides}"
+    label: ClassVar[str] = "{sides} side by side"
+    help: ClassVar[str] = "a micro-batch has as many clips side by side on every stage: write `side = {others}`"
+    producer: str
+    others: int
+    consumer: str
+    sides: int
+
+
+@dataclass(frozen=True)
 class Handoff:
     """A send and the receive that it is matched to, by their indices in the lists of their ranks."""
 
@@ -78,6 +101,25 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
                 problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
                 break
             yield Handoff(source, i, target, j)
+
+
+def check_sources(values: Values) -> Iterator[WrongSource | UnequalSides]:
+    """What goes from stage to stage comes from the rank that has the receiver's part of it."""
+    pairs: dict[tuple[str, int], int] = {}
+    for consumer in values.module.cascades:
+        for name in consumer.inputs:
+            producer = values.cascades.get(name)
+            if producer is None or not between_stages(producer, consumer):
+                continue
+            if producer.side != consumer.side:
+                yield UnequalSides(consumer.span, name, producer.side, consumer.name, consumer.side)
+            else:
+                pairs |= {(name, rank): source_of(producer, consumer, rank) for rank in consumer.ranks}
+    for program in values.module.programs:
+        for step in program.instructions if pairs else ():
+            source = pairs.get((step.target, program.rank)) if step.op == "receive" else None
+            if source is not None and step.peers != (source,):
+                yield WrongSource(step.span, program.rank, written(step), step.target, source)
 
 
 def _by_pair(values: Values) -> tuple[Pairs, Pairs]:

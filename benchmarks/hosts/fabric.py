@@ -146,6 +146,16 @@ def sent_by_racks(fabric: str) -> list[int]:
     return [sent[f"up{rack}"] for rack in range(racks)]
 
 
+def set_links(fabric: str, ranks: int, mbit: float) -> None:
+    """From now on hosts' links of a fabric that stands have so many Mbit/s, each direction apart.
+
+    Any process may do that that can see the machine's namespaces, the ranks on the hosts among them.
+    """
+    for rank in range(ranks):
+        _shape(fabric, f"host{rank}", mbit, "replace")
+        _shape(f"{fabric}-{rank}", DEVICE, mbit, "replace")
+
+
 def unavailable() -> str | None:
     """Why this machine cannot make hosts, or None."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -213,10 +223,10 @@ def _namespace(name: str) -> None:
     _run("ip", "-n", name, "link", "set", "lo", "up")
 
 
-def _shape(namespace: str, device: str, mbit: float) -> None:
+def _shape(namespace: str, device: str, mbit: float, how: str = "add") -> None:
     burst = max(4000, round(mbit * 1e3 / 8 * BURST_MS))
     tail = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", str(burst), "latency", QUEUE)
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *tail)
+    _run("tc", "-n", namespace, "qdisc", how, "dev", device, *tail)
 
 
 def _remove(name: str) -> None:

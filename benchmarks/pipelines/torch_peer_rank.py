@@ -64,7 +64,8 @@ def torch_step(peer: Peer, executable: Executable, cuts: list[range]) -> Step:
     parts = {number: Part(model, cuts[number]) for number in own}
     stages = [PipelineStage(parts[number], number, len(cuts), torch.device("cpu")) for number in own]
     kind = getattr(schedules, peer.name)
-    schedule = kind(stages[0] if peer.stages == 1 else stages, len(clips), loss_fn=model_file.loss)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, len(clips), loss_fn=model_file.loss)
     parameters = [value for part in parts.values() for value in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01)
     longest = max(clips, key=lambda clip: clip.frames)

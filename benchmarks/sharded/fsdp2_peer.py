@@ -24,7 +24,9 @@ from arachnec.launch.local_ranks import launch
 from benchmarks.pipelines.torch_peer import LONGEST, MODEL, clips
 
 WORKER = "benchmarks.sharded.fsdp2_rank"
-PASSES = "shard-parameters{cell=world},partition{policy=single},annotate,schedule-static,place,bucket,lower,check"
+# a cascade has one clip for each rank
+PASSES = "shard-parameters{{cell=world}},partition{{policy=equal-token,tokens={}}},annotate,schedule-static,{}"
+END = "place,bucket,lower,check"
 
 
 class Memory(msgspec.Struct):
@@ -50,9 +52,11 @@ def main() -> None:
         folder = Path(name)
         manifest = folder / "clips.jsonl"
         manifest.write_text(clips([LONGEST] * options.ranks * options.micro_batches))
-        compiled = compile_model(MODEL, manifest, f"{options.ranks}:cpu", passes=PASSES)
+        compiled = compile_model(
+            MODEL, manifest, f"{options.ranks}:cpu", passes=PASSES.format(options.ranks * LONGEST, END)
+        )
         compiled.write(folder / "build")
-        widths = {(cascade.width, cascade.degree) for cascade in compiled.module.cascades}
+        widths = {(cascade.width, cascade.degree, cascade.side) for cascade in compiled.module.cascades}
         times = json.loads(on_ranks(folder, options.ranks, "times", options.rounds))
         memory = {
             what: msgspec.json.decode(on_ranks(folder, options.ranks, what), type=Memory) for what in ("ours", "theirs")
@@ -62,7 +66,7 @@ def main() -> None:
         f"{options.ranks} ranks, {options.micro_batches} micro-batches of {LONGEST} tokens on each, "
         f"{options.rounds} rounds"
     )
-    print(f"  ranks and degree of our cascades: {sorted(widths)}")
+    print(f"  ranks, degree and clips side by side of our cascades: {sorted(widths)}")
     ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     for what, label in (("ours", "ours"), ("theirs", "FSDP2")):

@@ -77,7 +77,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, StorageWeakRef] = {}
         for value in gc.get_objects():
-            if isinstance(value, Tensor):
+            if issubclass(type(value), Tensor):
                 self._see(value)
         self.peak = self._bytes()
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from arachnec.backends.streamed_build import OtherConstruction, streamed_build, watched_build
+from tests.distributed.live_tensors import Live
 
 WIDTH, LAYERS = 64, 8
 LARGEST = 4 * 4 * WIDTH * WIDTH  # bytes of a layer's largest parameter
@@ -56,29 +53,6 @@ class Tied(Layers):
         self.left, self.right = nn.Parameter(both[:2]), nn.Parameter(both[2:])
         self.replaced = nn.Parameter(torch.zeros(3))
         self.replaced.data = torch.rand(5)
-
-
-class Live(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage)
-        self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self._bytes(ref) for ref in self._storages.values()))
-        return result
-
-    def _bytes(self, ref: StorageWeakRef) -> int:
-        storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-        return 0 if storage is None else storage.nbytes()
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

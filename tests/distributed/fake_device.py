@@ -9,6 +9,7 @@ stands for a rank of many. ``register`` is for a process of its own: it names to
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import traceback
@@ -243,8 +244,9 @@ def _there_or(kernel: Any, plain: Any, *given: Any, **options: Any) -> Any:
     return (kernel if there else plain)(*given, **options)
 
 
+@functools.cache
 def register(rank: int, ranks: int) -> FakeDevice:
-    """Make the device known to torch, and this process a rank of so many."""
+    """Make the device known to torch, and this process a rank of so many, once and for all."""
     global DEVICE
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

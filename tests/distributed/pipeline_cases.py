@@ -84,6 +84,14 @@ def loss(prediction, target):
 def tokens(clip):
     return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+FROZEN = """
+
+def build():
+    model = Hard().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("second"))
+    return model
+"""
 
 
 TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")
@@ -131,10 +139,10 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     )
 
 
-def pipeline_of(stages: str, schedule: str, policy: str = "single") -> str:
+def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1) -> str:
     """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
     return (
-        f"stages{{{stages}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        f"stages{{{stages}}},shard-parameters{{cell={cell}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
         "bucket{mib=0},lower,check"
     )
 

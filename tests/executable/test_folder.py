@@ -96,7 +96,16 @@ def test_a_profile_travels_with_the_executable_under_a_name_of_its_own(tmp_path:
     assert texts == {"profile.json": "{}"}
 
 
+def test_orders_travel_with_the_executable_too(tmp_path: Path) -> None:
+    orders = tmp_path / "mine.csv"
+    orders.write_text("0F0,0B0\n")
+    pipeline, texts = own_profiles(f"annotate{{profile=h100-80g}},schedule-pipeline{{orders={orders}}}")
+    assert pipeline == "annotate{profile=h100-80g},schedule-pipeline{orders=orders.csv}"
+    assert texts == {"orders.csv": "0F0,0B0\n"}
+
+
 def test_the_name_of_a_device_stays_in_the_pipeline() -> None:
+
     assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})
 
 

@@ -87,13 +87,14 @@ def module_of(pod: Cluster, clips: list[Clip], cascades: list[Cascade]) -> Modul
 
 
 @st.composite
-def placed_modules(draw: st.DrawFn, most: int = 8) -> Module:
-    """Every clip is encoded on some rank, or none is, and trained on some others, each as early as they are free."""
+def placed_modules(draw: st.DrawFn, most: int = 8, *, encoders: bool = True) -> Module:
+    """Every clip is encoded on some rank, or none is, and trained on some others, each as early as they are free.
+    Without ``encoders`` none is."""
     pod = cluster(nodes=draw(st.integers(1, 2)), gpus=draw(st.integers(1, 4)))
     free = [0.0] * pod.world
     clips: list[Clip] = []
     cascades: list[Cascade] = []
-    encoded = draw(st.booleans())
+    encoded = encoders and draw(st.booleans())
     for number in range(draw(st.integers(1, most))):
         tokens = draw(st.sampled_from((400, 1560, 7800, 32760)))
         clips.append(Clip(number, 17, 480, 832, 0, tokens))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
-from arachnec.pipelining.action import PipelineSchedule, parse_schedule
+from arachnec.pipelining.action import Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, uniform_times
 from arachnec.pipelining.held import held_micro_batches
 from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import dapple, gpipe, kfkb, one_f_one_b
+from arachnec.pipelining.one_f_one_b import dapple, dapple_in_turns, gpipe, kfkb, one_f_one_b
 from arachnec.pipelining.schedule_rules import require_valid
 from arachnec.pipelining.zb_v import zb_v
 from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
@@ -189,6 +189,49 @@ def test_dapple_warms_up_by_its_policies_and_never_above_memory(p: int, m: int) 
                 ahead = [action.kind for action in order].index("B")
                 assert ahead == min(wanted(rank), most, m)
             require_valid(schedule, p, m)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 14), st.sampled_from("AB"))
+def test_dapple_does_not_deadlock_where_ranks_hold_unequal_numbers(most: list[int], m: int, policy: str) -> None:
+    schedule = dapple(len(most), m, policy, most)
+    require_valid(schedule, len(most), m)
+    assert all(held <= limit for held, limit in zip(held_micro_batches(schedule), most, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5),
+    st.integers(1, 20),
+    st.sampled_from("AB"),
+)
+def test_replicas_in_turns_run_every_micro_batch_once_and_never_wait_for_each_other(
+    stages: list[tuple[int, int]], m: int, policy: str
+) -> None:
+    """``stages``: replicas, and how many micro-batches one holds."""
+    replicas, most = zip(*stages, strict=True)
+    orders = dapple_in_turns(replicas, m, policy, most)
+    done: set[Action] = set()
+    left = [list(order) for own in orders for order in own]
+    moved = True
+    while moved:
+        moved = False
+        for order in left:
+            while order and needed(order[0], len(stages)) <= done:
+                done.add(order.pop(0))
+                moved = True
+    assert done == {Action(s, kind, n) for s in range(len(stages)) for kind in ("F", "B") for n in range(m)}
+    for own, limit in zip(orders, most, strict=True):
+        for order in own:
+            held = [sum(1 if a.kind == "F" else -1 for a in order[: n + 1]) for n in range(len(order))]
+            assert max(held, default=0) <= limit
+    if set(replicas) == {1}:
+        assert tuple(own[0] for own in orders) == dapple(len(stages), m, policy, most).orders
+
+
+def needed(action: Action, stages: int) -> set[Action]:
+    stage, kind, micro_batch = action
+    if kind == "F":
+        return {Action(stage - 1, "F", micro_batch)} if stage else set()
+    return {Action(stage, "F", micro_batch)} | ({Action(stage + 1, "B", micro_batch)} if stage + 1 < stages else set())
 
 
 def test_dapples_policy_b_hides_transfers_that_policy_a_does_not() -> None:

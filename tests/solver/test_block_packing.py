@@ -13,9 +13,9 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.large_neighbourhood import LargeNeighbourhood
 from arachnec.solver.problem import Choice, Effort, Job, Problem, violations
 from arachnec.solver.search import solve
-from arachnec.solver.z3_assignment import Conflict, schedule_by_sets
+from arachnec.solver.z3_assignment import Assignment, Conflict, schedule_by_sets
 from arachnec.solver.z3_packing import find_packing
-from arachnec.solver.z3_question import Answer, Question
+from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import find_schedule
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
@@ -183,8 +183,10 @@ def test_times_of_any_size_are_proved_alike(unit: int) -> None:
 
 
 def test_a_question_that_was_stopped_has_no_answer() -> None:
-    question = Question()
-    question.stop()
     problem = Problem(tuple(Job((Choice(1, 7), Choice(2, 4))) for _ in range(9)), 4)
-    asked = schedule_by_sets(problem, 100, seed=0, effort=Effort(steps=10**6), question=question)
-    assert asked == (Answer.UNKNOWN, None)
+    inquiry = Assignment(problem, 0, [])
+    late = inquiry.question.late
+    inquiry.question.late = lambda: inquiry.question.stop() or late()  # type: ignore[method-assign]
+    assert inquiry.answer(100, Effort(steps=10**6)) == (Answer.UNKNOWN, None)
+    inquiry.question.late = late  # type: ignore[method-assign]
+    assert inquiry.answer(100, Effort(steps=10**6))[0] is Answer.POSSIBLE, "whoever stopped it before"

@@ -60,10 +60,18 @@ def test_who_gains_gets_most_and_who_does_not_gets_longer_slices_more_seldom() -
     assert len(idle.slices) >= 1
 
 
-def test_the_prover_has_its_share_whatever_the_others_gain() -> None:
+def test_the_last_share_of_the_effort_is_the_provers_whatever_the_others_gain() -> None:
     prover, able = Scripted("prover", 10.0, proves=True, hope=1e-9), Scripted("able", 5.0, gain=100)
     called(able, prover)
-    assert sum(prover.slices) > SHARE * 1000 - 2 * max(prover.slices)
+    assert prover.slices == [pytest.approx(SHARE * 1000, abs=5)]
+    assert sum(able.slices) == pytest.approx((1 - SHARE) * 1000, abs=5)
+
+
+def test_a_prover_whose_question_does_not_fit_leaves_its_share_to_the_others() -> None:
+    prover, able = Scripted("prover", SHARE * 1000 + 10, proves=True, hope=1e-9), Scripted("able", 5.0, gain=100)
+    called(able, prover)
+    assert not prover.slices
+    assert sum(able.slices) == pytest.approx(1000, abs=5)
 
 
 def test_nobody_is_called_once_the_gap_is_closed() -> None:

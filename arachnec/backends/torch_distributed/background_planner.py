@@ -1,7 +1,7 @@
 """The plan of the next step, made by a process of its own while this one runs.
 
-The planner is a child of rank 0: it reads an iteration's number per line and answers with the lowered module's text,
-or with the mistake that kept it from one. It ends when rank 0 does.
+The planner is a child of rank 0: it reads a question per line, an iteration and the links as measured, and answers with
+the lowered module's text, or with the mistake that kept it from one. It ends when rank 0 does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from arachnec.cluster.topology import mix_of
+from arachnec.cluster.topology import mix_of, with_measured
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Cluster, Module
@@ -56,8 +56,19 @@ class PlanningFailed(Diagnostic):
     message: str
 
 
+class Question(msgspec.Struct, frozen=True):
+    """The plan of an iteration, on links of these GB/s between two ranks where others than the cluster's were measured.
+
+    ``version`` counts the measurements that plans were made for."""
+
+    iteration: int
+    version: int = 0
+    links: list[tuple[int, int, float]] = []
+
+
 class Answer(msgspec.Struct, frozen=True):
     iteration: int
+    version: int = 0
     text: str | None = None
     error: str | None = None
 
@@ -89,9 +100,13 @@ class IterationPlanner:
     executable: Executable
     world: int
 
-    def plan(self, number: int) -> Module:
-        """The lowered module of one iteration. Raises ``UserError`` for what cannot be planned on so many ranks."""
-        return self._pipeline.run_iteration_part(iteration_of(self._model, number))
+    def plan(self, number: int, links: Mapping[tuple[int, int], float] | None = None) -> Module:
+        """The lowered module of one iteration, on ``links`` as they were measured. Raises ``UserError`` for what cannot
+        be planned on so many ranks."""
+        iteration = iteration_of(self._model, number)
+        if links and iteration.cluster is not None:
+            iteration = replace(iteration, cluster=with_measured(iteration.cluster, links))
+        return self._pipeline.run_iteration_part(iteration)
 
     @cached_property
     def _pipeline(self) -> Pipeline:
@@ -123,35 +138,36 @@ class BackgroundPlanner:
         command = [sys.executable, "-m", PLANNER, str(folder.absolute()), str(world)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._answers: dict[int, Answer] = {}
-        self._asked: set[int] = set()
+        self._answers: dict[tuple[int, int], Answer] = {}
+        self._asked: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
         self._ended = False
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def ask(self, iteration: int) -> None:
-        """Have ``iteration`` planned; returns at once."""
-        if iteration in self._asked:
+    def ask(self, question: Question) -> None:
+        """Have an iteration planned; returns at once."""
+        if key_of(question) in self._asked:
             return
-        self._asked.add(iteration)
+        self._asked.add(key_of(question))
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{iteration}\n".encode())
+            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # ``fetch`` reports the process's end
 
-    def fetch(self, iteration: int) -> str:
+    def fetch(self, question: Question) -> str:
         """The plan as text, waited for if need be; asked for if it was not."""
-        self.ask(iteration)
+        self.ask(question)
+        key = key_of(question)
         with self._changed:
-            self._changed.wait_for(lambda: iteration in self._answers or self._ended)
-            answer = self._answers.pop(iteration, None)
-            self._asked.discard(iteration)
+            self._changed.wait_for(lambda: key in self._answers or self._ended)
+            answer = self._answers.pop(key, None)
+            self._asked.discard(key)
         if answer is None:
             raise UserError(PlannerDied(None, self._process.wait()))
         if answer.text is None:
-            raise UserError(PlanningFailed(None, iteration, answer.error or ""))
+            raise UserError(PlanningFailed(None, question.iteration, answer.error or ""))
         return answer.text
 
     def close(self) -> None:
@@ -168,18 +184,23 @@ class BackgroundPlanner:
         for line in self._process.stdout:
             answer = msgspec.json.decode(line, type=Answer)
             with self._changed:
-                self._answers[answer.iteration] = answer
+                self._answers[key_of(answer)] = answer
                 self._changed.notify_all()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
 
-def answer(plan: Callable[[int], Module], iteration: int) -> Answer:
+def key_of(message: Question | Answer) -> tuple[int, int]:
+    return message.iteration, message.version
+
+
+def answer(plan: Callable[[int, Mapping[tuple[int, int], float]], Module], question: Question) -> Answer:
+    links = {(a, b): speed for a, b, speed in question.links}
     try:
-        return Answer(iteration, text=print_module(plan(iteration)))
+        return Answer(*key_of(question), text=print_module(plan(question.iteration, links)))
     except UserError as error:
-        return Answer(iteration, error="\n".join(render(d) for d in error.diagnostics))
+        return Answer(*key_of(question), error="\n".join(render(d) for d in error.diagnostics))
 
 
 def main(folder: str, world: str) -> None:
@@ -190,7 +211,7 @@ def main(folder: str, world: str) -> None:
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
     for line in sys.stdin:
-        reply = answer(planner.plan, int(line))
+        reply = answer(planner.plan, msgspec.json.decode(line, type=Question))
         try:
             answers.write(msgspec.json.encode(reply) + b"\n")
             answers.flush()

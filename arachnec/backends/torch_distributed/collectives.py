@@ -29,17 +29,18 @@ def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.Process
     return work
 
 
-def gathered_on_first(own: Tensor, ranks: int) -> Tensor | None:
-    """On rank 0 the flat ``own`` of ranks 0, 1, ... one behind the other, on the host; None elsewhere.
+def gathered_on_first(own: Tensor, ranks: tuple[int, ...]) -> Tensor | None:
+    """On the first of these ranks the flat ``own`` of all, one behind the other, on the host; None elsewhere.
 
-    Over the hosts' network; all ranks of the run may call it, the first so many must.
+    Over the hosts' network; other ranks may call it.
     """
+    first, *rest = ranks
     rank, value = dist.get_rank(), own.cpu().contiguous()
-    if rank:
-        if rank < ranks:
-            dist.send(value, 0)
+    if rank != first:
+        if rank in rest:
+            dist.send(value, first)
         return None
-    others = [torch.empty_like(value) for _ in range(1, ranks)]
-    for source, other in enumerate(others, 1):
+    others = [torch.empty_like(value) for _ in rest]
+    for source, other in zip(rest, others, strict=True):
         dist.recv(other, source)
     return torch.cat([value, *others])

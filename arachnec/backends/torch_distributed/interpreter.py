@@ -24,7 +24,7 @@ from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients,
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters
 from arachnec.backends.torch_distributed.clock import Clock
 from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
@@ -33,6 +33,7 @@ from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
+from arachnec.backends.torch_distributed.link_watch import HandoffNotes
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.out_of_memory import explained_memory
@@ -87,6 +88,7 @@ class RankContext:
     training: Training
     cells: CellParameters | None = None  # None: every rank holds all parameters
     pipeline: PipelineRank | None = None  # where the model is cut into stages
+    notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
     updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
 
     @property
@@ -95,8 +97,10 @@ class RankContext:
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
-        if self.cells is not None and len(ranks) == self.cells.cell.size():
-            return self.cells.cell
+        if self.cells is not None and self.pipeline is None:
+            (stage,) = self.cells.stages.values()
+            if len(ranks) == stage.cell.size():
+                return stage.cell
         return self.gradient_groups.get(ranks)
 
 
@@ -161,7 +165,7 @@ def run_iteration(
     run = Run()
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
-    handoffs = Handoffs(context.connections, context.threads.handoffs, tags)
+    handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
     gradients = _gradients(context, iteration.module, iteration.program)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
     where = f"step {iteration.step}"
@@ -181,18 +185,23 @@ def run_iteration(
 
 def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
-    if context.cells is not None:
-        return context.cells.gradients(context.gradient_groups, size)
     layers = layers_in(module, context.model)
     synchronisation = GradientSynchronisation(
-        context.parameters, layers, context.gradient_groups, size, context.host_groups, context.optimizer.sharded
+        context.parameters if context.cells is None else context.cells.whole,
+        layers,
+        context.gradient_groups,
+        size,
+        context.host_groups,
+        context.optimizer.sharded,
     )
-    pipeline = context.pipeline
-    if pipeline is None:
+    if (pipeline := context.pipeline) is not None:
+        reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
+        place = pipeline.place if synchronisation.sharded else None
+        of_stages = pipeline.of_stages(reduces)
+        synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=place)
+    if context.cells is None:
         return synchronisation
-    reduces = [step.target for step in program.instructions if step.op == "reduce" and "tied" not in step.attrs]
-    place = pipeline.place if synchronisation.sharded else None
-    return replace(synchronisation, of_stages=pipeline.of_stages(reduces), tied=pipeline.tied, place=place)
+    return context.cells.gradients(context.gradient_groups, synchronisation, size)
 
 
 @dataclass
@@ -287,8 +296,7 @@ class _Walk:
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
-        gathered = self.context.cells.gathering.forward(instruction) if self.context.cells else nullcontext()
-        with self._sharded(instruction, cascade), gathered:
+        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
         self.run.losses[cascade.name] = objective
         self.shares.append(objective.detach())
@@ -298,7 +306,7 @@ class _Walk:
     ) -> None:
         context = self.context
         message = self._message(self.staged.before(cascade))
-        with self._sharded(instruction, cascade):
+        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, made = self.staged.forward(
                 cascade, context.model, context.model_file, kwargs, target, message, share
             )
@@ -320,24 +328,39 @@ class _Walk:
         return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips)
 
     def _weight(self, instruction: Instruction) -> None:
-        self.staged.weight(self.cascades[instruction.target])
+        cascade = self.cascades[instruction.target]
+        self.staged.weight(instruction, cascade, self._cells(cascade))
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
-            with self._sharded(instruction, cascade), inside:
-                made = self.staged.backward(cascade, self._message(self.staged.before(cascade)))
+            with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
+                message = self._message(self.staged.before(cascade))
+                made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
             if made is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(made)
             return
-        gathered = self.context.cells.gathering.backward(instruction) if self.context.cells else nullcontext()
         with (
             self._sharded(instruction, cascade),
-            gathered,
             self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+            self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _cells(self, cascade: Cascade) -> StageCells | None:
+        """How the cascade's stage is dealt out; None where it is whole."""
+        return None if self.context.cells is None else self.context.cells.stages.get(cascade.stage)
+
+    def _gathered(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[None]:
+        """Run a forward or backward inside: its layers come and go."""
+        cells = self._cells(cascade)
+        if cells is None:
+            return nullcontext()
+        if instruction.op == "forward":
+            return cells.gathering.forward(instruction)
+        forward = self.staged.forward_of(cascade) if cascade.phase is Phase.BACKWARD else cascade.name
+        return cells.gathering.backward(instruction, forward)
 
     def _send(self, instruction: Instruction) -> None:
         self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])

@@ -53,6 +53,8 @@ class Optimizer:
             betas=(0.9, 0.95),
             weight_decay=0.01,
             eps=1e-8,
+            # in one pass over memory; on devices torch's own choice, which needs no state there before the first step
+            fused=True if all(master.device.type == "cpu" for master in self._masters.values()) else None,
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 

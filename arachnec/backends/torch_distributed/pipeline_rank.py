@@ -6,6 +6,7 @@ these ranks have a part of its gradient: an all-reduce of its own makes it whole
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +18,12 @@ from torch import Tensor
 from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.staged_model import Cuts, parts_of
+from arachnec.backends.torch_distributed.cells.weights import DealtStage
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
 
@@ -31,7 +34,8 @@ Ranks = tuple[int, ...]
 class PipelineRank:
     """One rank of a pipeline. ``places`` are the ranks of every stage, ``parameters`` its parameters.
 
-    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state.
+    Of the ``sharded`` stages every rank of a place holds a part of the optimizer's state. Others are dealt out over
+    ``cells`` of so many ranks, 1 for none.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class PipelineRank:
     names: tuple[str, ...]
     places: tuple[Ranks, ...]
     parameters: tuple[frozenset[str], ...]
+    cells: tuple[int, ...]
     sharded: frozenset[str] = frozenset()
 
     @classmethod
@@ -56,7 +61,8 @@ class PipelineRank:
         unread = frozenset(name for name, _ in cuts.model.named_parameters() if name not in known)
         owned = (parameters[0] | unread, *parameters[1:])
         sharded = frozenset(stage.name for stage in stages if "sharded" in stage.attrs)
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, sharded)
+        cells = tuple(cell_of(stage) or 1 for stage in stages)
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, cells, sharded)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -74,8 +80,8 @@ class PipelineRank:
     def of_stages(self, reduces: Sequence[str]) -> dict[str, dict[str, int | None]]:
         """The parameters in each stage's all-reduce, with their layers; the stages in the order of ``reduces``.
 
-        One that two stages of this rank share is in the later all-reduce: its gradient is whole there. One that lies on
-        other ranks too is in none of these.
+        Of those that several stages of one place share, the later all-reduce has them: their gradients are whole there.
+        One that lies on other ranks too is in none of these.
         """
         taken = set[str]().union(*self.tied.values())
         of: dict[str, dict[str, int | None]] = {}
@@ -86,6 +92,17 @@ class PipelineRank:
             of[name] = {parameter: layer for parameter, layer in layers.items() if parameter in own}
             taken |= own
         return of
+
+    @cached_property
+    def tied(self) -> dict[tuple[int, ...], tuple[str, ...]]:
+        """Parameters that train and that stages on different ranks read, by the numbers of these stages; in cells those
+        that several stages read."""
+        stages: dict[tuple[int, ...], list[str]] = {}
+        for name, places in self._places_of.items():
+            readers = tuple(n for n, parameters in enumerate(self.parameters) if name in parameters)
+            if len(places) > 1 or (self.dealt_out and len(readers) > 1):
+                stages.setdefault(readers, []).append(name)
+        return {readers: tuple(names) for readers, names in stages.items()}
 
     @cached_property
     def updated(self) -> dict[str, dict[str, int | None]]:
@@ -105,14 +122,15 @@ class PipelineRank:
         return tuple(layer_of_parameters(self.cuts.model, paths) for paths in self.cuts.parts)
 
     @cached_property
-    def tied(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Parameters that train and that stages on different ranks read, by the numbers of these stages."""
-        stages: dict[tuple[int, ...], list[str]] = {}
-        for name, places in self._places_of.items():
-            if len(places) > 1:
-                readers = tuple(n for n, parameters in enumerate(self.parameters) if name in parameters)
-                stages.setdefault(readers, []).append(name)
-        return {readers: tuple(names) for readers, names in stages.items()}
+    def dealt_out(self) -> tuple[DealtStage, ...]:
+        """What lies in cells. A parameter of several stages does not: it is whole on their ranks."""
+        counts = Counter(name for own in self.parameters for name in own)
+        rows = zip(self.names, self.cuts.parts, self.parameters, self.places, self.cells, strict=True)
+        return tuple(
+            DealtStage(name, paths, frozenset(p for p in own if counts[p] == 1), place, cell)
+            for name, paths, own, place, cell in rows
+            if cell > 1
+        )
 
     def number(self, stage: str) -> int:
         return self.names.index(stage)
@@ -137,7 +155,10 @@ class PipelineRank:
     def counts(self, name: str) -> bool:
         """Whether this rank counts a gradient for all that have it, or its part of one."""
         place = self._places_of[name][0]
-        return self.rank in place if self.place is not None else self.rank == place[0]
+        if self.place is not None:
+            return self.rank in place
+        dealt = next((stage for stage in self.dealt_out if name in (stage.parameters or ())), None)
+        return self.rank in place[: 1 if dealt is None else dealt.cell]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""

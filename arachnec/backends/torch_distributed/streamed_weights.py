@@ -49,11 +49,15 @@ def own_model(model_file: ModelFile, training: Training, device: torch.device, o
     model = streamed_model(model_file, training, device, lambda model: take)
     for name, parameter in list(model.named_parameters()):
         here = kept.pop(name, None)
-        absent = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-        put_in_place(parameter, absent if here is None else here)
+        put_in_place(parameter, absent(parameter, device) if here is None else here)
         parameter.requires_grad_(parameter.requires_grad and here is not None)
     model.to(device)  # what is no tensor of the module, such as a device that it remembers
     return model
+
+
+def absent(parameter: Tensor, device: torch.device) -> Tensor:
+    """What stands for a parameter that is not on this rank: zeros without memory."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
 def streamed_model(

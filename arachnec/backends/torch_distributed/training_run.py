@@ -33,6 +33,7 @@ from arachnec.backends.torch_distributed.gradient_precision import keep_gradient
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -59,7 +60,7 @@ from arachnec.executable.folder import (
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
-from arachnec.ir.parameter_cells import cell_of, replicas
+from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
@@ -148,16 +149,17 @@ class Trainer:
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
-        stage = dealt_out_stage(first)
+        stage, own = dealt_out_stage(first), None if pipeline is None else pipeline.own
+        dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
         cells: CellParameters | None = None
-        if stage is None:
+        if not dealt_out:
             model = (
                 shared_model(model_file, training, device)
-                if pipeline is None
-                else own_model(model_file, training, device, pipeline.own)
+                if own is None
+                else own_model(model_file, training, device, own)
             )
         else:
-            model, cells = CellParameters.of(model_file, training, device, stage)
+            model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
@@ -165,8 +167,8 @@ class Trainer:
         gradient_groups.ensure(wanted_gradient_groups(first), device=device)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
         place = None if pipeline is None else pipeline.place
-        if stage is not None and sharded:
-            place = replicas(rank, cell_of(stage) or 1, world)
+        if stage is not None and sharded and pipeline is None:
+            place = replicas(rank, stage.cell, stage.ranks)
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -191,12 +193,14 @@ class Trainer:
             training=training,
             cells=cells,
             pipeline=pipeline,
+            notes=HandoffNotes() if self._plans.follows_links else None,
         )
+        self._links = LinkWatch(changed=1)  # the first step connects and compiles
         layers: Mapping[str, Mapping[str, int | None]]
         layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
-        if cells is not None and stage is not None:
-            layers = {stage.name: dict(cells.layers)}
-        gathering = None if cells is None else cells.gathering
+        gathering = {}
+        if cells is not None and pipeline is None:
+            layers, gathering = cells.layers, {name: stage.gathering for name, stage in cells.stages.items()}
         updated = updated_parameters(layers, first, model, self._context.optimizer, gathering)
         self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
@@ -254,7 +258,24 @@ class Trainer:
         if iteration in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(iteration)
+        self._watch_links(number)
         return self._report(own, iteration, run, elapsed, exposed)
+
+    def _watch_links(self, number: int) -> None:
+        """Where plans follow the links: compare what all ranks noted, and plan anew from the step after the next on,
+        whose plan is not yet made."""
+        notes = self._context.notes
+        if notes is None:
+            return
+        own = notes.take()
+        if not self._links.due(number):
+            return
+        everyone = gather_text(msgspec.json.encode(own).decode())
+        speeds = measured_speeds([msgspec.json.decode(text, type=Notes) for text in everyone])
+        watch = self._links.after(number, speeds)
+        if watch is not self._links:
+            self._links = watch
+            self._plans.follow(watch.planned, number + 2)
 
     def _iteration(self, number: int, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in step ``number``; worked out once for a plan that comes again."""
@@ -293,18 +314,16 @@ class Trainer:
         """The program of step ``number``; the next one's is made meanwhile."""
         self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
         started = time.perf_counter()
-        iterations = self._executable.header.iterations
-        module = self._plans.get(number % iterations)
-        self._plans.prepare((number + 1) % iterations)
+        module = self._plans.get(number)
+        self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
         return module
 
     def _look_ahead(self, number: int) -> Ahead | None:
         """What this rank may encode for a later step, where that step's plan is there by now."""
         started = time.perf_counter()
-        iterations = self._executable.header.iterations
-        module = self._plans.get_ready(number % iterations)
-        self._plans.prepare((number + 1) % iterations)
+        module = self._plans.get_ready(number)
+        self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
         if module is None:
             return None
@@ -346,6 +365,8 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._context.threads.close()
+        if self._context.notes is not None:
+            self._context.notes.close()
 
     def _prepare(self, module: Module) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
@@ -388,9 +409,8 @@ class Trainer:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
         state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
-        if pipeline is not None:
-            return {**pipeline.written(state), **buffers}
-        return {**(state if cells is None else cells.parts(state)), **buffers}
+        state = state if cells is None else cells.parts(state)
+        return {**(state if pipeline is None else pipeline.written(state)), **buffers}
 
     def _resume(self, options: RunOptions) -> int:
         """Optimizer steps done before this run."""

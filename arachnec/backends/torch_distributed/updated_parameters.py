@@ -68,12 +68,12 @@ def updated_parameters(
     module: Module,
     model: nn.Module,
     optimizer: Optimizer,
-    cell: Gathering | None = None,
+    cells: Mapping[str, Gathering],
 ) -> dict[str, UpdatedParameters]:
     """By stage, where the optimizer is dealt out; else none.
 
-    ``stages`` has the parameters of each of this rank's stages with the layers that hold them; ``cell`` is what gathers
-    the layers of a stage whose parameters are dealt out, too.
+    ``stages`` has the parameters of each of this rank's stages with the layers that hold them; ``cells`` gather
+    the layers of stages whose parameters are dealt out, too.
     """
     if not optimizer.sharded:
         return {}
@@ -84,7 +84,7 @@ def updated_parameters(
         for name, layer in layers.items():
             names.setdefault(len(paths) if layer is None else layer, []).append(name)
         modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
-        updated[stage] = UpdatedParameters(optimizer, names, modules, cell)
+        updated[stage] = UpdatedParameters(optimizer, names, modules, cells.get(stage))
     return updated
 
 

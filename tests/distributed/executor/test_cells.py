@@ -19,7 +19,10 @@ from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
 from tests.distributed.executor.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import (
+    ADAPTERS,
+    DOUBLE,
     MODEL,
+    TIED,
     Work,
     assert_same_gradients,
     clip,
@@ -33,43 +36,6 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
-DOUBLE = """
-
-def build():
-    return Tiny().double()
-
-
-def sample(clip, generator):
-    s = tokens(clip)
-    noise = torch.randn(1, s, 4, generator=generator, dtype=torch.float64)
-    time = torch.rand(1, generator=generator, dtype=torch.float64)
-    return {"x": torch.ones(1, s, 4, dtype=torch.float64) + time * noise, "time": time}, noise
-
-
-def loss(prediction, target):
-    return nn.functional.mse_loss(prediction, target)
-"""
-ADAPTERS = (
-    DOUBLE
-    + """
-
-def build():
-    model = Tiny().double()
-    for name, value in model.named_parameters():
-        value.requires_grad_(name.startswith("blocks.1.out") or name == "blocks.0.norm.weight")
-    return model
-"""
-)
-TIED = (
-    DOUBLE
-    + """
-
-def build():
-    model = Tiny().double()
-    model.blocks[1].out.weight = model.blocks[0].out.weight
-    return model
-"""
-)
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
 
 

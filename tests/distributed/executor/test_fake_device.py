@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,10 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.passes import trace
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
+from arachnec.tracing import blocks
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python
@@ -119,10 +122,12 @@ def steps(folder: Path, everything: bool = False) -> dict[int, Seen]:
     (folder / "model.py").write_text(MODEL + (WITH_ENCODER if everything else ""))
     (folder / "small.toml").write_text(CLUSTER)
     (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for clip in CLIPS))
-    compiled = compile(
-        folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
-        passes=pipeline(GRIDS[0]),
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "capture_blocks", blocks.capture_blocks)  # what this rank has captured, it keeps
+        compiled = compile(
+            folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
+            passes=pipeline(GRIDS[0]),
+        )  # fmt: skip
     seen = {}
     for ulysses in (RANKS,) if everything else GRIDS:
         module, _ = plan_iteration(compiled.model, pipeline(ulysses), 0)
@@ -212,8 +217,8 @@ def until_the_optimizer_is_done(waits: fake_device.Waits, patch: pytest.MonkeyPa
     """What comes later, such as the loss that is reported, may wait."""
     step = Optimizer.step
 
-    def last(self: Optimizer, parts: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        norm = step(self, parts)
+    def last(self: Optimizer, *arguments: Any) -> torch.Tensor:
+        norm = step(self, *arguments)
         waits.noting = False
         return norm
 
@@ -234,12 +239,16 @@ def needs_what_was_planned(seen: Seen) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen_by_grid(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+def process() -> Iterator[RankPool]:
+    """One that the device can be registered in."""
     pool = RankPool(1, program=warm_python(PRELOAD))
-    try:
-        (seen,) = pool.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
-    finally:
-        pool.close()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def seen_by_grid(process: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    (seen,) = process.run(steps, tmp_path_factory.mktemp("faked"), timeout=280)
     return seen
 
 
@@ -251,12 +260,8 @@ def test_a_step_waits_for_nothing_and_needs_what_was_planned(ulysses: int, seen_
     needs_what_was_planned(seen)
 
 
-def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_path: Path) -> None:
-    pool = RankPool(1, program=warm_python(PRELOAD))
-    try:
-        ((seen,),) = (by_grid.values() for by_grid in pool.run(steps, tmp_path, True, timeout=280))
-    finally:
-        pool.close()
+def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(process: RankPool, tmp_path: Path) -> None:
+    ((seen,),) = (by_grid.values() for by_grid in process.run(steps, tmp_path, True, timeout=280))
     assert seen.sharded
     assert {"gather", "encode", "send", "forward", "backward", "free", "reduce", "norm", "step"} <= set(seen.done)
     # the thread that makes batches waits for what this rank has encoded itself
@@ -266,7 +271,9 @@ def test_encoders_handoffs_and_a_sharded_optimizer_wait_for_nothing_either(tmp_p
 
 def wait_in_every_way() -> list[str]:
     """The names of the waits, and how many bytes lived at most."""
-    device = fake_device.register(0, 2)
+    device = fake_device.register(0, RANKS)
+    device.waits.seen.clear()
+    device.memory.peak = device.memory.now
     with device.used(), device.watched() as waits:
         value = torch.zeros(1000, device=device.device)
         value.to("cpu", non_blocking=True)
@@ -283,12 +290,8 @@ def wait_in_every_way() -> list[str]:
     return [what.partition("\n")[0].partition(",")[0] for _, what in waits.seen]
 
 
-def test_every_way_of_waiting_is_seen() -> None:
-    pool = RankPool(1, program=warm_python(PRELOAD))
-    try:
-        (seen,) = pool.run(wait_in_every_way)
-    finally:
-        pool.close()
+def test_every_way_of_waiting_is_seen(process: RankPool) -> None:
+    (seen,) = process.run(wait_in_every_way)
     assert seen == [
         "aten::_to_copy", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_", "synchronize",
         "Event.synchronize",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import clip, plain_loop, train_on
-from tests.distributed.pipeline_cases import executable, pipeline_of
+from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
@@ -48,16 +48,6 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages
     loss, expected = plain_loop(folder, CLIPS)
     assert report["steps"][0]["loss"] == pytest.approx(loss, rel=1e-12)
     assert_exact(tmp_path / "g.safetensors", expected)
-
-
-FROZEN = """
-
-def build():
-    model = Hard().double()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("second"))
-    return model
-"""
 
 
 def test_sequence_parallel_stages_that_recompute_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:

@@ -73,12 +73,12 @@ def test_steps_are_those_of_an_optimizer_that_is_whole(tmp_path: Path, dtype: st
         run_ranks(4, steps, executable(tmp_path / str(sharded), UNEVEN, 4, sharded, training), 3)
         for sharded in (False, True)
     )
-    limit = 1e-6 if dtype == "fp32" else 2**-7
+    limit, rounding = (1e-6, 1e-5) if dtype == "fp32" else (2**-7, 1e-3)
     for (told, weights), (expected, same) in zip(dealt_out, whole, strict=True):
         torch.testing.assert_close(torch.tensor(told), torch.tensor(expected), rtol=limit, atol=0)
         for name, value in weights.items():
             if not name.endswith("qkv.bias"):  # of keys it has no gradient but rounding, which Adam makes large
-                torch.testing.assert_close(value, same[name], rtol=limit, atol=1e-5)
+                torch.testing.assert_close(value, same[name], rtol=limit, atol=rounding)
             torch.testing.assert_close(value, dealt_out[0][1][name], rtol=0, atol=0)
 
 

@@ -55,7 +55,8 @@ class Gathering:
     _whole: dict[int, list[dist.Work]] = field(default_factory=dict)  # with what is still to be waited for
     _scattering: list[Scattering] = field(default_factory=list)
     _pass: _Pass | None = None
-    _calls: dict[str, Counter[int]] = field(default_factory=dict)  # of each layer, by cascade
+    _calls: dict[str, Counter[int]] = field(default_factory=dict)  # of each layer, by the forward's cascade
+    _tell: Callable[[int], None] | None = None  # of a layer whose gradients are summed over the cell
 
     def __post_init__(self) -> None:
         for number, module in self.modules.items():
@@ -75,9 +76,9 @@ class Gathering:
             self._pass = None
 
     @contextmanager
-    def backward(self, instruction: Instruction) -> Iterator[None]:
-        """Run a cascade's backward inside."""
-        left = self._calls.pop(instruction.target)
+    def backward(self, instruction: Instruction, forward: str) -> Iterator[None]:
+        """Run the backward of the cascade ``forward`` inside."""
+        left = self._calls.pop(forward)
         self._pass = going = _pass(instruction, layers_listed(instruction, "gather")[::-1], left)
         self._first(going)
         try:
@@ -91,6 +92,23 @@ class Gathering:
             self._rest(going)
         finally:
             self._pass = None
+
+    def weight(self, instruction: Instruction, run: Callable[[int], None]) -> None:
+        """Reduce-scatter the gradients that a split backward left: each layer's once ``run(layer)`` has made them."""
+        going = _pass(instruction, (), Counter())
+        for number in reversed(layers_listed(instruction, "scatter")):
+            run(number)
+            self._scatter(going, number)
+        self._wait_for_scattering()
+
+    @contextmanager
+    def telling(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """Inside, ``tell`` hears of every layer whose gradients have been summed over the cell."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
 
     def _enter(self, number: int) -> None:
         """A layer is about to run."""
@@ -180,9 +198,12 @@ class Gathering:
         self._scattering = [scattering for scattering in started if scattering is not None]
 
     def _wait_for_scattering(self) -> None:
-        for scattering in self._scattering:
+        done, self._scattering = self._scattering, []
+        for scattering in done:
             scattering.finish()
-        self._scattering = []
+        for number in dict.fromkeys(scattering.flat_layer.layout.layer for scattering in done):
+            if self._tell is not None:
+                self._tell(number)
 
 
 class _Call:

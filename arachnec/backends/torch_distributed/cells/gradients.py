@@ -5,35 +5,51 @@ It stands in the place of ``GradientSynchronisation``. Inside a cell the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arachnec.analysis.uses import bucket_of
 from arachnec.backends.kept_gradients import set_gradient
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
+from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.collectives import gathered_on_first
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
 
 
+@dataclass(frozen=True)
+class StageCells:
+    """A stage on one of its ``ranks``. ``cell`` are the collectives of its cell on the device, ``hosts`` those of the
+    hosts of all its ranks."""
+
+    ranks: tuple[int, ...]
+    flats: tuple[FlatLayer, ...]
+    gathering: Gathering
+    cell: dist.ProcessGroup
+    hosts: dist.ProcessGroup | None
+
+    @property
+    def trained(self) -> list[FlatLayer]:
+        return [flat for flat in self.flats if flat.layout.trained]
+
+
 @dataclass
 class ShardGradients:
-    """Of one iteration on one rank. ``cell`` are the collectives of its cell on the device, ``hosts`` of all ranks'."""
+    """Of one iteration on one rank: of its ``stages`` by name, and of parameters that are ``whole`` on it."""
 
-    flats: Sequence[FlatLayer]
-    cell: dist.ProcessGroup
+    stages: Mapping[str, StageCells]
     groups: ProcessGroups
-    hosts: dist.ProcessGroup | None
+    whole: GradientSynchronisation
     piece_bytes: int = SMALLEST_PIECE
-    _sent: list[Piece] = field(default_factory=list)
-    _shards: list[nn.Parameter] = field(default_factory=list)
-    _told: dist.Work | None = None
-    _used: Tensor | None = None  # how many ranks had a gradient of each parameter
+    _started: list[Instruction] = field(default_factory=list)
+    _pending: list[_Started] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for flat in self._trained:
@@ -49,72 +65,124 @@ class ShardGradients:
 
     @property
     def _trained(self) -> list[FlatLayer]:
-        return [flat for flat in self.flats if flat.layout.trained]
+        return [flat for stage in self.stages.values() for flat in stage.trained]
 
     def start(self, reduce: Instruction) -> None:
         """Start to sum shards over the ranks that hold them; a shard that no backward reached is zero."""
-        if self._told is not None:
+        if "tied" in reduce.attrs:
+            self.whole.start(reduce)
             return
-        names = [(flat, slot.name) for flat in self._trained for slot in flat.layout.slots]
-        self._used = torch.tensor([name in flat.used for flat, name in names], dtype=torch.int32)
-        self._told = dist.all_reduce(self._used, group=self.hosts, async_op=True)
-        for flat in self._trained:
+        if any(reduce is other for other in self._started):
+            return
+        self._started.append(reduce)
+        stage, flats = self.stages[reduce.target], self._members(reduce)
+        used = torch.tensor([n in flat.used for flat, n in _names(flats)], dtype=torch.int32)
+        told = dist.all_reduce(used, group=stage.hosts, async_op=True)
+        assert told is not None
+        for flat in flats:
             if flat.gradient is None:
                 flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.shard.device)
         group = self.groups.get(reduce.peers)
-        if group is not None:
-            self._shards = [_with_gradient(flat) for flat in self._trained]
-            self._sent = [Piece.sent(run, group) for run in pieces_of(self._shards, self.piece_bytes)]
+        shards = [] if group is None else [_with_gradient(flat) for flat in flats]
+        sent = [] if group is None else [Piece.sent(run, group) for run in pieces_of(shards, self.piece_bytes)]
+        self._pending.append(_Started(flats, shards, sent, used, told, dist.get_rank(stage.cell)))
+
+    def _members(self, reduce: Instruction) -> list[FlatLayer]:
+        """The flat tensors of the bucket."""
+        stage, bucket = self.stages[reduce.target], bucket_of(reduce)
+        if bucket is None:
+            return stage.trained
+        layers, rest = set(bucket[0]), bucket[1]
+        last = len(stage.gathering.modules)
+        return [f for f in stage.trained if (rest if f.layout.layer == last else f.layout.layer in layers)]
 
     @contextmanager
     def inside_backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
-        """Nothing starts inside a backward: shards are few bytes between cells."""
-        yield
+        """Run a backward inside, the last of its stage: each sum starts once all of its layers are reduce-scattered."""
+        missing = [{flat.layout.layer for flat in self._members(reduce)} for reduce in reduces]
+        begun = 0
+
+        def scattered(layer: int) -> None:
+            nonlocal begun
+            for layers in missing:
+                layers.discard(layer)
+            while begun < len(reduces) and not missing[begun]:
+                self.start(reduces[begun])
+                begun += 1
+
+        with ExitStack() as stack:
+            if reduces:
+                stack.enter_context(self.stages[reduces[0].target].gathering.telling(scattered))
+            yield
 
     @property
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return (self._told is None or self._told.is_completed()) and all(piece.done for piece in self._sent)
+        return self.whole.done and all(started.done for started in self._pending)
 
     def wait(self) -> None:
         """Wait for the sums, and give every piece its gradient, or None where no rank had one."""
-        for sent in self._sent:
-            sent.finish()
-        for flat, shard in zip(self._trained, self._shards, strict=False):
-            flat.gradient = shard.grad
-        self._sent, self._shards = [], []
-        if self._told is None or self._used is None:
-            return
-        self._told.wait()
-        counts = iter(self._used.tolist())
-        for flat in self._trained:
-            used = {slot.name for slot in flat.layout.slots if next(counts)}
-            flat.used = used
-            for piece in flat.layout.pieces(dist.get_rank(self.cell)):
-                value = flat.pieces[piece.slot.name]
-                if piece.slot.name in used and flat.gradient is not None:
-                    set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
+        self.whole.wait()
+        for started in self._pending:
+            started.finish()
+        self._pending.clear()
 
     def complete(self) -> dict[str, Tensor]:
-        """On rank 0 every parameter's whole gradient, zeros where none was; nothing elsewhere. Collective.
+        """On the first rank of each stage its parameters' whole gradients, zeros where none was. Collective.
 
         One flat tensor after another is put together, on the hosts, from the shards of the first cell.
         """
-        gradients: dict[str, Tensor] = {}
-        for flat in self._trained:
-            assert flat.gradient is not None, "gradients are complete once they were waited for"
-            whole = gathered_on_first(flat.gradient, flat.layout.ranks)
-            for slot in flat.layout.slots if whole is not None else ():
-                assert whole is not None
-                gradients[slot.name] = whole[slot.first : slot.first + slot.size].view(slot.shape).clone()
+        gradients = self.whole.complete()
+        for stage in self.stages.values():
+            for flat in stage.trained:
+                assert flat.gradient is not None, "gradients are complete once they were waited for"
+                whole = gathered_on_first(flat.gradient, stage.ranks[: flat.layout.ranks])
+                for slot in flat.layout.slots if whole is not None else ():
+                    assert whole is not None
+                    gradients[slot.name] = whole[slot.first : slot.first + slot.size].view(slot.shape).clone()
         return gradients
 
     def drop(self) -> None:
         """Give the gradients' memory back."""
+        self.whole.drop()
         for flat in self._trained:
             flat.gradient = None
             for piece in flat.pieces.values():
                 set_gradient(piece, None)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """The shards of a bucket on their way, and how many ranks had a gradient of each parameter."""
+
+    flats: Sequence[FlatLayer]
+    shards: Sequence[nn.Parameter]
+    sent: Sequence[Piece]
+    used: Tensor
+    told: dist.Work
+    member: int  # of the cell, this rank
+
+    @property
+    def done(self) -> bool:
+        return self.told.is_completed() and all(piece.done for piece in self.sent)
+
+    def finish(self) -> None:
+        for sent in self.sent:
+            sent.finish()
+        for flat, shard in zip(self.flats, self.shards, strict=False):
+            flat.gradient = shard.grad
+        self.told.wait()
+        counts = iter(self.used.tolist())
+        for flat in self.flats:
+            flat.used = {slot.name for slot in flat.layout.slots if next(counts)}
+            for piece in flat.layout.pieces(self.member):
+                value = flat.pieces[piece.slot.name]
+                if piece.slot.name in flat.used and flat.gradient is not None:
+                    set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
+
+
+def _names(flats: Sequence[FlatLayer]) -> list[tuple[FlatLayer, str]]:
+    return [(flat, slot.name) for flat in flats for slot in flat.layout.slots]
 
 
 def _with_gradient(flat: FlatLayer) -> nn.Parameter:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients
-from arachnec.backends.torch_distributed.cells.weights import dealt_out_model
+from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
+from arachnec.backends.torch_distributed.cells.layout import Piece
+from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
+from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
+from arachnec.backends.torch_distributed.shared_weights import CPU
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Module, Stage
+from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
@@ -25,59 +29,67 @@ from arachnec.models.file import ModelFile
 
 @dataclass(frozen=True)
 class CellParameters:
-    """``cell`` is the group of this rank's cell, ``hosts`` that of all hosts."""
+    """``stages`` are those that this rank has shards of, ``whole`` what trains on it and is not dealt out."""
 
-    flats: tuple[FlatLayer, ...]
-    gathering: Gathering
-    cell: dist.ProcessGroup
-    hosts: dist.ProcessGroup | None
+    stages: Mapping[str, StageCells]
+    whole: Mapping[str, Tensor]
 
     @classmethod
     def of(
-        cls, model_file: ModelFile, training: Training, device: torch.device, stage: Stage
+        cls,
+        model_file: ModelFile,
+        training: Training,
+        device: torch.device,
+        stages: Sequence[DealtStage],
+        own: Collection[str] | None = None,
     ) -> tuple[nn.Module, CellParameters]:
-        """The model, its parameters dealt out as the stage says. Collective."""
-        size = cell_of(stage) or 1
-        rank, world = dist.get_rank(), dist.get_world_size()
+        """The model, its parameters dealt out as the stages say; ``own`` is what is whole on this rank. Collective."""
         groups, hosts = ProcessGroups(GROUP_TIMEOUT), ProcessGroups(GROUP_TIMEOUT)
-        groups.ensure([own_cell(first, size) for first in range(0, world, size)], device=device)
-        hosts.ensure([tuple(range(world))], device=torch.device("cpu"))
-        cell = groups.get(own_cell(rank, size))
-        assert cell is not None, "a cell has several ranks"
-        paths = [path for path, _ in layers_of(stage)]
-        model, flats = dealt_out_model(model_file, training, device, paths, size)
-        by_layer: dict[int, list[FlatLayer]] = {}
-        for flat in flats:
-            by_layer.setdefault(flat.layout.layer, []).append(flat)
-        modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
-        return model, cls(tuple(flats), Gathering(by_layer, modules, cell), cell, hosts.get(tuple(range(world))))
+        cells = [own_cell(rank, stage.cell) for stage in stages for rank in stage.ranks]
+        groups.ensure(list(dict.fromkeys(cells)), device=device)
+        hosts.ensure([stage.ranks for stage in stages], device=CPU)
+        model, flats = dealt_out_model(model_file, training, device, stages, own)
+        here = {stage.name: stage for stage in stages if stage.name in flats}
+        dealt = {name: _stage_cells(stage, model, flats[name], groups, hosts) for name, stage in here.items()}
+        sharded = {slot.name for of in flats.values() for flat in of for slot in flat.layout.slots}
+        whole = {name: value for name, value in trained_parameters(model).items() if name not in sharded}
+        return model, cls(dealt, whole)
 
     @property
     def pieces(self) -> dict[str, Tensor]:
-        """What this rank has of every parameter that trains: flat, what the optimizer updates."""
-        return {name: piece for flat in self.flats if flat.layout.trained for name, piece in flat.pieces.items()}
+        """What this rank has of every parameter that trains, flat where it is dealt out: what the optimizer updates."""
+        flats = (flat for stage in self.stages.values() for flat in stage.trained)
+        return {**self.whole, **{name: piece for flat in flats for name, piece in flat.pieces.items()}}
 
     @property
-    def layers(self) -> dict[str, int]:
-        """The layer of every one of them."""
-        return {name: flat.layout.layer for flat in self.flats if flat.layout.trained for name in flat.pieces}
+    def layers(self) -> dict[str, dict[str, int | None]]:
+        """By stage, the layer of each of the pieces."""
+        return {
+            name: {piece: flat.layout.layer for flat in stage.trained for piece in flat.pieces}
+            for name, stage in self.stages.items()
+        }
 
-    def gradients(self, groups: ProcessGroups, piece_bytes: int) -> ShardGradients:
-        """The gradients of one iteration."""
-        return ShardGradients(self.flats, self.cell, groups, self.hosts, piece_bytes)
+    def gradients(self, groups: ProcessGroups, whole: GradientSynchronisation, piece_bytes: int) -> ShardGradients:
+        """The gradients of one iteration; ``whole`` are those of what is not dealt out."""
+        return ShardGradients(self.stages, groups, whole, piece_bytes)
 
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
 
         Of the cells, which hold the same, the first writes them, but for what the optimizer deals out over the cells.
         """
-        member = dist.get_rank(self.cell)
-        first = dist.get_rank() == member  # of this rank, its cell is the first
-        pieces = {piece.slot.name: piece for flat in self.flats for piece in flat.layout.pieces(member)}
+        pieces: dict[str, tuple[Piece, bool]] = {}
+        for stage in self.stages.values():
+            member = dist.get_rank(stage.cell)
+            first = dist.get_rank() == stage.ranks[0] + member
+            pieces |= {p.slot.name: (p, first) for flat in stage.flats for p in flat.layout.pieces(member)}
         parts: dict[str, Tensor | Part] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
-            piece, part = pieces[name], part_of(value)
+            if name not in pieces:
+                parts[key] = value
+                continue
+            (piece, first), part = pieces[name], part_of(value)
             writes = part.writes if isinstance(value, Part) else first  # a part is no other cell's
             if kind == "step":
                 parts[key] = Part(part.values, 0, 1, writes=writes and piece.start == 0)
@@ -86,6 +98,22 @@ class CellParameters:
         return parts
 
 
-def dealt_out_stage(module: Module) -> Stage | None:
-    """The trained stage where its parameters are dealt out over cells, else None."""
-    return next((stage for stage in module.stages if stage.trained and cell_of(stage)), None)
+def _stage_cells(
+    stage: DealtStage, model: nn.Module, flats: Sequence[FlatLayer], groups: ProcessGroups, hosts: ProcessGroups
+) -> StageCells:
+    cell = groups.get(own_cell(dist.get_rank(), stage.cell))
+    assert cell is not None, "a cell has several ranks"
+    by_layer: dict[int, list[FlatLayer]] = {}
+    for flat in flats:
+        by_layer.setdefault(flat.layout.layer, []).append(flat)
+    modules = {number: model.get_submodule(path) for number, path in enumerate(stage.paths)}
+    return StageCells(stage.ranks, tuple(flats), Gathering(by_layer, modules, cell), cell, hosts.get(stage.ranks))
+
+
+def dealt_out_stage(module: Module) -> DealtStage | None:
+    """The trained stage of a model that is one stage where it is dealt out over cells, else None."""
+    stage = next((s for s in module.stages if s.trained and (cell_of(s) or 1) > 1 and "part_of" not in s.attrs), None)
+    if stage is None:
+        return None
+    paths = tuple(path for path, _ in layers_of(stage))
+    return DealtStage(stage.name, paths, None, tuple(range(len(module.programs))), cell_of(stage) or 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,32 +11,71 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
-from arachnec.backends.torch_distributed.streamed_weights import Take, streamed_model
+from arachnec.backends.torch_distributed.shared_weights import put_in_place
+from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import ModelFile
 from arachnec.tracing.layers import layer_of_parameters
 
 
-def dealt_out_model(
-    model_file: ModelFile, training: Training, device: torch.device, paths: Sequence[str], cell: int
-) -> tuple[nn.Module, list[FlatLayer]]:
-    """The model of ``build_model``, its parameters dealt out over cells of so many ranks. Collective.
+@dataclass(frozen=True)
+class DealtStage:
+    """What of a model is dealt out over cells of ``cell`` ranks each: the ``parameters`` of a stage, None for all.
 
-    ``paths`` are its layers. Raises ``UserError`` where the ranks' models have other tensors.
+    ``paths`` are its layers, ``ranks`` those that hold it.
     """
-    made: list[_Shards] = []
+
+    name: str
+    paths: tuple[str, ...]
+    parameters: frozenset[str] | None
+    ranks: tuple[int, ...]
+    cell: int
+
+
+def dealt_out_model(
+    model_file: ModelFile,
+    training: Training,
+    device: torch.device,
+    stages: Sequence[DealtStage],
+    own: Collection[str] | None = None,
+) -> tuple[nn.Module, dict[str, list[FlatLayer]]]:
+    """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank.
+
+    What no stage deals out is whole on the ranks whose ``own`` it is. Of all else nothing is kept. Collective. Raises
+    ``UserError`` where the ranks' models have other tensors.
+    """
+    made: dict[str, _Shards] = {}
+    kept: dict[str, Tensor] = {}
 
     def taking(model: nn.Module) -> Take:
-        made.append(_Shards(layouts_of(dict(model.named_parameters()), numbered(model, paths), cell), device))
-        return made[0].take
+        left = dict(model.named_parameters())
+        for stage in stages:
+            named = {n: left.pop(n) for n in list(left) if stage.parameters is None or n in stage.parameters}
+            if dist.get_rank() in stage.ranks:
+                layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
+                made[stage.name] = _Shards(layouts, device)
+
+        def take(name: str, value: Tensor) -> None:
+            for shards in made.values():
+                shards.take(name, value)
+            if name in left and (own is None or name in own):
+                kept[name] = value.clone()
+
+        return take
 
     model = streamed_model(model_file, training, device, taking)
-    shards = made[0]
     parameters = dict(model.named_parameters())
-    flats = [
-        FlatLayer.of(layout, shard, {slot.name: parameters[slot.name] for slot in layout.slots}, shards.member)
-        for layout, shard in zip(shards.layouts, shards.values, strict=True)
-    ]
+    flats = {
+        name: [
+            FlatLayer.of(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots}, shards.member)
+            for layout, shard in zip(shards.layouts, shards.values, strict=True)
+        ]
+        for name, shards in made.items()
+    }
+    for name, parameter in parameters.items():
+        here = kept.pop(name, None)
+        put_in_place(parameter, absent(parameter, device) if here is None else here)
+        parameter.requires_grad_(parameter.requires_grad and here is not None)
     model.to(device)  # what is no tensor of the module, such as a device that it remembers
     return model, flats
 
@@ -47,11 +87,11 @@ def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
 
 
 class _Shards:
-    """This rank's shards, filled from parameters as they come."""
+    """This rank's shards of the layouts that are its own, filled from parameters as they come."""
 
     def __init__(self, layouts: Sequence[FlatLayout], device: torch.device) -> None:
         self.layouts = layouts
-        self.member = dist.get_rank() % layouts[0].ranks
+        self.member = dist.get_rank() % layouts[0].ranks if layouts else 0
         self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
         self._pieces = {
             piece.slot.name: (piece, shard)

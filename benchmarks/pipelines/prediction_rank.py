@@ -1,0 +1,59 @@
+"""One rank of `prediction.py`: measures the model and takes a step of every plan, in turns."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from arachnec.backends.torch_distributed.agreement import gather
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.data.manifest import read_manifest
+from arachnec.executable.folder import read_executable
+from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.models.file import load_model_file
+from arachnec.profiling.profiler import Profiler
+from benchmarks.pipelines.torch_peer import MODEL
+
+
+def main(folder: str, at_once: str, rounds: str) -> None:
+    place = Path(folder)
+
+    def work(device: torch.device) -> None:
+        clips = read_manifest(place / "all.jsonl").clips
+        profiler = Profiler(load_model_file(MODEL), clips, device, int(at_once))
+        executables = [read_executable(path) for path in sorted(place.glob("[0-9][0-9][0-9]"))]
+        trainers = [Trainer(executable, RunOptions(), device) for executable in executables]
+        profiler.round()
+        for trainer in trainers:
+            trainer.step(0)
+        profiler.forget()
+        times: list[list[float]] = []
+        order, rng = list(range(len(trainers))), random.Random(0)
+        for number in range(1, int(rounds) + 1):
+            rng.shuffle(order)
+            row = [0.0] * len(order)
+            half = len(order) // 2
+            for part in (order[:half], order[half:]):
+                profiler.round()
+                for plan in part:
+                    dist.barrier()
+                    row[plan] = trainers[plan].step(number).step_ms
+            times.append(row)
+        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64), device)).amax(0)
+        measured = profiler.measured()
+        if dist.get_rank() == 0:
+            (place / "measured.json").write_bytes(msgspec.json.encode(measured))
+            (place / "times.json").write_text(json.dumps(every.T.tolist()))
+
+    as_rank(work, cpu=True)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""Programs of stages in cells, of degrees of their own and with dealt-out optimizers: what breaks one is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from arachnec.ir.diagnostic import Diagnostic, render
+from arachnec.ir.nodes import Instruction, Module, Program, integers
+from arachnec.passes.check import find_problems
+from arachnec.verification import gathers, gradient_sync, handoffs
+from tests.distributed.executor_cases import clip
+from tests.distributed.pipeline_cases import pipeline_of, planned
+
+CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
+PROGRAMS = {
+    "1f1b": ("p=2", "schedule=1f1b"),
+    "zb-h1": ("p=2", "schedule=zb-h1"),
+    "zb-v": ("p=4", "schedule=zb-v"),
+    "replicas": ("p=1", "schedule=gpipe"),
+}
+Place = tuple[int, int]  # of an instruction: its rank, its number
+
+
+@cache
+def program(name: str) -> Module:
+    stages, schedule = PROGRAMS[name]
+    return planned(4, CLIPS, pipeline_of(stages, schedule, cell=2))
+
+
+def found(module: Module) -> set[type[Diagnostic]]:
+    problems = find_problems(module)
+    assert all(map(render, problems))
+    return {type(problem) for problem in problems}
+
+
+def places(module: Module, *ops: str, attribute: str = "time") -> list[Place]:
+    return [
+        (p.rank, at)
+        for p in module.programs
+        for at, step in enumerate(p.instructions)
+        if step.op in ops and (attribute in step.attrs or not attribute)
+    ]
+
+
+def changed(module: Module, place: Place, change: Callable[[Instruction], Instruction | None]) -> Module:
+    rank, at = place
+    steps = list(module.programs[rank].instructions)
+    new = change(steps[at])
+    steps[at : at + 1] = [] if new is None else [new]
+    return _with_steps(module, rank, steps)
+
+
+def _with_steps(module: Module, rank: int, steps: list[Instruction]) -> Module:
+    own = replace(module.programs[rank], instructions=tuple(steps))
+    return replace(module, programs=tuple(own if p.rank == rank else p for p in module.programs))
+
+
+def without_one(name: str, data: st.DataObject) -> Callable[[Instruction], Instruction]:
+    def change(step: Instruction) -> Instruction:
+        layers = list(integers(step.attrs[name]))
+        layers.remove(data.draw(st.sampled_from(layers)))
+        return replace(step, attrs=step.attrs.updated(**{name: tuple(layers)}))
+
+    return change
+
+
+def reordered(name: str, data: st.DataObject) -> Callable[[Instruction], Instruction]:
+    def change(step: Instruction) -> Instruction:
+        layers = integers(step.attrs[name])
+        other = tuple(data.draw(st.permutations(layers)))
+        assume(other != layers)
+        return replace(step, attrs=step.attrs.updated(**{name: other}))
+
+    return change
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_lower_makes_is_right(name: str) -> None:
+    assert not found(program(name))
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(sorted(PROGRAMS)), data=st.data())
+def test_a_layer_left_out_of_a_list_is_found(name: str, data: st.DataObject) -> None:
+    module = program(name)
+    expected = {
+        "gather": gathers.NotGathered,
+        "scatter": gathers.NotScattered,
+        "release": gathers.UnequalGathers,
+    }
+    word = data.draw(st.sampled_from(sorted(expected)))
+    place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
+    assert expected[word] in found(changed(module, place, without_one(word, data)))
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(sorted(PROGRAMS)), data=st.data())
+def test_members_of_a_cell_in_two_orders_are_found(name: str, data: st.DataObject) -> None:
+    module = program(name)
+    word = data.draw(st.sampled_from(["gather", "scatter"]))
+    place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
+    assert gathers.UnequalGathers in found(changed(module, place, reordered(word, data)))
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(sorted(PROGRAMS)), data=st.data())
+def test_a_release_that_moved_to_the_cascade_before_is_found(name: str, data: st.DataObject) -> None:
+    """On all members of its cell: a layer is gone when it is read, or stays where it is gathered again."""
+    module = program(name)
+    rank, at = data.draw(st.sampled_from(places(module, "forward", "backward", attribute="release")))
+    step = module.programs[rank].instructions[at]
+    layer = data.draw(st.sampled_from(integers(step.attrs["release"])))
+
+    def kept(other: Instruction) -> Instruction:
+        left = tuple(n for n in integers(other.attrs["release"]) if n != layer)
+        return replace(other, attrs=other.attrs.updated(release=left))
+
+    for member in integers(step.attrs["cell"]):
+        own = module.programs[member].instructions
+        index = next(n for n, other in enumerate(own) if (other.op, other.target) == (step.op, step.target))
+        module = changed(module, (member, index), kept)
+    later = [s for s in module.programs[rank].instructions[at + 1 :] if "gather" in s.attrs]
+    assume(any(_stage(module, s) == _stage(module, step) for s in later))
+    assert gathers.GatheredTwice in found(module)
+
+
+def _stage(module: Module, step: Instruction) -> str:
+    return next(cascade.stage for cascade in module.cascades if cascade.name == step.target)
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(sorted(PROGRAMS)), data=st.data())
+def test_two_cascades_swapped_on_one_rank_are_found(name: str, data: st.DataObject) -> None:
+    module = program(name)
+    rank = data.draw(st.integers(0, 3))
+    steps = list(module.programs[rank].instructions)
+    compute = [at for at, step in enumerate(steps) if step.op in ("forward", "backward", "weight")]
+    first, second = sorted(data.draw(st.lists(st.sampled_from(compute), min_size=2, max_size=2, unique=True)))
+    steps[first], steps[second] = steps[second], steps[first]
+    assert found(_with_steps(module, rank, steps))
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(["1f1b", "zb-h1", "zb-v"]), data=st.data())
+def test_a_part_of_a_gradient_from_another_rank_is_found(name: str, data: st.DataObject) -> None:
+    """The two ranks of a cell swap from whom they receive: every send has its receive, and the parts are wrong."""
+    module = program(name)
+    rank, at = data.draw(st.sampled_from(places(module, "receive", attribute="")))
+    step = module.programs[rank].instructions[at]
+    programs: list[Program] = []
+    for own in module.programs:
+        steps = tuple(_swapped(other, step.target) for other in own.instructions)
+        programs.append(replace(own, instructions=steps))
+    assert handoffs.WrongSource in found(replace(module, programs=tuple(programs)))
+
+
+def _swapped(step: Instruction, value: str) -> Instruction:
+    """Sends and receives of a value to or from the other rank of the pair."""
+    return (
+        replace(step, peers=(step.peers[0] ^ 1,)) if step.target == value and step.op in ("send", "receive") else step
+    )
+
+
+def test_an_optimizer_dealt_out_over_other_ranks_than_the_sums_is_found() -> None:
+    module = planned(4, CLIPS, pipeline_of("p=2", "schedule=1f1b"))
+    stages = tuple(replace(s, attrs=s.attrs.updated(sharded=4)) if s.trained else s for s in module.stages)
+    assert gradient_sync.WrongShare in found(replace(module, stages=stages))
