@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 MODELS = {
     "hunyuanvideo": HERE.parent / "examples" / "hunyuanvideo.py",
     "wan2_1_14b": HERE.parent / "examples" / "wan2_1_14b.py",
+    "wan2_1_14b_lora": HERE.parent / "examples" / "wan2_1_14b_lora.py",
     "wan2_1_1_3b_vae": HERE / "models" / "wan2_1_1_3b_vae.py",
 }
 TRACED_WITH = ((1, 480, 832), (17, 480, 832), (49, 480, 832), (81, 720, 1280))

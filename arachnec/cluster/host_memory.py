@@ -18,8 +18,8 @@ def usable_host_memory(cluster: Cluster) -> float:
 
 
 def stated_for(gib: float) -> float:
-    """GiB of ``host_memory`` of which so many are usable."""
-    return gib / (1 - FREE)
+    """Whole GiB of ``host_memory`` of which so many are usable."""
+    return float(math.ceil(gib / (1 - FREE)))
 
 
 def device_copy_speed(cluster: Cluster) -> float:

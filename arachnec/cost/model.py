@@ -29,6 +29,7 @@ from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of
 from arachnec.cost.table import CostTable
+from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count, recomputed_blocks
@@ -134,6 +135,13 @@ class CostModel:
             return Volumes(split.ulysses, split.ring)
         cascade = one_of_its_sides(cascade)
         return self.table.communication.volumes(cascade, split, recompute)
+
+    def shown_copies(self, cascade: Cascade, ranks: tuple[int, ...]) -> float:
+        """The part of ``time`` in which ranks wait for their hosts' memory, ms; 0 where times were measured."""
+        if times_of(cascade) or not in_host(self.stages[cascade.stage]):
+            return 0.0
+        ranks, own = ranks[: len(ranks) // cascade.side], one_of_its_sides(cascade)
+        return self.table.shown_copies(own, len(ranks), self.recomputed(cascade), ranks)
 
     def communication(self, cascade: Cascade, split: Attention, ranks: tuple[int, ...], recompute: int = 0) -> float:
         """The part of ``time`` on these ranks that is communication, ms; 0 where the cascade's times were measured."""

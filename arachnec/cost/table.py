@@ -148,6 +148,14 @@ class CostTable:
             return Entry(times[degree * strategy.side] * self.devices.slowdown(ranks), memory, resolved)
         return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
 
+    def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
+        """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""
+        attention = Attention(degree, 1)
+        forward, backward = self.compute.halves(cascade, degree, attention, recompute, self.devices.slowdown(ranks))
+        inputs = self.memory.host_inputs(cascade, degree, recompute)
+        shown = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0])
+        return max(0.0, shown - self.gathering.exposed(cascade, forward, backward, ranks[0]))
+
     def _cheapest(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> Attention:
         """The cheapest product of Ulysses and ring without recomputation; ties go to more Ulysses."""
         stage = self.stages[cascade.stage]

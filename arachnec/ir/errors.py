@@ -274,6 +274,18 @@ class WrongCell(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongHost(Diagnostic):
+    title: ClassVar[str] = "{node} has {listed} in host memory"
+    label: ClassVar[str] = "no such list"
+    help: ClassVar[str] = (
+        '`host` is ["optimizer"], ["optimizer", "parameters"] or ["optimizer", "parameters", "inputs"]; '
+        "with parameters the stage has a `cell`, of one rank or more"
+    )
+    node: str
+    listed: str
+
+
+@dataclass(frozen=True)
 class PartOfACell(Diagnostic):
     title: ClassVar[str] = "{node} takes ranks {ranks}, which are no whole cells of {cell}"
     label: ClassVar[str] = "no whole cells"

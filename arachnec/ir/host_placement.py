@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from arachnec.ir.nodes import Stage
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, trained_count
+from arachnec.ir.stage_sizes import gradient_element_bytes, trained_count
 
 OPTIMIZER, PARAMETERS, INPUTS = PLACED = ("optimizer", "parameters", "inputs")
 IN_FLIGHT = 2  # blocks whose inputs are on the device: of one that runs, and of one on its way
@@ -33,11 +33,6 @@ def layers_in_host(stage: Stage) -> bool:
 def inputs_in_host(stage: Stage) -> bool:
     """Whether the inputs of blocks that run again do."""
     return INPUTS in in_host(stage)
-
-
-def parameter_bytes(stage: Stage) -> float:
-    """Bytes of a rank's parameters: what it brings in each pass where they lie in its host."""
-    return count_in(stage, "params") * element_bytes(stage) / (cell_of(stage) or 1)
 
 
 def own_gradient_bytes(stage: Stage) -> float:

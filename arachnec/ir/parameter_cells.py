@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Stage
+from arachnec.ir.nodes import Stage, integer
 from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, trained_count
 
 Ranks = tuple[int, ...]
@@ -65,9 +65,15 @@ def last_layer(stage: Stage) -> int:
 
 
 def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
-    """Every layer's size, the last one's too. Frozen parameters count as spread evenly over the blocks."""
+    """Every layer's size, the last one's too. Without `layer_params` frozen ones count as evenly in blocks."""
     blocks = layers_of(stage)
     trained = trained_count(stage)
+    counted = stage.attrs.get("layer_params")
+    if isinstance(counted, tuple) and len(counted) == len(blocks):
+        whole = [LayerSize(integer(count), train) for count, (_, train) in zip(counted, blocks, strict=True)]
+        outside = trained - sum(layer.trained for layer in whole)
+        rest = count_in(stage, "params") - sum(layer.parameters for layer in whole)
+        return (*whole, LayerSize(max(0, rest), max(0, outside)))
     frozen = max(0, count_in(stage, "params") - trained) / (len(blocks) or 1)
     sizes = [LayerSize(count + frozen, count) for _, count in blocks]
     outside = max(0, trained - sum(count for _, count in blocks))

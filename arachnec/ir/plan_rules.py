@@ -14,6 +14,7 @@ from typing import TypeAlias
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
@@ -147,6 +148,17 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
             yield errors.PartOfACell(_at(cascade, "ranks"), label(cascade), ranks, size, symbol(cascade.stage))
 
 
+def host_parts_are_known(index: ModuleIndex) -> Problems:
+    """What lies in host memory is a known part, with those before it; layers that come and go have a cell."""
+    for stage in index.module.stages:
+        listed = in_host(stage)
+        if "host" not in stage.attrs:
+            continue
+        if not listed or listed != PLACED[: len(listed)] or (layers_in_host(stage) and cell_of(stage) is None):
+            span = stage.attrs.span("host") or stage.span
+            yield errors.WrongHost(span, label(stage), ", ".join(f"`{name}`" for name in listed) or "nothing")
+
+
 def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
     """Of cascades and of their forward instructions."""
     stages = {cascade.name: index.stages.get(cascade.stage) for cascade in index.module.cascades}
@@ -235,6 +247,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     ranks_are_there,
     groups_fit_the_degree,
     cells_are_whole,
+    host_parts_are_known,
     recomputed_blocks_are_there,
     all_layers_say_what_they_spare,
     a_rank_does_one_thing,

@@ -260,7 +260,8 @@ INSTRUCTION = {
     bytes     | int   | lowered | required | of these parameters
     time      | ms    | lowered | required | planned duration of all, one after another
 """),
-    "reduce": table("""
+    "reduce": table(
+        """
     bytes     | int   | lowered | required | of the gradients
     time      | ms    | lowered | required | planned duration
     layers    | [int] | lowered | optional | the bucket's layers, by number; absent with `rest` = the whole stage
@@ -268,7 +269,9 @@ INSTRUCTION = {
     early     | ms    | lowered | optional | starts inside the last backward, so long before its end
     cell      | [int] | lowered | optional | the gradients are this rank's shards in its cell
     tied      | [int] | lowered | optional | of what these parts of a model all read, over the ranks of all
-"""),
+"""
+        + _HOST
+    ),
     "norm": table("""
     time      | ms    | lowered | required | planned duration
 """),

@@ -19,6 +19,7 @@ from functools import cache
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
@@ -56,7 +57,7 @@ def _split(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib:
     ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
     cell = cell_of(stage) or 1
     same = replicas(ranks[0], cell, ranks)  # of cells every rank sums its shard, over as many ranks as there are cells
-    if not layers_of(stage) or len(same) < 2 or {"bytes", "time"} & set(node.attrs):
+    if not layers_of(stage) or len(same) < 2 or {"bytes", "time"} & set(node.attrs) or layers_in_host(stage):
         return 0.0, node
 
     def time(size: float) -> float:

@@ -11,6 +11,7 @@ from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tie
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
@@ -52,6 +53,8 @@ def gradient_synchronisation(
             if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
                 own = {}  # whose reduces stand between backwards
             counts = integers(stated["buckets"]) if "buckets" in stated else None
+            if layers_in_host(stage):
+                own, counts = {}, None  # through the device, once all have come
             _add_buckets(ends, cost, stage, group, counts, own)
             continue
         size = integer(stated["bytes"]) if "bytes" in stated else round(gradient_bytes(stage))
@@ -117,6 +120,8 @@ def _add_buckets(
         for rank in group:
             same, time = shards[rank % cell], times[rank % cell]
             attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell_of(stage) else None)
+            if layers_in_host(stage) and len(same) > 1:  # through the device, to be summed
+                attrs = attrs.updated(from_host=size, to_host=size)
             if bucket is not None:
                 attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
             backward = overlapped.get(rank)

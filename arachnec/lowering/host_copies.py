@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.cost.memory import offloaded
 from arachnec.ir.host_placement import (
     inputs_in_host,
     layers_in_host,
     optimizer_in_host,
     own_gradient_bytes,
-    parameter_bytes,
 )
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integer
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, trained_count, uneven
 from arachnec.ir.values import Attributes, Quantity
@@ -59,7 +59,7 @@ def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first:
     if not layers and not blocks:
         return instruction
     kept = round(inputs_kept(cascade, stage) * GIB)
-    brought = round(parameter_bytes(stage)) if layers else 0
+    brought = round(_gathered_bytes(instruction, stage)) if layers else 0
     taken = 0
     attrs = instruction.attrs
     if instruction.op == "forward":
@@ -71,6 +71,13 @@ def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first:
         brought += kept + (0 if first else gradients)
         attrs = attrs.updated(reload=tuple(range(blocks)) or None)
     return replace(instruction, attrs=attrs.updated(from_host=brought or None, to_host=taken or None))
+
+
+def _gathered_bytes(instruction: Instruction, stage: Stage) -> float:
+    """Of the shards of the layers that an instruction gathers."""
+    sizes = layer_sizes(stage)
+    elements = sum(sizes[number].parameters for number in layers_listed(instruction, "gather"))
+    return elements * element_bytes(stage) / (cell_of(stage) or 1)
 
 
 def inputs_kept(cascade: Cascade, stage: Stage) -> float:

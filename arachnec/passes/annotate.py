@@ -28,7 +28,7 @@ from arachnec.cost.profile import (
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import crowding, element_bytes
-from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value, formula_sum
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
@@ -130,7 +130,7 @@ def part_from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage
     counts = {FIRST: int(stage.name == f"{whole}_0"), LAST: int("output" not in stage.attrs)}
     blocks = stage.attrs["blocks"]
     assert isinstance(blocks, tuple)
-    counts |= {str(pair[0]): integer(pair[1]) for pair in blocks if isinstance(pair, tuple)}
+    counts |= {_name(pair[0]): integer(pair[1]) for pair in blocks if isinstance(pair, tuple)}
     fits = {(part, phase): find_fit(profile, f"{whole}/{part}", phase) for part in counts for phase in PHASES}
     if any(fits[part, "forward"] is None for part in counts if part not in (FIRST, LAST)):
         return None
@@ -150,6 +150,11 @@ def part_from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage
     return _with(
         stage, forward=time("forward") or Formula((Term(0.0),), "ms"), backward=time("backward"), costs="profile"
     )
+
+
+def _name(symbol: Value) -> str:
+    assert isinstance(symbol, Symbol)
+    return symbol.name
 
 
 def with_measured_clips(module: Module, profile: Profile | None) -> tuple[Cascade, ...]:

@@ -89,6 +89,9 @@ class ChooseLayout(Pass):
             return replicated
         choice = self._chosen(module)
         if choice is None:
+            world = module.cluster.world
+            if "host_memory" in module.cluster.attrs:  # `offload` may have room, and needs least in cells of all ranks
+                return applied(module, Layout(f"cells-{world}", cell=world))
             demand_fits(module)
             return replicated  # what follows says what is wrong
         return replace(

@@ -211,7 +211,8 @@ def without_figures(stage: Stage) -> Stage:
     """A stage without what is only of use for cutting it."""
     if not any(name in stage.attrs for name in FIGURES):
         return stage
-    return replace(stage, attrs=stage.attrs.updated(**dict.fromkeys((*FIGURES, TIED))))
+    kept = ("layer_params",) if "trained" in stage.attrs else ()  # where frozen parameters lie
+    return replace(stage, attrs=stage.attrs.updated(**{name: None for name in (*FIGURES, TIED) if name not in kept}))
 
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:

@@ -43,7 +43,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Stage, integers
 from arachnec.ir.stage_sizes import token_bytes
 from arachnec.ir.tables import FIGURES
-from arachnec.ir.values import Formula
+from arachnec.ir.values import Formula, Symbol
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
@@ -315,7 +315,8 @@ def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:
         return ()
     names, classes = stage.attrs["blocks"], integers(stage.attrs["classes"])
     assert isinstance(names, tuple)
-    of_class = [str(pair[0]) for pair in names if isinstance(pair, tuple)]
+    symbols = [pair[0] for pair in names if isinstance(pair, tuple)]
+    of_class = [symbol.name for symbol in symbols if isinstance(symbol, Symbol)]
     return tuple((path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from arachnec.cluster.host_memory import copy_speed, device_copy_speed, node_copy_speed
 from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
@@ -44,6 +45,7 @@ class Works:
     _routes: dict[tuple[int, int], Route] = field(default_factory=dict)
     _handoff_routes: dict[tuple[int, int], Route] = field(default_factory=dict)
     _sent: dict[str, _Sent] = field(default_factory=dict)
+    _copies: dict[str, float] = field(default_factory=dict)
     _units: dict[tuple[int, ...], tuple[Needed, Needed]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,9 +86,33 @@ class Works:
         if instruction.op in ("gather", "reduce"):
             return self._reduce(instruction, planned)
         cascade = self._cascades.get(instruction.target)
-        if cascade is None or len(group) == 1:
+        if cascade is None:
             return self._computing(group, planned)
-        return self._cascade(cascade, group, planned)
+        shown = self._shown_copies(instruction, cascade, group, planned)
+        alone = planned - shown
+        work = self._computing(group, alone) if len(group) == 1 else self._cascade(cascade, group, alone)
+        return replace(work, loads=(*work.loads, self._copied(group, shown))) if shown else work
+
+    def _shown_copies(
+        self, instruction: Instruction, cascade: Cascade, group: tuple[int, ...], planned: float
+    ) -> float:
+        """ms of the instruction's planned time in which its ranks wait for their hosts' memory."""
+        duration = cascade.end - cascade.start
+        if not {"from_host", "to_host"} & set(instruction.attrs) or self.cores is not None or duration <= 0:
+            return 0.0
+        shown = self._copies.get(cascade.name)
+        if shown is None:
+            shown = self._copies[cascade.name] = self._cost.shown_copies(cascade, group)
+        return min(planned, shown * planned / duration)
+
+    def _copied(self, group: tuple[int, ...], shown: float) -> Load:
+        """Copies that take so many ms while all devices of a node copy: on their own links, and on what they share."""
+        cluster = self.cluster
+        size = shown * copy_speed(cluster)
+        needed: Needed = {("pcie", rank): size / device_copy_speed(cluster) for rank in group}
+        for node, count in Counter(node_of(cluster, rank) for rank in group).items():
+            needed["host memory", node] = count * size / node_copy_speed(cluster)
+        return _load(needed)
 
     def _computing(self, group: tuple[int, ...], planned: float) -> Work:
         """A plan's times are for a node whose ranks all compute."""

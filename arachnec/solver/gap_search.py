@@ -104,7 +104,8 @@ class GapSearch:
         self.by_sets = by_sets(problem)
         self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit = self.limit_from_above = 2 * question_ms(variables(problem))
+        self.limit = 2 * question_ms(variables(problem))
+        self.limit_from_above = 4 * self.limit
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,14 @@ from arachnec.tracing.blocks import CapturedBlock
 from arachnec.tracing.errors import UnequalCall
 
 
+class InputsAway(Protocol):
+    """Keeps inputs out of the device's memory until their block runs again."""
+
+    def put(self, value: Tensor) -> object: ...
+
+    def get(self, kept: object) -> Tensor: ...
+
+
 @dataclass
 class Execution:
     """How the blocks of one model run at the moment."""
@@ -29,6 +38,7 @@ class Execution:
     shard: SequenceShard | None = None
     recompute: bool | Set[str] = False  # of all blocks, or the paths of some
     recomputing: AbstractContextManager[object] | None = None  # a block that is run again runs inside it
+    away: InputsAway | None = None  # where the inputs of blocks that run again are kept; None: where they are
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
 
     def recomputes(self, path: str) -> bool:
@@ -66,8 +76,15 @@ class BlockForward:
     """Replaces ``forward`` on one block instance."""
 
     def __init__(
-        self, path: str, module: nn.Module, block: ShardedBlock, execution: Execution, forms: FusedForms | None
+        self,
+        path: str,
+        module: nn.Module,
+        block: ShardedBlock,
+        execution: Execution,
+        forms: FusedForms | None,
+        chained: Sequence[bool] = (),
     ) -> None:
+        self._chained = chained  # which of its inputs another block made
         self.path, self.block, self.execution = path, block, execution
         self._whole = None if forms is None else forms.whole
         self._share = block.module if forms is None else forms.share
@@ -81,10 +98,11 @@ class BlockForward:
         execution = self.execution
         if execution.shard is None and self._whole is not None:
             inputs = self._arguments.tensors(args, kwargs)
-            return self.block.captured.unflatten(self._run(self._whole, self._values(inputs)))
+            return self.block.captured.unflatten(self._run(self._whole, self._values(inputs), inputs))
         if execution.shard is None:
             if execution.recomputes(self.path):
-                return _checkpoint(self.original, execution, args, kwargs)
+                chained = self._from_blocks(self._arguments.tensors(args, kwargs)) if execution.away else ()
+                return _checkpoint(self.original, execution, args, kwargs, chained)
             return self.original(*args, **kwargs)
         return self._sharded(self._arguments.tensors(args, kwargs))
 
@@ -93,19 +111,23 @@ class BlockForward:
         lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
         shard = self.execution.shard_of(next(lengths))
         inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
-        results = self._run(self._share, [shard, *self._values(inputs)])
+        results = self._run(self._share, [shard, *self._values(inputs)], inputs)
         outputs = [
             result if dim is None else ShardedTokens(result, dim, shard)
             for result, dim in zip(results, self.block.outputs, strict=True)
         ]
         return self.block.captured.unflatten(outputs)
 
-    def _run(self, module: nn.Module, values: Sequence[Any]) -> Sequence[Tensor]:
+    def _run(self, module: nn.Module, values: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.execution.recomputes(self.path):
-            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {})
+            chained = self._from_blocks(inputs)
+            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {}, chained)
             return recomputed
         outputs: Sequence[Tensor] = module(*values)
         return outputs
+
+    def _from_blocks(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [value for value, chained in zip(inputs, self._chained, strict=False) if chained]
 
     def _values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         values: list[Tensor] = []
@@ -126,17 +148,38 @@ class BlockForward:
 
 
 def _checkpoint(
-    function: Callable[..., Any], execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    execution: Execution,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chained: Sequence[Tensor],
 ) -> Any:
-    again = execution.recomputing
-    return checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), nullcontext() if again is None else again),
-        **kwargs,
-    )
+    """``chained`` are those of its inputs that may be kept ``away``: what all blocks read stays."""
+    again, away = execution.recomputing, execution.away
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+
+    def call(*values: Any) -> Any:
+        positional, named = pytree.tree_unflatten(values, spec)
+        return function(*positional, **named)
+
+    storages = {value.untyped_storage()._cdata for value in chained} if away is not None else set()
+
+    def pack(value: Tensor) -> object:
+        leaves_device = away is not None and value.untyped_storage()._cdata in storages
+        return away.put(value) if away is not None and leaves_device else value
+
+    def unpack(kept: object) -> Tensor:
+        return kept if isinstance(kept, Tensor) or away is None else away.get(kept)  # type: ignore[return-value]
+
+    # the inputs are what the checkpoint itself saves; what the block saves goes by hooks of its own
+    with saved_tensors_hooks(pack, unpack) if storages else nullcontext():
+        return checkpoint(
+            call,
+            *leaves,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), nullcontext() if again is None else again),
+        )
 
 
 def _arriving(x: Tensor, dim: int | None, shard: SequenceShard) -> Tensor:

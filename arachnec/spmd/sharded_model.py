@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from arachnec.kernels.attention.sequence_shard import SequenceShard
-from arachnec.spmd.block_forward import BlockForward, Execution, FusedForms
+from arachnec.spmd.block_forward import BlockForward, Execution, FusedForms, InputsAway
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
 from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.captured import chained_inputs
 
 
 class SequenceModel:
@@ -33,14 +34,15 @@ class SequenceModel:
         self.model, self.blocks, self.captured = model, tuple(blocks), captured
         self._execution = Execution()
         self._replaced: list[tuple[nn.Module, Any]] = []
-        for block, forms in zip(self.blocks, fused or [None] * len(self.blocks), strict=True):
+        for number, (block, forms) in enumerate(zip(self.blocks, fused or [None] * len(self.blocks), strict=True)):
+            chained = chained_inputs(captured, number)
             for path in block.captured.instances:
-                self._replace(path, block, forms)
+                self._replace(path, block, forms, chained)
 
-    def _replace(self, path: str, block: ShardedBlock, forms: FusedForms | None) -> None:
+    def _replace(self, path: str, block: ShardedBlock, forms: FusedForms | None, chained: Sequence[bool]) -> None:
         module = self.model.get_submodule(path)
         self._replaced.append((module, module.__dict__.get("forward")))
-        module.forward = BlockForward(path, module, block, self._execution, forms)
+        module.forward = BlockForward(path, module, block, self._execution, forms, chained)
 
     @contextmanager
     def use(
@@ -48,20 +50,23 @@ class SequenceModel:
         shard: SequenceShard | None,
         recompute: bool | Set[str] = False,
         recomputing: AbstractContextManager[object] | None = None,
+        away: InputsAway | None = None,
     ) -> Iterator[nn.Module]:
         """Inside, the model's forward and backward run on this rank's tokens; unchanged for None and for one rank.
 
         Blocks that ``recompute``, all or those at some paths, keep only their inputs and run their forward again in the
-        backward, inside ``recomputing``: autograd runs it without the modes that were on in the forward.
+        backward, inside ``recomputing``: autograd runs it without the modes that were on in the forward. Inputs that
+        other blocks made are kept ``away`` until then.
         """
         execution = self._execution
-        before = execution.shard, execution.recompute, execution.recomputing, execution._lengths
+        before = execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away
         execution.shard = None if shard is None or shard.degree == 1 else shard
         execution.recompute, execution.recomputing, execution._lengths = recompute, recomputing, {}
+        execution.away = away
         try:
             yield self.model
         finally:
-            execution.shard, execution.recompute, execution.recomputing, execution._lengths = before
+            execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away = before
 
     def restore(self) -> None:
         """Give every block its own forward back."""

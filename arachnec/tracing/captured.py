@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.tracing.dims import Sizes
+from arachnec.tracing.dims import S, Sizes
 from arachnec.tracing.errors import UnequalCall
 from arachnec.tracing.record import flatten_call
 
@@ -186,3 +186,14 @@ def same_value(a: Any, b: Any) -> bool:
         return bool(type(a) is type(b) and a == b)
     except (TypeError, ValueError, RuntimeError):
         return a is b
+
+
+def chained_inputs(captured: CapturedModel, block: int) -> list[bool]:
+    """Which inputs of a block class come from another block in most of its calls."""
+    calls = [call for call in captured.calls if call.block == block]
+    inputs = range(len(captured.blocks[block].input_names))
+    linked = [any(call.origins[i] is not None for call in calls) for i in inputs]
+    # A model of one block: what it is chained by cannot be seen, but its first input with tokens is made for it alone.
+    if not any(linked):
+        linked = [S in sum(map(sympy.sympify, captured.blocks[block].input_dims[i])).free_symbols for i in inputs]
+    return linked

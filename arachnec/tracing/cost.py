@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
-from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.captured import CapturedModel, chained_inputs
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
@@ -34,7 +34,7 @@ def trained_stage(
     """The transformer: blocks from their graphs, the rest from running the model around them."""
     counts = [sum(call.block == i for call in captured.calls) for i in range(len(captured.blocks))]
     attentions = [token_attentions(block) for block in captured.blocks]
-    memories = [block_memory(block, _chained(captured, i)) for i, block in enumerate(captured.blocks)]
+    memories = [block_memory(block, chained_inputs(captured, i)) for i, block in enumerate(captured.blocks)]
     numbers = _numbers(captured)
     shell = [measure_shell(model, captured, call) for call in calls]
     points = [size.values for size in captured.sizes]
@@ -156,17 +156,6 @@ def _traffic(costs: Sequence[AttentionCost], numbers: dict[sympy.Symbol, int]) -
     if not costs:
         return None
     return polynomial(sympy.expand(sum(cost.traffic for cost in costs)).subs(numbers), "GiB", GIB)
-
-
-def _chained(captured: CapturedModel, block: int) -> list[bool]:
-    """Which inputs of a block class come from another block in most of its calls."""
-    calls = [call for call in captured.calls if call.block == block]
-    inputs = range(len(captured.blocks[block].input_names))
-    linked = [any(call.origins[i] is not None for call in calls) for i in inputs]
-    # A model of one block: what it is chained by cannot be seen, but its first input with tokens is made for it alone.
-    if not any(linked):
-        linked = [S in sum(map(sympy.sympify, captured.blocks[block].input_dims[i])).free_symbols for i in inputs]
-    return linked
 
 
 def _hidden(captured: CapturedModel) -> int | None:

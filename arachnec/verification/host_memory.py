@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
+from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.host_placement import HOST, inputs_in_host, layers_in_host
+from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
 from arachnec.ir.nodes import Phase, Program, quantity
 from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.stage_sizes import gib as gib_of
 
 OPS = ("forward", "backward")
 TOLERANCE_GIB = 1e-9
+TOLERANCE = 1e-6  # of a sum that was printed
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,25 @@ class HostOutOfMemory(Diagnostic):
     stated: float
 
 
+@dataclass(frozen=True)
+class HostStateTooLow(Diagnostic):
+    title: ClassVar[str] = "program rank {rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there"
+    label: ClassVar[str] = "host_state = {claimed:.3f} GiB"
+    help: ClassVar[str] = "`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`"
+    rank: int
+    claimed: float
+    right: float
+
+
 def check_host_memory(values: Values) -> Iterator[Diagnostic]:
     for program in values.module.programs:
         yield from _copies(values, program)
+    yield from _claims(values)
     yield from _bounds(values)
 
 
 def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
+    gone: dict[str, tuple[int, ...]] = {}  # by cascade, the blocks that run again and whose inputs are in the host
     for step in program.instructions:
         if step.op not in OPS:
             continue
@@ -83,11 +98,12 @@ def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
             reason = "lie in the host" if there else "do not lie in the host"
             yield WrongPlace(step.span, program.rank, written(step), stage.name, reason)
         goes = inputs_in_host(stage) and cascade.phase is Phase.TRAIN
-        blocks = range(recomputed_blocks(cascade.attrs.get("recompute"), stage) if goes else 0)
-        word = "offload" if step.op == "forward" else "reload"
+        if step.op == "forward":
+            gone[step.target] = tuple(range(recomputed_blocks(step.attrs.get("recompute"), stage) if goes else 0))
+        blocks, word = gone.get(step.target, ()), "offload" if step.op == "forward" else "reload"
         listed = layers_listed(step, word)
-        if listed != tuple(blocks):
-            texts = (rank_list(run) if run else "nothing" for run in (listed, tuple(blocks)))
+        if listed != blocks:
+            texts = (rank_list(run) if run else "nothing" for run in (listed, blocks))
             yield WrongInputs(step.span, program.rank, written(step), word, *texts)
 
 
@@ -103,6 +119,18 @@ def host_peak(program: Program) -> tuple[float, float]:
         elif step.op == "backward":
             kept.pop(step.target, None)
     return state, most
+
+
+def _claims(values: Values) -> Iterator[Diagnostic]:
+    """What a program says to keep in its host is what its stages do, whatever it claims."""
+    module = values.module
+    assert module.cluster is not None
+    kept = [(stage, resident_ranks(module, module.cluster, stage)) for stage in module.stages if in_host(stage)]
+    for program in module.programs:
+        right = sum(gib_of(stage.attrs.get("host_state")) for stage, ranks in kept if program.rank in ranks)
+        claimed = gib_of(program.attrs.get("host_state"))
+        if claimed < right * (1 - TOLERANCE):
+            yield HostStateTooLow(program.span, program.rank, claimed, right)
 
 
 def _bounds(values: Values) -> Iterator[Diagnostic]:

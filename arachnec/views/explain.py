@@ -19,6 +19,7 @@ from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.explain_pipeline import pipeline_sentences
 from arachnec.views.format import ms, ranges
+from arachnec.views.host_memory import host_sentences
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
 MOST_LINKS = 16
@@ -62,6 +63,7 @@ def explain(module: Module) -> tuple[Section, ...]:
         Section("Degrees", tuple(_degrees(module, cost))),
         Section("Recomputation", tuple(_recomputation(module, cost))),
         Section("Communication", tuple(_communication(module, cost))),
+        *(Section("Host memory", tuple(host)) for host in [host_sentences(module, cost)] if host),
         idle,
     )
 

@@ -95,6 +95,7 @@ def write_plans(folder: Path, ranks: int) -> list[tuple[str, str, Module]]:
                 folder / f"{len(modules):03d}",
                 program=module,
                 traced=first.traced,
+                model=model,
                 pipeline=str(pipeline),
                 model_file=first.model_file,
                 clips=first.manifest.clips,

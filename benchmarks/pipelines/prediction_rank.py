@@ -46,7 +46,7 @@ def main(folder: str, at_once: str, rounds: str) -> None:
                     dist.barrier()
                     row[plan] = trainers[plan].step(number).step_ms
             times.append(row)
-        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64), device)).amax(0)
+        every = torch.stack(gather(torch.tensor(times, dtype=torch.float64))).amax(0)
         measured = profiler.measured()
         if dist.get_rank() == 0:
             (place / "measured.json").write_bytes(msgspec.json.encode(measured))

@@ -77,6 +77,7 @@ def write_executables(folder: Path, ranks: int, lengths: Sequence[int], schedule
             folder / schedule,
             program=plan_iteration(model, pipeline, 0)[0],
             traced=first.traced,
+            model=model,
             pipeline=str(pipeline),
             model_file=first.model_file,
             clips=[clip for clips in first.manifest.iterations for clip in clips],

@@ -153,7 +153,7 @@ def main(folder: str, ours: str, theirs: str, rounds: str, profile: str) -> None
             for name, step in steps.items():
                 show_profile(name, step, int(rounds) + 2)
         every = torch.tensor([times[name] for name in sorted(times)], dtype=torch.float64)
-        slowest = torch.stack(gather(every, device)).amax(0).tolist()
+        slowest = torch.stack(gather(every)).amax(0).tolist()
         if dist.get_rank() == 0:
             (place / "times.json").write_text(json.dumps(dict(zip(sorted(times), slowest, strict=True))))
 

@@ -132,7 +132,7 @@ def timed(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str
         if high - low > 1e-4 * abs(low):
             raise SystemExit(f"the two do not train alike: {losses}")
     every = torch.tensor([times[name][2:] for name in sorted(times)], dtype=torch.float64)
-    slowest = torch.stack(gather(every, device)).amax(0).tolist()
+    slowest = torch.stack(gather(every)).amax(0).tolist()
     return dict(zip(sorted(times), slowest, strict=True))
 
 
@@ -147,7 +147,7 @@ def memory(make: Callable[[Executable], Step], executable: Executable, device: t
     with Live() as live:
         step(3)
     own = torch.tensor([live.peak / MIB, peak - idle], dtype=torch.float64)
-    return Memory(*torch.stack(gather(own, device)).amax(0).tolist())
+    return Memory(*torch.stack(gather(own)).amax(0).tolist())
 
 
 def uneven(executable: Executable) -> str:

@@ -1,8 +1,7 @@
-"""One rank of `peak_memory.py`: the most MiB that it ever had, less what it had before it built its part."""
+"""One rank of `peak_memory.py`: the most MiB that are ever resident."""
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -23,13 +22,11 @@ STEPS = 3
 def main(folder: str) -> None:
     def work(device: torch.device) -> None:
         executable = read_executable(Path(folder))
-        gc.collect()
-        idle = resident("VmRSS")
         trainer = Trainer(executable, RunOptions(), device)
         for number in range(STEPS):
             trainer.step(number)
-        own = torch.tensor([resident("VmHWM") - idle], dtype=torch.float64)
-        everyone = [float(value) for value in gather(own, device)]
+        own = torch.tensor([resident("VmHWM")], dtype=torch.float64)
+        everyone = [float(value) for value in gather(own)]
         if dist.get_rank() == 0:
             (Path(folder) / "peak.json").write_text(json.dumps(everyone))
 

@@ -234,9 +234,11 @@ class _Work(dist._Work):
 
     def __init__(self, name: str, state: _State, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         super().__init__()
-        written = {id(tensor) for tensor in outputs}
+        written = {tensor.untyped_storage().data_ptr() for tensor in outputs}  # in place, which NCCL allows
         self._name, self._state, self._held = name, state, [*inputs, *outputs]
-        self._read = [(tensor, tensor._version) for tensor in inputs if id(tensor) not in written]
+        self._read = [
+            (tensor, tensor._version) for tensor in inputs if tensor.untyped_storage().data_ptr() not in written
+        ]
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         assert _device is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Clip, Level, Module, Stage
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline
@@ -165,11 +165,12 @@ def executable(
     trained: Sequence[str] | None = None,
     training: Training | None = None,
     crowded: bool = False,
+    change: Callable[[Cascade], Cascade] | None = None,
 ) -> Path:
     """An executable folder of the hard model by these passes.
 
     ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train; ``crowded`` are
-    devices on which two copies of the optimizer's state do not fit.
+    devices on which two copies of the optimizer's state do not fit. ``change`` is made to every placed cascade.
     """
     from tests.distributed.executor_cases import ENCODER
 
@@ -194,3 +195,11 @@ def executable(
         clips=[c for batch in iterations for c in batch],
         training=training or Training(clip_norm=0.0),
     )
+
+
+def _iteration(model: Module, pipeline: Pipeline, change: Callable[[Cascade], Cascade] | None) -> Module:
+    if change is None:
+        return plan_iteration(model, pipeline, 0)[0]
+    *plan, lower, check = pipeline.passes
+    placed = plan_iteration(model, Pipeline(tuple(plan)), 0)[0]
+    return Pipeline((lower, check)).run(replace(placed, cascades=tuple(map(change, placed.cascades))))

@@ -86,6 +86,7 @@ _SAMPLES: dict[str, st.SearchStrategy[Value]] = {
     "bool": st.booleans(),
     "int or bool": st.booleans(),
     "[int]": ranks,
+    "[str]": st.lists(texts, max_size=2).map(tuple),
     "[[@graph, int]]": st.just(()),
     "[[int, ms]]": st.just(()),
     "[[int, GiB formula]]": st.just(()),
@@ -138,9 +139,13 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
-        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None))),
         nodes.Stage(
-            "dit", True, draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None))
+            "vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None, host=None))
+        ),
+        nodes.Stage(
+            "dit",
+            True,
+            draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None, host=None)),
         ),
     )
     cascades: list[nodes.Cascade] = []

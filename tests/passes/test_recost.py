@@ -24,8 +24,10 @@ def lowered() -> Module:
     cascades = [
         timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 1.0), (0,)),
         timed("a", Phase.TRAIN, 0, 1000, ("e",), (1.0, 31.0), (1,)),
-        timed("b", Phase.TRAIN, 1, 2000, (), (31.0, 61.0), (0, 1)),
-        timed("c", Phase.TRAIN, 2, 1000, (), (1.0, 31.0), (2,)),
+        timed("e1", Phase.ENCODE, 1, 2000, (), (1.0, 2.0), (0,)),
+        timed("e2", Phase.ENCODE, 2, 1000, (), (0.0, 1.0), (2,)),
+        timed("b", Phase.TRAIN, 1, 2000, ("e1",), (31.0, 61.0), (0, 1)),
+        timed("c", Phase.TRAIN, 2, 1000, ("e2",), (1.0, 31.0), (2,)),
     ]
     return lower(module_of(cluster(), clips, cascades))
 
@@ -44,7 +46,7 @@ def test_cascades_take_the_new_time_on_their_old_ranks_in_their_old_order(tmp_pa
     assert spans["e"] == ((0,), 0.0, pytest.approx(20))
     assert spans["a"] == ((1,), pytest.approx(20), pytest.approx(80))
     assert spans["b"] == ((0, 1), pytest.approx(80), pytest.approx(140))
-    assert spans["c"] == ((2,), 0.0, pytest.approx(60))
+    assert spans["c"] == ((2,), pytest.approx(20), pytest.approx(80))
     assert quantity(made.attrs["makespan"]) == pytest.approx(140)
 
 

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CannotLock(Diagnostic):
+    title: ClassVar[str] = "the host gives no {gib:.2f} GiB more of page-locked memory"
+    help: ClassVar[str] = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
+    gib: float
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,44 @@ class DeviceRuntime:
     def pinned(self, value: Tensor) -> Tensor:
         """The same on the host, where the device copies from without anybody waiting."""
         return value.pin_memory() if self.capabilities.pinned_memory else value
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in the host's memory, page-locked for good where the device copies without anybody waiting.
+
+        Locked as it is: torch's own pinned memory comes in powers of two. Raises ``UserError`` where the host has no
+        more to lock.
+        """
+        if not self.capabilities.pinned_memory:
+            return torch.empty(size, dtype=dtype)
+        if not hasattr(self._module, "cudart"):
+            return torch.empty(size, dtype=dtype, pin_memory=True)
+        buffer = torch.empty(size, dtype=dtype)
+        bytes_locked = size * dtype.itemsize
+        if bytes_locked and int(self._module.cudart().cudaHostRegister(buffer.data_ptr(), bytes_locked, 0)):
+            raise UserError(CannotLock(None, bytes_locked / GIB))
+        return buffer
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:
+        """Start to fill ``target`` on the device from a host buffer, once the current stream has come here and
+        ``after`` has passed. Nobody waits; whoever frees ``target`` has its stream wait for the copy before."""
+        return self._filled(self._to_device, target, source, after)
+
+    def copy_out(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:
+        """Start to fill a host buffer likewise; whoever frees ``source`` has its stream wait before."""
+        return self._filled(self._to_host, target, source, after)
+
+    def _filled(self, stream: Any, target: Tensor, source: Tensor, after: Event | None) -> Event:
+        stream.wait_stream(self._module.current_stream())
+        if after is not None:
+            after.wait(stream)
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return self.record()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Inside, the current stream is the one of copies to the device: what follows them does not hold up compute."""
+        context: AbstractContextManager[Any] = self._module.stream(self._to_device)
+        return context
 
     def to_device(self, values: Any) -> DeviceCopy:
         """Start copying every tensor of ``values`` to the device, beside what it computes; nobody waits."""

@@ -22,6 +22,8 @@ from arachnec.backends.torch_distributed.handoff_connections import HandoffConne
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Program
 
+SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
+
 
 @dataclass(frozen=True)
 class HandoffFailed(Diagnostic):
@@ -165,6 +167,7 @@ class Handoffs:
         self._tags = tags
         self._notes = notes
         self._sent: dict[str, list[Sending]] = {}
+        self._let_go: list[Sending] = []
         self._coming: list[Received] = []
 
     def send(self, name: str, value: OnHost, to: int) -> None:
@@ -185,15 +188,24 @@ class Handoffs:
             self._notes.expects(coming)
         return coming
 
-    def wait_until_sent(self, name: str) -> None:
-        """Wait until all its receivers have a value, which is not held any more then."""
-        for sent in self._sent.pop(name, ()):
+    def let_go(self, name: str) -> None:
+        """Do without a value, which is not held any more then; a small one until the next is let go.
+
+        To wait for each here would stop the rank until another thread has had a core, after every message.
+        """
+        leaving = self._sent.pop(name, [])
+        small = all(isinstance(sent, _Started) and sent.value.nbytes <= SMALL for sent in leaving)
+        for sent in (*self._let_go, *(() if small else leaving)):
             sent.result()
+        self._let_go = leaving if small else []
 
     def finish(self) -> None:
         """Wait for all of them. Raises ``UserError`` for one that failed."""
         for name in list(self._sent):
-            self.wait_until_sent(name)
+            self.let_go(name)
+        for sent in self._let_go:
+            sent.result()
+        self._let_go = []
         for coming in self._coming:
             coming.wait()
 

@@ -33,6 +33,8 @@ from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
+from arachnec.backends.torch_distributed.host_copies import HostCopies
+from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.backends.torch_distributed.link_watch import HandoffNotes
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
@@ -46,12 +48,14 @@ from arachnec.backends.torch_distributed.updated_parameters import UpdatedParame
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
+from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.recomputation import recomputed_layers
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
+from arachnec.spmd.block_forward import InputsAway
 
 POLL_S = 2e-4
 
@@ -64,6 +68,7 @@ class SequenceParallel(Protocol):
         shard: SequenceShard | None,
         recompute: bool | Set[str],
         recomputing: AbstractContextManager[object] | None = None,
+        away: InputsAway | None = None,
     ) -> AbstractContextManager[object]: ...
 
 
@@ -90,6 +95,12 @@ class RankContext:
     pipeline: PipelineRank | None = None  # where the model is cut into stages
     notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
     updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
+    host_copies: HostCopies | None = None  # None: nothing of the model lies in the host's memory
+
+    @cached_property
+    def host_inputs(self) -> HostInputs | None:
+        """Where inputs of blocks are kept in the host's memory."""
+        return None if self.host_copies is None else HostInputs(self.host_copies)
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +108,8 @@ class RankContext:
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
-        if self.cells is not None and self.pipeline is None:
-            (stage,) = self.cells.stages.values()
-            if len(ranks) == stage.cell.size():
+        for stage in self.cells.stages.values() if self.cells is not None else ():
+            if own_cell(self.rank, stage.flats[0].layout.ranks) == ranks:
                 return stage.cell
         return self.gradient_groups.get(ranks)
 
@@ -177,6 +187,8 @@ def run_iteration(
             walk.wait_for_inputs(instruction, clock)
             with clock.measure(instruction.op, instruction.target):
                 walk.execute(instruction)
+                if context.host_copies is not None:
+                    context.host_copies.settle()
     walk.end_step()
     handoffs.finish()
     run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
@@ -382,7 +394,7 @@ class _Walk:
         if pipeline is not None:
             own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
         group = self.context.norm_group(instruction.peers)
-        self.run.norm = norm_over(group, global_norm(own, self.context.device))
+        self.run.norm = norm_over(group, global_norm(own, self.context.device).to(self.context.device))
 
     def _step(self, instruction: Instruction) -> None:
         """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
@@ -406,7 +418,7 @@ class _Walk:
 
     def _free(self, instruction: Instruction) -> None:
         if self.context.runtime.capabilities.host_memory:  # the plan counts a value until here, and then no more
-            self.handoffs.wait_until_sent(instruction.target)
+            self.handoffs.let_go(instruction.target)
         self.run.values.pop(instruction.target, None)
         self.run.losses.pop(instruction.target, None)
 
@@ -436,7 +448,10 @@ class _Walk:
                 shard = shard and replace(shard, attention=family)
                 recompute = recomputed_layers(forward.attrs.get("recompute"), stage)
                 again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
-                stack.enter_context(context.sequence.use(shard, recompute, again))
+                away = context.host_inputs if "offload" in forward.attrs else None
+                if away is not None and instruction.op == "forward":
+                    away.begin()
+                stack.enter_context(context.sequence.use(shard, recompute, again, away))
             yield
 
     def _forward_of(self, cascade: Cascade) -> Instruction:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
+from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
@@ -29,7 +30,8 @@ class Optimizer:
     updates and the parameter is rounded from. Without ``sharded`` every rank holds the whole state and computes the
     same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
     updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
-    (``gathered``), which all these ranks do together.
+    (``gathered``), which all these ranks do together. With ``host`` the whole state lies in the host's memory, and
+    the parameters on the device; ``on_host``: both do.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class Optimizer:
         *,
         sharded: bool = False,
         group: dist.ProcessGroup | None = None,
+        host: HostMasters | None = None,
+        on_host: bool = False,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
+        self._host, self._on_host = host, on_host or host is not None
         self._parts = Parts.of(group) if sharded else None
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
-        self._masters = {name: _master(value) for name, value in owned.items()}
+        self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
         # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
         groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
         self._adam = torch.optim.AdamW(
@@ -84,6 +89,9 @@ class Optimizer:
         given = self.gradients(parts)
         norm = global_norm(given) if norm is None else norm
         limit = self._training.clip_norm
+        norm = norm.cpu() if self._on_host else norm
+        if self._host is not None:
+            given = self._host.gradients(given)
         for name, master in self._masters.items():
             master.grad = given[name].to(master.dtype) if name in given else None
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -121,7 +129,9 @@ class Optimizer:
     def round_parameters(self) -> None:
         """Write the master copies into the parameters, after an update or after loading; parts are gathered instead."""
         for name, master in self._masters.items() if self._parts is None else ():
-            if master is not self._parameters[name]:
+            if self._host is not None:
+                self._host.bring(name, self._parameters[name], master)
+            elif master is not self._parameters[name]:
                 self._parameters[name].copy_(master)
 
     def gathered(self, names: Iterable[str], group: dist.ProcessGroup | None = None) -> list[GatheredParts]:
@@ -130,10 +140,19 @@ class Optimizer:
         names = list(names)
         known = {id(self._parameters[name]): name for name in names}
         pieces = pieces_of((self._parameters[name] for name in names), WHOLE, _dtype)
-        masters = [[self._masters.get(known[id(value)], value.new_empty(0)) for value in piece] for piece in pieces]
+        masters = [[self._own(known[id(value)], value) for value in piece] for piece in pieces]
         return [
             GatheredParts.started(self._parts, piece, own, group) for piece, own in zip(pieces, masters, strict=True)
         ]
+
+    def _own(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a parameter's master, on the parameter's device."""
+        master = self._masters.get(name, value.new_empty(0))
+        if self._host is None or not master.numel():
+            return master
+        own = torch.empty(master.shape, dtype=value.dtype, device=value.device)
+        self._host.bring(name, own, master)
+        return own
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.

@@ -83,8 +83,7 @@ class GatheredParts:
 
     parts: Parts
     values: Sequence[Tensor]
-    row: Tensor  # what is sent: alive until it has arrived
-    rows: Tensor
+    rows: Tensor  # what is sent is this rank's row of it
     work: dist.Work
 
     @classmethod
@@ -96,11 +95,11 @@ class GatheredParts:
 
         A part of another precision than its tensor is rounded.
         """
-        row = values[0].new_zeros(sum(parts.length(value.numel()) for value in values))
+        rows = values[0].new_empty(parts.ranks, sum(parts.length(value.numel()) for value in values))
+        row = rows[parts.rank].zero_()
         for place, part in zip(parts.cut(row, values), own, strict=True):
             place.copy_(part)
-        rows = row.new_empty(parts.ranks, len(row))
-        return cls(parts, values, row, rows, start_all_gather_flat(rows.view(-1), row, group))
+        return cls(parts, values, rows, start_all_gather_flat(rows.view(-1), row, group))
 
     @torch.no_grad()
     def wait(self) -> None:

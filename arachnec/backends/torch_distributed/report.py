@@ -32,6 +32,8 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     peak_memory_gib: float
     cascades: int
     peak_reserved_gib: float = 0.0  # by the device's allocator, in use or not; as the peak where nobody counts
+    from_host: int = 0  # bytes of the model and of blocks' inputs that came from host memory, on all ranks together
+    to_host: int = 0
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):

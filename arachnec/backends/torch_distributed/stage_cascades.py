@@ -136,9 +136,10 @@ class StageCascades:
         return pack(gradients, forms)
 
     def _degree_before(self, cascade: Cascade) -> int:
-        """The degree of the stage that reads this one's gradient."""
+        """The degree of the stage that reads this one's gradient; its own where that stage is frozen."""
         readers = (c for c in self.module.cascades if cascade.name in c.inputs)
-        return next(c.degree for c in readers if c.stage != cascade.stage and c.phase is Phase.BACKWARD)
+        others = (c.degree for c in readers if c.stage != cascade.stage and c.phase is Phase.BACKWARD)
+        return next(others, cascade.degree)
 
     def weight(self, instruction: Instruction, cascade: Cascade, cells: StageCells | None) -> None:
         """The weight gradients that a split backward left; layer by layer where they are dealt out over ``cells``."""

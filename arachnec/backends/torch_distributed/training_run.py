@@ -32,6 +32,8 @@ from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
+from arachnec.backends.torch_distributed.host_copies import HostCopies
+from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
@@ -59,6 +61,7 @@ from arachnec.executable.folder import (
     data_digest,
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
 from arachnec.ir.nodes import Module, Program
 from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
@@ -166,6 +169,8 @@ class Trainer:
         gradient_groups = ProcessGroups(GROUP_TIMEOUT)
         gradient_groups.ensure(wanted_gradient_groups(first), device=device)
         sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
+        copies = _host_copies(first, runtime, cells)
+        masters = copies is not None and any(optimizer_in_host(s) and not layers_in_host(s) for s in first.stages)
         place = None if pipeline is None else pipeline.place
         if stage is not None and sharded and pipeline is None:
             place = replicas(rank, stage.cell, stage.ranks)
@@ -183,6 +188,8 @@ class Trainer:
                 training,
                 sharded=sharded if pipeline is None else place is not None,
                 group=None if place is None else gradient_groups.get(place),
+                host=HostMasters(copies) if masters and copies is not None else None,
+                on_host=cells is not None and cells.copies is not None,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=gradient_groups,
@@ -193,6 +200,7 @@ class Trainer:
             training=training,
             cells=cells,
             pipeline=pipeline,
+            host_copies=copies,
             notes=HandoffNotes() if self._plans.follows_links else None,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
@@ -384,7 +392,9 @@ class Trainer:
         norm = 0.0 if run.norm is None else float(run.norm)
         runtime = self._context.runtime
         peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
-        mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1]]
+        copies = self._context.host_copies
+        moved = (0, 0) if copies is None else copies.counted()
+        mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -403,6 +413,8 @@ class Trainer:
             peak_memory_gib=float(everyone[:, 3].max()),
             cascades=len(own.module.cascades),
             peak_reserved_gib=float(everyone[:, 5].max()),
+            from_host=int(everyone[:, 6].sum()),
+            to_host=int(everyone[:, 7].sum()),
         )
 
     def _state(self) -> State:
@@ -425,6 +437,13 @@ class Trainer:
             return 0
         self._context.optimizer.round_parameters()
         return position.steps
+
+
+def _host_copies(module: Module, runtime: DeviceRuntime, cells: CellParameters | None) -> HostCopies | None:
+    """The copies with the host's memory; None where nothing of the model lies there."""
+    if cells is not None and cells.copies is not None:
+        return cells.copies
+    return HostCopies(runtime) if any(in_host(stage) for stage in module.stages) else None
 
 
 def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 _STATE = "shard-optimizer"
 # Where a copy on every rank would crowd the device, the shortest of: the optimizer alone, cells, stages.
 _OUR_STATE = "choose-layout"
+# Host memory where not even cells let every clip fit.
+_OUR_PLACE = f"{_OUR_STATE},offload"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # Every baseline all-reduces its gradients in buckets behind its last backward, as PyTorch's DDP does. Which backward
 # is the last one follows from the schedule.
@@ -16,9 +18,9 @@ NOT_COMPARED = frozenset({"fused"})
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
-    "default": f"{_OUR_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "default": f"{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # ours, and the memory-bound operations of every block run as few kernels: apart, until the kernels ran on a GPU
-    "fused": f"fuse,{_OUR_STATE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "fused": f"fuse,{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
     "data-parallel": f"{_EQUAL},schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer, Scattering
+from arachnec.backends.torch_distributed.cells.host_shard import Waited
 from arachnec.ir.nodes import Instruction, integer
 from arachnec.ir.parameter_cells import HELD
 from arachnec.spmd.sharded_tokens import ShardedTokens
@@ -50,9 +51,9 @@ class Gathering:
 
     layers: Mapping[int, Sequence[FlatLayer]]
     modules: Mapping[int, nn.Module]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: a rank alone, whose layers come from its host
     updated: Callable[[int], None] | None = None  # waits until a layer's shard is that of all who updated parts of it
-    _whole: dict[int, list[dist.Work]] = field(default_factory=dict)  # with what is still to be waited for
+    _whole: dict[int, list[Waited]] = field(default_factory=dict)  # with what is still to be waited for
     _scattering: list[Scattering] = field(default_factory=list)
     _pass: _Pass | None = None
     _calls: dict[str, Counter[int]] = field(default_factory=dict)  # of each layer, by the forward's cascade

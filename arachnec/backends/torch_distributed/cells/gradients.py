@@ -32,7 +32,7 @@ class StageCells:
     ranks: tuple[int, ...]
     flats: tuple[FlatLayer, ...]
     gathering: Gathering
-    cell: dist.ProcessGroup
+    cell: dist.ProcessGroup | None  # None: a rank alone, whose layers lie in its host's memory
     hosts: dist.ProcessGroup | None
 
     @property
@@ -80,12 +80,17 @@ class ShardGradients:
         told = dist.all_reduce(used, group=stage.hosts, async_op=True)
         assert told is not None
         for flat in flats:
-            if flat.gradient is None:
+            if flat.gradient is None and flat.host is not None:
+                flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
+            elif flat.gradient is None:
                 flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.shard.device)
         group = self.groups.get(reduce.peers)
-        shards = [] if group is None else [_with_gradient(flat) for flat in flats]
+        for flat in flats:
+            if flat.host is not None and group is not None:
+                _sum_from_host(flat, group)
+        shards = [] if group is None else [_with_gradient(flat) for flat in flats if flat.host is None]
         sent = [] if group is None else [Piece.sent(run, group) for run in pieces_of(shards, self.piece_bytes)]
-        self._pending.append(_Started(flats, shards, sent, used, told, dist.get_rank(stage.cell)))
+        self._pending.append(_Started(flats, shards, sent, used, told))
 
     def _members(self, reduce: Instruction) -> list[FlatLayer]:
         """The flat tensors of the bucket."""
@@ -160,7 +165,6 @@ class _Started:
     sent: Sequence[Piece]
     used: Tensor
     told: dist.Work
-    member: int  # of the cell, this rank
 
     @property
     def done(self) -> bool:
@@ -169,13 +173,16 @@ class _Started:
     def finish(self) -> None:
         for sent in self.sent:
             sent.finish()
-        for flat, shard in zip(self.flats, self.shards, strict=False):
+        for flat, shard in zip((flat for flat in self.flats if flat.host is None), self.shards, strict=False):
             flat.gradient = shard.grad
+        for flat in self.flats:
+            if flat.host is not None:  # the optimizer runs there
+                flat.host.arrive()
         self.told.wait()
         counts = iter(self.used.tolist())
         for flat in self.flats:
             flat.used = {slot.name for slot in flat.layout.slots if next(counts)}
-            for piece in flat.layout.pieces(self.member):
+            for piece in flat.layout.pieces(flat.member):
                 value = flat.pieces[piece.slot.name]
                 if piece.slot.name in flat.used and flat.gradient is not None:
                     set_gradient(value, flat.gradient[piece.place : piece.place + piece.size])
@@ -183,6 +190,20 @@ class _Started:
 
 def _names(flats: Sequence[FlatLayer]) -> list[tuple[FlatLayer, str]]:
     return [(flat, slot.name) for flat in flats for slot in flat.layout.slots]
+
+
+def _sum_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
+    """Sum a gradient that lies in the hosts: through the device, one flat tensor after another."""
+    assert flat.host is not None and flat.gradient is not None
+    value = nn.Parameter(torch.empty(flat.layout.shard_size, dtype=flat.layout.dtype, device=flat.whole.device))
+    if hasattr(value, "grad_dtype"):
+        value.grad_dtype = flat.gradient_dtype
+    gradient = torch.empty(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.whole.device)
+    flat.host.bring_gradient(gradient, flat.gradient)
+    value.grad = gradient
+    Piece.sent([value], group).finish()
+    assert value.grad is not None
+    flat.gradient = flat.host.take_gradient(value.grad)
 
 
 def _with_gradient(flat: FlatLayer) -> nn.Parameter:

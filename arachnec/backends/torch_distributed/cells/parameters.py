@@ -15,11 +15,14 @@ from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.layout import Piece
 from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
+from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import CPU
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -33,6 +36,7 @@ class CellParameters:
 
     stages: Mapping[str, StageCells]
     whole: Mapping[str, Tensor]
+    copies: HostCopies | None = None  # with the host's memory, where layers lie in it
 
     @classmethod
     def of(
@@ -48,12 +52,13 @@ class CellParameters:
         cells = [own_cell(rank, stage.cell) for stage in stages for rank in stage.ranks]
         groups.ensure(list(dict.fromkeys(cells)), device=device)
         hosts.ensure([stage.ranks for stage in stages], device=CPU)
-        model, flats = dealt_out_model(model_file, training, device, stages, own)
+        copies = HostCopies(DeviceRuntime.of(device)) if any(stage.in_host for stage in stages) else None
+        model, flats = dealt_out_model(model_file, training, device, stages, own, copies)
         here = {stage.name: stage for stage in stages if stage.name in flats}
         dealt = {name: _stage_cells(stage, model, flats[name], groups, hosts) for name, stage in here.items()}
         sharded = {slot.name for of in flats.values() for flat in of for slot in flat.layout.slots}
         whole = {name: value for name, value in trained_parameters(model).items() if name not in sharded}
-        return model, cls(dealt, whole)
+        return model, cls(dealt, whole, copies)
 
     @property
     def pieces(self) -> dict[str, Tensor]:
@@ -80,7 +85,7 @@ class CellParameters:
         """
         pieces: dict[str, tuple[Piece, bool]] = {}
         for stage in self.stages.values():
-            member = dist.get_rank(stage.cell)
+            member = 0 if stage.cell is None else dist.get_rank(stage.cell)
             first = dist.get_rank() == stage.ranks[0] + member
             pieces |= {p.slot.name: (p, first) for flat in stage.flats for p in flat.layout.pieces(member)}
         parts: dict[str, Tensor | Part] = {}
@@ -102,7 +107,6 @@ def _stage_cells(
     stage: DealtStage, model: nn.Module, flats: Sequence[FlatLayer], groups: ProcessGroups, hosts: ProcessGroups
 ) -> StageCells:
     cell = groups.get(own_cell(dist.get_rank(), stage.cell))
-    assert cell is not None, "a cell has several ranks"
     by_layer: dict[int, list[FlatLayer]] = {}
     for flat in flats:
         by_layer.setdefault(flat.layout.layer, []).append(flat)
@@ -112,8 +116,10 @@ def _stage_cells(
 
 def dealt_out_stage(module: Module) -> DealtStage | None:
     """The trained stage of a model that is one stage where it is dealt out over cells, else None."""
-    stage = next((s for s in module.stages if s.trained and (cell_of(s) or 1) > 1 and "part_of" not in s.attrs), None)
+    stage = next((s for s in module.stages if s.trained and cell_of(s) and "part_of" not in s.attrs), None)
     if stage is None:
         return None
     paths = tuple(path for path, _ in layers_of(stage))
-    return DealtStage(stage.name, paths, None, tuple(range(len(module.programs))), cell_of(stage) or 1)
+    return DealtStage(
+        stage.name, paths, None, tuple(range(len(module.programs))), cell_of(stage) or 1, layers_in_host(stage)
+    )

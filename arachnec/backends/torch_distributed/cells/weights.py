@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
+from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import put_in_place
 from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
 from arachnec.executable.training_options import Training
@@ -30,6 +31,7 @@ class DealtStage:
     parameters: frozenset[str] | None
     ranks: tuple[int, ...]
     cell: int
+    in_host: bool = False  # whether shards and gradients lie in the hosts' memory
 
 
 def dealt_out_model(
@@ -38,11 +40,14 @@ def dealt_out_model(
     device: torch.device,
     stages: Sequence[DealtStage],
     own: Collection[str] | None = None,
+    copies: HostCopies | None = None,
 ) -> tuple[nn.Module, dict[str, list[FlatLayer]]]:
     """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank.
 
-    What no stage deals out is whole on the ranks whose ``own`` it is. Of all else nothing is kept. Collective. Raises
-    ``UserError`` where the ranks' models have other tensors.
+    With ``copies`` the shards of stages that are ``in_host`` lie there. What no stage deals out is whole on the ranks
+    whose ``own`` it is. Of all else nothing is kept. Collective.
+
+    Raises ``UserError`` where the ranks' models have other tensors.
     """
     made: dict[str, _Shards] = {}
     kept: dict[str, Tensor] = {}
@@ -53,7 +58,7 @@ def dealt_out_model(
             named = {n: left.pop(n) for n in list(left) if stage.parameters is None or n in stage.parameters}
             if dist.get_rank() in stage.ranks:
                 layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
-                made[stage.name] = _Shards(layouts, device)
+                made[stage.name] = _Shards(layouts, device, copies if stage.in_host else None)
 
         def take(name: str, value: Tensor) -> None:
             for shards in made.values():
@@ -67,7 +72,7 @@ def dealt_out_model(
     parameters = dict(model.named_parameters())
     flats = {
         name: [
-            FlatLayer.of(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots}, shards.member)
+            shards.flat(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots})
             for layout, shard in zip(shards.layouts, shards.values, strict=True)
         ]
         for name, shards in made.items()
@@ -89,15 +94,21 @@ def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
 class _Shards:
     """This rank's shards of the layouts that are its own, filled from parameters as they come."""
 
-    def __init__(self, layouts: Sequence[FlatLayout], device: torch.device) -> None:
-        self.layouts = layouts
+    def __init__(self, layouts: Sequence[FlatLayout], device: torch.device, copies: HostCopies | None) -> None:
+        self.layouts, self._copies = layouts, copies
         self.member = dist.get_rank() % layouts[0].ranks if layouts else 0
-        self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
+        if copies is None:
+            self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
+        else:
+            self.values = [copies.buffer(layout.shard_size, layout.dtype).zero_() for layout in layouts]
         self._pieces = {
             piece.slot.name: (piece, shard)
             for layout, shard in zip(layouts, self.values, strict=True)
             for piece in layout.pieces(self.member)
         }
+
+    def flat(self, layout: FlatLayout, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> FlatLayer:
+        return FlatLayer.of(layout, shard, parameters, self.member, self._copies)
 
     def take(self, name: str, value: Tensor) -> None:
         if name in self._pieces:

@@ -1,0 +1,73 @@
+"""A layer's shard and its gradient in the host's memory: how they come to the device, and how a gradient goes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arachnec.backends.torch_distributed.device_runtime import Event
+from arachnec.backends.torch_distributed.host_copies import HostCopies
+
+
+class Waited(Protocol):
+    """A copy, or a collective, on its way."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass
+class HostShard:
+    """The copies of one flat tensor. Its gradient has a buffer of its own, made at its first use."""
+
+    copies: HostCopies
+    _gradient: Tensor | None = None
+    _taken: Event | None = None  # once it has passed, the gradient is in the host
+
+    def bring_layer(self, whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Waited:
+        """Start to make a layer whole from its shard, with those of the other members where there are some."""
+        if group is None:
+            return self.copies.bring(whole, shard)
+        own = torch.empty_like(shard, device=whole.device)
+        arrival = self.copies.bring(own, shard)
+        with self.copies.runtime.beside():  # the gather waits for the copy, and not what computes meanwhile
+            arrival.wait()
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work: dist.Work | None = gather(whole, own, group=group, async_op=True)
+        assert work is not None
+        return _Gathered(work, own)
+
+    def bring_gradient(self, target: Tensor, gradient: Tensor | None) -> None:
+        """Fill ``target`` with the gradient so far, if there is one; the current stream waits for it."""
+        if gradient is not None:
+            self.copies.bring(target, gradient, self._taken).wait()
+
+    def take_gradient(self, sums: Tensor) -> Tensor:
+        """Start to take a gradient to the host; the tensor that it will be in."""
+        if self._gradient is None or self._gradient.dtype != sums.dtype:
+            self._gradient = self.copies.buffer(sums.numel(), sums.dtype)
+        self._taken = self.copies.take(self._gradient, sums, self._taken)
+        return self._gradient
+
+    def no_gradient(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A gradient of zeros, in the host."""
+        if self._gradient is None or self._gradient.dtype != dtype:
+            self._gradient = self.copies.buffer(size, dtype)
+        return self._gradient.zero_()
+
+    def arrive(self) -> None:
+        """Wait until the gradient is in the host."""
+        if self._taken is not None:
+            self._taken.synchronize()
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    work: dist.Work
+    shard: Tensor  # until it was sent
+
+    def wait(self) -> object:
+        return self.work.wait()

@@ -1,0 +1,78 @@
+"""Copies between a rank's device and what it keeps in its host's memory, started and not waited for, and counted."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, Event
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A copy on its way, as the work of a collective is: to be waited for by the current stream."""
+
+    event: Event
+    runtime: DeviceRuntime
+
+    def wait(self) -> None:
+        self.runtime.wait_on_stream(self.event, ())
+
+
+@dataclass
+class HostCopies:
+    """``from_host`` and ``to_host`` count bytes. On a CPU both sides are its memory, and the copies are real."""
+
+    runtime: DeviceRuntime
+    from_host: int = 0
+    to_host: int = 0
+    _leaving: tuple[Tensor, Event] | None = None  # one at a time: more would hold memory that no plan counts
+    _free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event | None]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in the host's memory that the device copies from and to, for good."""
+        return self.runtime.host_buffer(size, dtype)
+
+    def bring(self, target: Tensor, source: Tensor, after: Event | None = None) -> Arrival:
+        """Start to fill ``target`` on the device, behind what the current stream has and ``after`` has passed."""
+        self.from_host += source.numel() * source.itemsize
+        return Arrival(self.runtime.copy_in(target, source, after), self.runtime)
+
+    def take(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:
+        """Start to fill ``target`` in the host's memory, behind what the current stream has and ``after`` passed."""
+        self.settle()
+        self.to_host += source.numel() * source.itemsize
+        event = self.runtime.copy_out(target, source, after)
+        self._leaving = source, event
+        return event
+
+    def counted(self) -> tuple[int, int]:
+        """Bytes from the host and to it since this was asked last."""
+        counts = self.from_host, self.to_host
+        self.from_host = self.to_host = 0
+        return counts
+
+    def settle(self) -> None:
+        """Have the current stream wait for what is on its way to the host, and give its memory back."""
+        if self._leaving is not None:
+            self.runtime.wait_on_stream(self._leaving[1], ())
+            self._leaving = None
+
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Event | None]:
+        """A buffer of the host for a while, and what has to have passed before it is written."""
+        size = math.prod(shape)
+        free = self._free[size, dtype]
+        buffer, event = free.pop() if free else (self.buffer(size, dtype), None)
+        return buffer.view(tuple(shape)), event
+
+    def give_back(self, buffer: Tensor, event: Event) -> None:
+        """Once ``event`` has passed nobody reads it."""
+        flat = buffer.view(-1)
+        self._free[flat.numel(), flat.dtype].append((flat, event))
