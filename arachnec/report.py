@@ -41,6 +41,8 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "imbalance": imbalance(busy_ms(module)),
         "planning_ms": planning_ms,
         "peak_memory_gib": peak_memory(module, cost),
+        "layout": module.attrs.get("layout"),
+        "layouts": alternatives(module),
         "cascades": [
             {
                 "name": cascade.name,
@@ -56,6 +58,26 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
             for cascade in module.cascades
         ],
     }
+
+
+def alternatives(module: Module) -> list[dict[str, Any]]:
+    """The layouts that the choice was between (``passes.choose_layout``): the simulated ms of a sample, or its lower
+    bound where that was enough to leave it; neither where a clip does not fit. None where there was no choice."""
+
+    def pairs(name: str) -> list[tuple[str, float]]:
+        value = module.attrs.get(name)
+        pairs = value if isinstance(value, tuple) else ()
+        return [(str(pair[0]), quantity(pair[1])) for pair in pairs if isinstance(pair, tuple)]
+
+    refused = module.attrs.get("refused")
+    return [
+        *({"layout": name, "simulated_ms": ms, "at_least_ms": None} for name, ms in pairs("tried")),
+        *({"layout": name, "simulated_ms": None, "at_least_ms": ms} for name, ms in pairs("excluded")),
+        *(
+            {"layout": str(name), "simulated_ms": None, "at_least_ms": None}
+            for name in (refused if isinstance(refused, tuple) else ())
+        ),
+    ]
 
 
 def simulation_report(module: Module, simulation: Simulation, planning_ms: float = 0.0) -> dict[str, Any]:

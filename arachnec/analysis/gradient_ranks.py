@@ -41,7 +41,7 @@ def norm_ranks(stage: Stage, rank: int, stages: Sequence[Stage], places: Places)
     if whole := stage.attrs.get("part_of"):
         owned = (places.get(part.name, ()) for part in stages if part.attrs.get("part_of") == whole)
         ranks = tuple(sorted(frozenset().union(*owned)))
-    elif (cell := cell_of(stage) or 1) > 1:
+    elif (cell := cell_of(stage) or 1) > 1 and "sharded" not in stage.attrs:
         ranks = own_cell(rank, cell)
     else:
         ranks = tuple(sorted(places[stage.name])) if "sharded" in stage.attrs else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,10 +11,10 @@ from functools import cached_property
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import on_busiest_rank
-from arachnec.cost.recomputation import Runs, least_blocks, runs_of, share_saved
+from arachnec.cost.recomputation import Runs, runs_of, share_saved
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage
-from arachnec.ir.parameter_cells import gathered_gib, scattered_gib
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
+from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 from arachnec.ir.values import Formula
@@ -45,6 +46,8 @@ class Memory:
             return received + scattered_gib(stage)
         cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
+        if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
+            return received + evaluated(stage, "batch", cascade) + most_while_training(stage, cascade, share, recompute)
         total = gathered_gib(stage) + received
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
             total += saved_for_backward(stage, cascade, share, recompute)
@@ -172,13 +175,40 @@ class Memory:
         room, most = self.room_on(ranks, degree, cascade.stage), self.of(cascade, degree, 0, side)
         if most <= room:
             return 0
-        stage = self.stages[cascade.stage]
-        least = self.of(cascade, degree, block_count(stage), side) if self.can_recompute(cascade) else math.inf
-        if least > room:
+        blocks = block_count(self.stages[cascade.stage])
+        if not self.can_recompute(cascade) or self.of(cascade, degree, blocks, side) > room:
             return None
-        part = on_one_side(cascade, side)
-        runs = runs_on(stage, part, uneven(part.tokens, degree // side))
-        return least_blocks(runs, (most - room) / (most - least))
+        counts = range(1, blocks + 1)  # what is held never grows with them
+        return counts[bisect_left(counts, True, key=lambda count: self.of(cascade, degree, count, side) <= room)]
+
+
+def most_while_training(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
+    """GiB at the fuller of two moments, on a rank that has this ``share`` of the tokens.
+
+    At the end of the forward everything is kept, and what lies behind the last block runs on whole sequences. It is
+    gone when the first gradients of blocks are made. The blocks that were not recomputed come first in the backward,
+    so that what they kept gives room to a block that runs again.
+    """
+    saved, freed, again = divided(stage, "saved", cascade, share), 0.0, 0.0
+    if recompute and "saved_recompute" in stage.attrs:
+        again = divided(stage, "recomputing", cascade, share)
+        by_all = saved - (divided(stage, "saved_recompute", cascade, share) - again)
+        by_all += inputs_gone(stage, cascade, share)
+        part = share_saved(runs_on(stage, cascade, share), recompute) * by_all
+        saved, freed = saved - part, by_all - part
+    saved += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
+    kept, alive = head_of(stage, cascade)
+    behind = max(divided(stage, "workspace", cascade, share), alive - kept) + whole_gib(stage)
+    blocks = max(0.0, again - freed) + divided(stage, "workspace", cascade, share) + gathered_gib(stage) - kept
+    return saved + max(behind, blocks)
+
+
+def head_of(stage: Stage, cascade: Cascade) -> tuple[float, float]:
+    """GiB behind the last block: kept for the backward, and the most alive while it runs."""
+    values = stage.attrs["head"]
+    assert isinstance(values, tuple)
+    kept, alive = (formula(value)(B=cascade.batch, S=cascade.tokens, T=cascade.text) for value in values)
+    return kept, alive
 
 
 def saved_for_backward(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
@@ -187,9 +217,14 @@ def saved_for_backward(stage: Stage, cascade: Cascade, share: float, recompute: 
     if not recompute or "saved_recompute" not in stage.attrs:
         return saved
     least = divided(stage, "saved_recompute", cascade, share)
-    blocks = block_count(stage)  # on the device stay the inputs of those that are on their way
-    least -= offloaded(stage, cascade, share, blocks) * max(0, blocks - IN_FLIGHT) / blocks
+    least -= inputs_gone(stage, cascade, share)
     return saved - share_saved(runs_on(stage, cascade, share), recompute) * (saved - least)
+
+
+def inputs_gone(stage: Stage, cascade: Cascade, share: float) -> float:
+    """GiB that inputs in host memory spare the device where every block runs again: all but those on their way."""
+    blocks = block_count(stage)
+    return offloaded(stage, cascade, share, blocks) * max(0, blocks - IN_FLIGHT) / blocks
 
 
 def offloaded(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
@@ -226,8 +261,8 @@ def stages_apart(module: Module) -> frozenset[str]:
 
 def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:
     """A stage's formula ``name`` for a cascade on a rank that has this ``share`` of the tokens; 0 without a formula."""
-    formula = formula_in(stage, name)
-    return 0.0 if formula is None else divided_formula(formula, cascade, share)
+    value = formula_in(stage, name)
+    return 0.0 if value is None else divided_formula(value, cascade, share)
 
 
 def divided_formula(formula: Formula, cascade: Cascade, share: float) -> float:

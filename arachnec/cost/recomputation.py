@@ -1,9 +1,8 @@
-"""What recomputing the first blocks of a stage saves: how much of it, and how many blocks a room asks for.
+"""What recomputing the first blocks of a stage saves.
 
 ``saved`` is kept for the backward where no block is recomputed, ``saved_recompute`` where all are, one whole block
-included: the one that runs again. In between memory falls by what the blocks save, scaled to these two. It is a bound:
-the first blocks run again when the backward has freed a later one, which gives the room that the scaling still counts.
-Time grows with the number of blocks, from no further forward to one.
+included: the one that runs again. In between memory falls by what the blocks save, scaled to these two. Time grows with
+the number of blocks, from no further forward to one.
 """
 
 from __future__ import annotations
@@ -38,15 +37,3 @@ def share_saved(runs: Runs, blocks: int) -> float:
         saved += min(count, left) * each
         left -= min(count, left)
     return min(1.0, saved / total)
-
-
-def least_blocks(runs: Runs, share: float) -> int:
-    """The least number of blocks that saves this share, which is at most 1."""
-    wanted = share * math.fsum(count * each for count, each in runs)
-    blocks = 0
-    for count, each in runs:
-        if wanted <= count * each:
-            return blocks + (math.ceil(wanted / each) if wanted > 0 else 0)
-        wanted -= count * each
-        blocks += count
-    return blocks

@@ -46,8 +46,8 @@ def norm_time(cluster: Cluster, ranks: tuple[int, ...]) -> float:
 
 
 def ring_passes(stage: Stage) -> int:
-    """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all ranks step."""
-    return 1 if "sharded" in stage.attrs else 2
+    """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all need them."""
+    return 1 if "sharded" in stage.attrs and "cell" not in stage.attrs else 2
 
 
 def gather_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], layers: Sequence[int]) -> float:
@@ -55,8 +55,8 @@ def gather_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], layers: 
     if len(ranks) < 2:
         return 0.0
     link, contention = group_link(cluster, ranks), penalty(cluster, ranks)
-    sizes = layer_sizes(stage)
-    bytes_of = (sizes[layer].trained * element_bytes(stage) for layer in layers)
+    sizes, cell = layer_sizes(stage), cell_of(stage) or 1
+    bytes_of = (sizes[layer].trained * element_bytes(stage) / cell for layer in layers)
     return sum(collective_time(link, size, len(ranks), 1, contention) for size in bytes_of if size)
 
 

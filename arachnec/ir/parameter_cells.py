@@ -94,9 +94,16 @@ def gathered_gib(stage: Stage, held: int = HELD) -> float:
     """
     if cell_of(stage) is None:
         return 0.0
+    return whole_gib(stage, held) + scattered_gib(stage)
+
+
+def whole_gib(stage: Stage, held: int = HELD) -> float:
+    """GiB of that while no backward runs: ``held`` times the largest layer, and the last layer."""
+    if cell_of(stage) is None:
+        return 0.0
     *blocks, last = layer_sizes(stage)
     largest = max((layer.parameters for layer in blocks), default=0.0)
-    return (held * largest + last.parameters) * element_bytes(stage) / GIB + scattered_gib(stage)
+    return (held * largest + last.parameters) * element_bytes(stage) / GIB
 
 
 def scattered_gib(stage: Stage) -> float:

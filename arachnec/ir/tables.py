@@ -33,6 +33,12 @@ MODULE = table("""
     area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
     grouping  | int  | placed | optional | micro-batches that kfkb takes as one, where the links chose it
     proved    | bool | scheduled | required | whether this makespan is proved to be the least
+    layout    | str  | traced | optional | how model state lies on the ranks, chosen once per run
+    schedule  | str  | traced | optional | that of the pipeline, where the layout has stages
+    full      | bool | traced | optional | micro-batches fill cells as if every block were recomputed
+    tried     | [[str, ms]] | traced | optional | layouts that were simulated, and the iteration of each
+    excluded  | [[str, ms]] | traced | optional | layouts that take so long at least, and were not simulated
+    refused   | [str] | traced | optional | layouts in which some clip does not fit
 """)
 
 CLUSTER = table("""
@@ -80,6 +86,7 @@ STAGE = table("""
     spared          | [[int, GiB formula]] | traced | optional | layers that save alike if recomputed; absent = all do
     recomputing     | GiB formula    | traced | optional | the part of that for the block that is run again, not kept
     shell           | GiB formula    | traced | optional | the part of these outside the blocks, whole on every rank
+    head            | [GiB formula]  | traced | optional | behind the last block: kept of the shell, and alive there
     workspace       | GiB formula    | traced | optional | needed while it runs, beyond what is kept
     batch           | GiB formula    | traced | optional | what a forward is given on its device: arguments and target
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
@@ -144,6 +151,7 @@ CASCADE = table("""
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
     memory    | GiB         | scheduled | optional | per rank, held while it runs
+    assigned  | [int]       | scheduled | optional | the ranks that the schedule chose already
     ranks     | [int]       | placed    | required | one for each of its degree
     ulysses   | int         | placed    | optional | heads are split over so many ranks
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree

@@ -17,7 +17,7 @@ from functools import lru_cache
 from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import HOST, layers_in_host
 from arachnec.ir.nodes import Instruction, Module, Phase, Stage
-from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell, updated_layers
+from arachnec.ir.parameter_cells import HELD, cell_of, last_layer, layer_sizes, own_cell, replicas, updated_layers
 from arachnec.ir.stage_sizes import element_bytes
 from arachnec.ir.values import Attributes, Quantity
 
@@ -40,7 +40,8 @@ def on_rank(
 def updated_parameters(module: Module, resident: Mapping[str, frozenset[int]]) -> dict[int, list[Instruction]]:
     """By rank, the gathers with which its program begins: of what other ranks have updated in the step before.
 
-    Layers are gathered in the order in which a forward reads them. ``resident`` are the ranks of every stage.
+    Layers are gathered in the order in which a forward reads them, of a stage in cells each shard by the ranks that
+    hold it. ``resident`` are the ranks of every stage.
     """
     cost = CostModel(module)
     gathers: dict[int, list[Instruction]] = defaultdict(list)
@@ -48,11 +49,13 @@ def updated_parameters(module: Module, resident: Mapping[str, frozenset[int]]) -
         ranks, layers = tuple(sorted(resident[stage.name])), updated_layers(stage)
         if "sharded" not in stage.attrs or len(ranks) < 2 or not layers:
             continue
-        size = round(sum(layer_sizes(stage)[layer].trained for layer in layers) * element_bytes(stage))
-        time = Quantity(cost.gather_time(stage, ranks, layers), "ms")
-        gather = Instruction("gather", stage.name, ranks, Attributes.of(layers=layers, bytes=size, time=time))
-        for rank in ranks:
-            gathers[rank].append(gather)
+        cell = cell_of(stage) or 1
+        size = round(sum(layer_sizes(stage)[layer].trained for layer in layers) * element_bytes(stage) / cell)
+        for equal in [replicas(first, cell, ranks) for first in range(cell)] if cell > 1 else [ranks]:
+            time = Quantity(cost.gather_time(stage, equal, layers), "ms")
+            gather = Instruction("gather", stage.name, equal, Attributes.of(layers=layers, bytes=size, time=time))
+            for rank in equal:
+                gathers[rank].append(gather)
     return gathers
 
 

@@ -30,6 +30,7 @@ from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
+from arachnec.planning.pipeline_orders import SPLITTING
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4
@@ -97,9 +98,8 @@ class Partition(Pass):
             raise UserError(NothingToTrain(None))
         batches = self._batches(module, trained[0])
         stages = tuple(without_figures(stage) for stage in module.stages)
-        return replace(
-            module, level=Level.PARTITIONED, stages=stages, cascades=cascades(batches, stages, self.split_backward)
-        )
+        split = self.split_backward or module.attrs.get("schedule") in SPLITTING
+        return replace(module, level=Level.PARTITIONED, stages=stages, cascades=cascades(batches, stages, split))
 
     def informed(self, following: tuple[Pass, ...]) -> Partition:
         split = any(getattr(step, "splits_backward", False) for step in following)

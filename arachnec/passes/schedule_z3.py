@@ -28,6 +28,7 @@ from arachnec.passes.lower import Lower
 from arachnec.passes.place import Place
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.planning.layout_schedule import scheduled_stages
 from arachnec.planning.placed_search import solve_placed
 from arachnec.solver.budget import Clock
 from arachnec.solver.search import solve
@@ -38,7 +39,7 @@ DEFAULT_BUDGET = Duration(2000.0)
 
 @dataclass(frozen=True)
 class ScheduleZ3(Pass):
-    """The default scheduler.
+    """The default scheduler. Stages run in the order of the layout's pipeline schedule, which it only gives times.
 
     ``budget`` limits the wall time of the search; 0ms gives the best heuristic at once. ``steps`` limits it by a count
     of work instead, about a millisecond each, so that equal seeds and steps give equal schedules on any machine,
@@ -71,6 +72,8 @@ class ScheduleZ3(Pass):
         return informed
 
     def run(self, module: Module) -> Module:
+        if "schedule" in module.attrs:
+            return scheduled_stages(module)
         clock = Clock(time.perf_counter(), self.budget, self.steps)
         cost = CostModel(module)
         problem = problem_of(module, cost)

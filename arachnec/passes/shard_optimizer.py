@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.nodes import Cluster, Level, Module, Stage, integers, quantity
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass, Scope
@@ -30,8 +31,9 @@ CROWDED = 0.5  # of the device's memory, taken by state alone
 class ShardOptimizer(Pass):
     """Deal the optimizer's state out over all ranks where its copies would take more than half of a device.
 
-    Of a model in stages, over the ranks of each stage. How many these are follows from ``stages_each``, the stages on
-    one rank, or from ``degrees``, which the schedule says.
+    Of parameters in cells, over the cells, beside each cell's own dealing out. Of a model in stages, over the ranks of
+    each stage. How many these are follows from ``stages_each``, the stages on one rank, or from ``degrees``, which the
+    schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -57,7 +59,15 @@ def _sharded(module: Module, stages_each: int, degrees: tuple[int, ...] | None) 
     state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
     if state <= CROWDED * module.cluster.memory:
         return module
-    return replace(module, stages=tuple(_dealt_out(stage, module.cluster.world) for stage in module.stages))
+    return spread(module)
+
+
+def spread(module: Module) -> Module:
+    """The optimizer's state of every stage dealt out over all ranks that hold equal parameters: over all, or where
+    parameters lie in cells over one of each."""
+    assert module.cluster is not None
+    world = module.cluster.world
+    return replace(module, stages=tuple(_dealt_out(stage, world // (cell_of(stage) or 1)) for stage in module.stages))
 
 
 def _sharded_stages(
@@ -75,10 +85,10 @@ def _sharded_stages(
 
 
 def _dealt_out(stage: Stage, ranks: int) -> Stage:
-    if ranks < 2:
+    if ranks < 2 or {"cell", "part_of"} <= set(stage.attrs):
         return stage
-    if not stage.trained or "optimizer" not in stage.attrs or {"sharded", "cell"} & set(stage.attrs):
+    if not stage.trained or "optimizer" not in stage.attrs or "sharded" in stage.attrs:
         return stage
-    spared = quantity(stage.attrs["optimizer"]) * (1 - 1 / ranks)
+    spared = quantity(stage.attrs["optimizer"]) / (cell_of(stage) or 1) * (1 - 1 / ranks)
     state = Quantity(quantity(stage.attrs["state"]) - spared, "GiB")
     return replace(stage, attrs=stage.attrs.updated(state=state, sharded=ranks))

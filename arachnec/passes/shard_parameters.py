@@ -11,17 +11,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cluster, Level, Module, Stage, integer, quantity
+from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
-from arachnec.ir.values import Quantity
-from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
-from arachnec.passes.partition import Partition
 from arachnec.passes.schedule_pipeline import SchedulePipeline
-from arachnec.passes.shard_optimizer import ShardOptimizer
 from arachnec.planning.gradient_precision import with_gradient_precision
+from arachnec.planning.layouts import in_cells
 from arachnec.planning.pipeline_orders import ranks_of_stages
-from arachnec.planning.sharding_choice import WORTH, cell_sizes, estimated_ms
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class NoSuchCell(Diagnostic):
     title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
     help: ClassVar[str] = (
         "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
-        "machine, `world` all, `auto` none unless the model does not fit otherwise"
+        "machine, `world` all"
     )
     cell: str
     nodes: int
@@ -42,10 +38,9 @@ class NoSuchCell(Diagnostic):
 class ShardParameters(Pass):
     """Deal parameters, gradients and optimizer state out over cells of ranks, layer by layer.
 
-    ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all,
-    or ``auto`` for the one with which the first iteration is estimated shortest, which may be none. Of a model in
-    stages ``world`` are the ranks of a stage, and ``auto`` is none. How many these are follows from ``stages_each``,
-    the stages on one rank, or from ``degrees``, which the schedule says.
+    ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all.
+    Of a model in stages ``world`` are the ranks of a stage. How many these are follows from ``stages_each``, the stages
+    on one rank, or from ``degrees``, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -71,8 +66,6 @@ class ShardParameters(Pass):
 
     def _size(self, module: Module, cluster: Cluster) -> int:
         parts = sum("part_of" in stage.attrs for stage in module.stages)
-        if self.cell == "auto":
-            return 1 if parts else _shortest(module, cluster)
         places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
         ranks = math.gcd(*places)  # which cells must divide
 
@@ -86,42 +79,3 @@ class ShardParameters(Pass):
             stages = f", {ranks} of each stage" if parts else ""
             raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
         return size
-
-
-def _shortest(module: Module, cluster: Cluster) -> int:
-    """The cell with which the first iteration is shortest; 1 for none, that of all ranks where no clip fits any.
-
-    Where a copy of the state on every rank takes less than half of a device, the others are not looked at.
-    """
-    replicated = ShardOptimizer().run(module)
-    if not any({"sharded", "cell"} & set(stage.attrs) for stage in replicated.stages):
-        return 1
-    best, least = cluster.world, _estimated(replicated) / (1 + WORTH)
-    if math.isfinite(least):
-        best = 1
-    for size in cell_sizes(cluster):
-        stages = tuple(in_cells(stage, size) for stage in module.stages)
-        estimate = _estimated(with_gradient_precision(replace(module, stages=stages)))
-        if estimate < least:
-            best, least = size, estimate
-    return best
-
-
-def _estimated(module: Module) -> float:
-    """ms of the first iteration, by the defaults of what follows; infinite where a clip fits nowhere."""
-    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
-    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
-    try:
-        return estimated_ms(Annotate().run(Partition().run(replace(module, clips=clips, graphs=()))))
-    except UserError:
-        return math.inf
-
-
-def in_cells(stage: Stage, cell: int) -> Stage:
-    """A trained stage with its state dealt out over cells of so many ranks; any other as it is."""
-    if not stage.trained or "cell" in stage.attrs or "sharded" in stage.attrs:
-        return stage
-    attrs = stage.attrs.updated(cell=cell)
-    if "state" in attrs:
-        attrs = attrs.updated(state=Quantity(quantity(attrs["state"]) / cell, "GiB"))
-    return replace(stage, attrs=attrs)

@@ -44,9 +44,13 @@ def counts(clips: int, cell: int, limit: float) -> Iterator[int]:
 
 
 def most_in_memory(module: Module, stage: Stage, clip: Clip, cell: int) -> float:
-    """How many such clips a cell holds side by side with nothing recomputed; infinite where the stage does not say."""
+    """How many such clips a cell holds side by side; infinite where the stage does not say.
+
+    With nothing recomputed, or where the module is to fill cells with every block.
+    """
     assert module.cluster is not None
-    formulas = [value for name in ("saved", "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
+    kept = "saved_recompute" if module.attrs.get("full") and "saved_recompute" in stage.attrs else "saved"
+    formulas = [value for name in (kept, "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
     needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in formulas)
     if needed <= 0:
         return math.inf

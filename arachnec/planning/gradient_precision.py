@@ -11,7 +11,7 @@ from dataclasses import replace
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import RESERVE, Memory
 from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.parameter_cells import cell_of, gathered_gib
 from arachnec.ir.stage_sizes import element_bytes, trained_count
 from arachnec.ir.values import Formula, Quantity
 
@@ -30,13 +30,15 @@ def with_gradient_precision(module: Module) -> Module:
         return module
     exact = replace(module, stages=tuple(_kept(stage, "f32") for stage in module.stages))
     own = replace(module, stages=tuple(_kept(stage, str(stage.attrs.get("dtype"))) for stage in module.stages))
-    return exact if least_degrees(exact) == least_degrees(own) else own
+    pairs = zip(least_degrees(exact), least_degrees(own), strict=True)
+    return exact if all(b is None or (a is not None and a <= b) for a, b in pairs) else own
 
 
 def least_degrees(module: Module) -> tuple[int | None, ...]:
     """For every clip, on how many ranks it fits beside the state, with every block recomputed; None where on none."""
     assert module.cluster is not None
-    room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident
+    gathered = max((gathered_gib(stage) for stage in module.stages if stage.trained), default=0.0)
+    room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident - gathered
     return tuple(_least_degree(module, clip, room) for clip in module.clips)
 
 

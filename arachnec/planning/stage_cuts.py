@@ -210,6 +210,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             recomputing=_largest(stage, "block_saved", once),
             spared=_spared(stage, classes),
             shell=outside("end_saved", "GiB"),
+            head=attrs.get("head") if last else None,
             batch=attrs.get("batch"),
             saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", each))], "GiB"),
             saved_recompute=formula_sum(recomputed, "GiB"),

@@ -62,7 +62,9 @@ def staged_placements(
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
-        if saved is not None:
+        if "assigned" in cascade.attrs:
+            placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
+        elif saved is not None:
             placed = on(cascade, saved.ranks, inputs, free, cost)
         else:
             place = places[cascade.stage]

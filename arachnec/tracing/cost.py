@@ -21,7 +21,7 @@ from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import layer_of_parameters
 from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
 from arachnec.tracing.record import ExampleCall
-from arachnec.tracing.shell import measure_encoder, measure_shell
+from arachnec.tracing.shell import Measured, measure_encoder, measure_shell
 from arachnec.tracing.stage_figures import stage_figures
 
 MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32 (arXiv 1412.6980)
@@ -62,7 +62,9 @@ def trained_stage(
             saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),
             spared=_spared(captured, memories, numbers),
+            recomputing=polynomial(_largest([memory.saved for memory in memories]).subs(numbers), "GiB", GIB),
             shell=polynomial(outside["saved"].subs(numbers), "GiB", GIB),
+            head=_head(shell, points, numbers),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             batch=polynomial(fit_polynomial([_batch_bytes(call) for call in calls], points), "GiB", GIB),
             traffic=_traffic(every, numbers),
@@ -71,6 +73,18 @@ def trained_stage(
             **figures,
         ),
     )
+
+
+def _head(
+    shell: Sequence[Measured], points: Sequence[dict[sympy.Symbol, int]], numbers: dict[sympy.Symbol, int]
+) -> tuple[Formula, Formula]:
+    """What lies behind the last block: kept for the backward, and the most alive while it runs."""
+    kept, alive = [run.saved - run.saved_before for run in shell], [run.peak_after for run in shell]
+
+    def measured(values: Sequence[int]) -> Formula:
+        return polynomial(fit_polynomial(values, points).subs(numbers), "GiB", GIB)
+
+    return measured(kept), measured([max(pair) for pair in zip(kept, alive, strict=True)])
 
 
 def _batch_bytes(call: ExampleCall) -> int:

@@ -30,6 +30,7 @@ class Measured:
     output: int = 0
     flops_before: int = 0  # of them what comes before the first block
     saved_before: int = 0
+    peak_after: int = 0  # the most bytes alive at once of those that are made behind the last block
 
 
 def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
@@ -46,11 +47,14 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
 
     counter, alive = FlopCounterMode(display=False), PeakBytes()
     before: list[tuple[int, int]] = []
+
+    def reached() -> None:
+        before.append((counter.get_total_flops(), bytes_kept()))
+        alive.begin()
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(training_mode(model))
-        stack.enter_context(
-            without_blocks(model, captured, call, lambda: before.append((counter.get_total_flops(), bytes_kept())))
-        )
+        stack.enter_context(without_blocks(model, captured, call, reached))
         stack.enter_context(next(model.parameters()).device)
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(alive)
@@ -58,7 +62,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
         output = model(**call.arguments)
     assert output is not None
     flops_before, saved_before = before[0] if before else (0, 0)
-    return Measured(counter.get_total_flops(), bytes_kept(), alive.peak, 0, flops_before, saved_before)
+    return Measured(counter.get_total_flops(), bytes_kept(), alive.peak, 0, flops_before, saved_before, alive.since)
 
 
 @contextlib.contextmanager
@@ -105,14 +109,22 @@ def measure_encoder(encoder: nn.Module, clip: VideoClip) -> Measured:
 
 @dataclass
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that operations make, less those whose last tensor is gone; ``peak`` is the most."""
+    """Adds up the storages that operations make, less those whose last tensor is gone; ``peak`` is the most.
+
+    ``since`` is by how much the sum was higher, at most, than when ``begin`` was called last.
+    """
 
     peak: int = 0
+    since: int = 0
     _now: int = 0
+    _begun: int = 0
     _users: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        self.since, self._begun = 0, self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -120,7 +132,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._hold(tensor, known)
-        self.peak = max(self.peak, self._now)
+        self.peak, self.since = max(self.peak, self._now), max(self.since, self._now - self._begun)
         return result
 
     def _hold(self, tensor: Tensor, known: set[int]) -> None:

@@ -16,7 +16,7 @@ from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, Stage
-from arachnec.ir.parameter_cells import updated_layers
+from arachnec.ir.parameter_cells import cell_of, replicas, updated_layers
 
 READING = ("forward", "backward", "weight")
 
@@ -54,10 +54,21 @@ def check_updated_parameters(values: Values) -> Iterator[Diagnostic]:
         stage.name: updated_layers(stage) for stage in values.module.stages if len(places.get(stage.name, ())) > 1
     }
     for program in values.module.programs:
-        yield from _groups(program, places, layers)
+        own = {stage.name: _holding(stage, program.rank, places[stage.name]) for stage in _dealt_out(values, places)}
+        yield from _groups(program, own, layers)
         for stage in values.module.stages:
-            if program.rank in places.get(stage.name, ()) and layers.get(stage.name):
-                yield from _gathered(values, program, stage, layers[stage.name], places[stage.name])
+            if program.rank in own.get(stage.name, ()) and layers.get(stage.name):
+                yield from _gathered(values, program, stage, layers[stage.name], own[stage.name])
+
+
+def _dealt_out(values: Values, places: Mapping[str, tuple[int, ...]]) -> list[Stage]:
+    return [stage for stage in values.module.stages if stage.name in places]
+
+
+def _holding(stage: Stage, rank: int, place: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold what ``rank`` holds of a stage: one in each cell, or all of its place."""
+    cell = cell_of(stage) or 1
+    return replicas(rank, cell, place) if cell > 1 else place
 
 
 def _places(values: Values) -> dict[str, tuple[int, ...]]:

@@ -53,9 +53,10 @@ def explain(module: Module) -> tuple[Section, ...]:
     path = critical_path(module, timeline)
     parts = bound_parts(module)
     plan, idle = summary(module, timeline)
-    staged = pipeline_sentences(module, cost)
+    layout, staged = tuple(_layout(module)), pipeline_sentences(module, cost)
     return (
         plan,
+        *([Section("Layout", layout)] if layout else []),
         *([Section("The pipeline", tuple(staged))] if staged else []),
         Section("What bounds it", tuple(_bound(module, parts, cost))),
         Section("The critical path", tuple(_critical(module, path))),
@@ -85,6 +86,26 @@ def _plan(module: Module, timeline: Timeline) -> list[str]:
         f"No plan of these cascades ends before {ms(bound)}. This one does {_percent(gap)} later; "
         "how much of that a longer search could save is not known.",
     ]
+
+
+def _layout(module: Module) -> list[str]:
+    """What the layout was chosen from; nothing where there was no choice."""
+
+    def listed(name: str) -> list[str]:
+        value = module.attrs.get(name)
+        pairs = value if isinstance(value, tuple) else ()
+        return [f"`{pair[0]}` {ms(quantity(pair[1]))}" for pair in pairs if isinstance(pair, tuple)]
+
+    simulated, excluded, refused = listed("tried"), listed("excluded"), module.attrs.get("refused")
+    if not simulated:
+        return []
+    chosen = module.attrs["layout"]
+    sentences = [f"Its layout is `{chosen}`, the shortest on a sample of the run, simulated: {_listed(simulated)}."]
+    if excluded:
+        sentences.append(f"Not simulated, as they take longer at least: {_listed(excluded)}.")
+    if isinstance(refused, tuple) and refused:
+        sentences.append(f"Some clip does not fit in {_listed([f'`{name}`' for name in refused])}.")
+    return sentences
 
 
 def _synchronisation(timeline: Timeline, makespan: float) -> str:

@@ -63,6 +63,7 @@ from arachnec.executable.folder import (
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
 from arachnec.ir.nodes import Module, Program
+from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
@@ -171,6 +172,8 @@ class Trainer:
         copies = _host_copies(first, runtime, cells)
         masters = copies is not None and any(optimizer_in_host(s) and not layers_in_host(s) for s in first.stages)
         place = None if pipeline is None else pipeline.place
+        if stage is not None and sharded and pipeline is None:
+            place = replicas(rank, stage.cell, stage.ranks)
         threads = RankThreads()
         self._context = RankContext(
             rank=rank,
@@ -201,8 +204,12 @@ class Trainer:
             notes=HandoffNotes() if self._plans.follows_links else None,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
+        layers: Mapping[str, Mapping[str, int | None]]
         layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
-        updated = updated_parameters(layers, first, model, self._context.optimizer)
+        gathering = {}
+        if cells is not None and pipeline is None:
+            layers, gathering = cells.layers, {name: stage.gathering for name, stage in cells.stages.items()}
+        updated = updated_parameters(layers, first, model, self._context.optimizer, gathering)
         self._context = replace(self._context, updated=updated)
         self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))

@@ -1,7 +1,8 @@
 """Parameters of which every rank has updated a part, gathered layer by layer while the next step begins.
 
 The gathers are started in the order of the program's ``gather``. A layer is waited for when it is about to run, by a
-hook of its module as in a cell (``cells.gathering``); here it is never released. What arrives lies beside the
+hook of its module as in a cell (``cells.gathering``); here it is never released. In a cell a layer's shard is waited
+for before the cell gathers the layer. What arrives lies beside the
 parameters until then. It has the room of the gradients, which a plan counts always and which come into being later.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
+from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.gradients import layers_in
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.parameter_parts import GatheredParts
@@ -27,10 +29,14 @@ class UpdatedParameters:
     optimizer: Optimizer
     names: Mapping[int, Sequence[str]]
     modules: Mapping[int, nn.Module]
+    cell: Gathering | None = None  # which gathers the layers from their shards
     _coming: dict[int, list[GatheredParts]] = field(default_factory=dict)
     _started: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if self.cell is not None:
+            self.cell.updated = self._wait
+            return
         for number, module in self.modules.items():
             module.register_forward_pre_hook(lambda _, __, number=number: self._wait(number))
 
@@ -41,7 +47,7 @@ class UpdatedParameters:
             self._coming[number] = self.optimizer.gathered(self.names.get(number, ()), group)
 
     def wait_outside(self) -> None:
-        """Wait for what lies in no module that says when it runs."""
+        """Wait for what lies in no module that says when it runs; in a cell it is gathered first."""
         for number in [number for number in self._coming if number not in self.modules]:
             self._wait(number)
 
@@ -58,11 +64,16 @@ class UpdatedParameters:
 
 
 def updated_parameters(
-    stages: Mapping[str, Mapping[str, int | None]], module: Module, model: nn.Module, optimizer: Optimizer
+    stages: Mapping[str, Mapping[str, int | None]],
+    module: Module,
+    model: nn.Module,
+    optimizer: Optimizer,
+    cells: Mapping[str, Gathering],
 ) -> dict[str, UpdatedParameters]:
     """By stage, where the optimizer is dealt out; else none.
 
-    ``stages`` has the parameters of each of this rank's stages with the layers that hold them.
+    ``stages`` has the parameters of each of this rank's stages with the layers that hold them; ``cells`` gather
+    the layers of stages whose parameters are dealt out, too.
     """
     if not optimizer.sharded:
         return {}
@@ -73,7 +84,7 @@ def updated_parameters(
         for name, layer in layers.items():
             names.setdefault(len(paths) if layer is None else layer, []).append(name)
         modules = {number: model.get_submodule(path) for number, path in enumerate(paths)}
-        updated[stage] = UpdatedParameters(optimizer, names, modules)
+        updated[stage] = UpdatedParameters(optimizer, names, modules, cells.get(stage))
     return updated
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
-# Parameters as well, where a copy on every rank leaves no room for some clip.
-_OUR_STATE = f"shard-parameters{{cell=auto}},{_STATE}"
+# Where a copy on every rank would crowd the device, the shortest of: the optimizer alone, cells, stages.
+_OUR_STATE = "choose-layout"
 # Host memory where not even cells let every clip fit.
 _OUR_PLACE = f"{_OUR_STATE},offload"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"

@@ -19,6 +19,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.passes.infra.base import Pass
 
 BUILTIN = {
+    "choose-layout": "arachnec.passes.choose_layout:ChooseLayout",
     "partition": "arachnec.passes.partition:Partition",
     "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",

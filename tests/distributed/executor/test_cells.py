@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
@@ -37,8 +39,13 @@ CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
 
 
-def in_cells(module: Module, cell: int, layers: Sequence[tuple[str, int]] = LAYERS) -> Module:
-    attrs = {"layers": tuple(layers), "cell": cell if cell > 1 else None, "params": 2614}
+def in_cells(
+    module: Module, cell: int, layers: Sequence[tuple[str, int]] = LAYERS, *, dealt_out: bool = False
+) -> Module:
+    """With ``dealt_out`` the optimizer's state of a shard lies in parts on the ranks that hold the shard."""
+    assert module.cluster is not None
+    over = module.cluster.world // cell if dealt_out else None
+    attrs = {"layers": tuple(layers), "cell": cell if cell > 1 else None, "params": 2614, "sharded": over}
     return replace(
         module, stages=tuple(replace(s, attrs=s.attrs.updated(**attrs)) if s.trained else s for s in module.stages)
     )
@@ -54,10 +61,11 @@ def executable(
     layers: Sequence[tuple[str, int]] = LAYERS,
     training: Training | None = None,
     clips: Sequence[VideoClip] = CLIPS,
+    dealt_out: bool = False,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "source.py").write_text(MODEL + more)
-    module = in_cells(traced(world, [clips]), cell, layers)
+    module = in_cells(traced(world, [clips]), cell, layers, dealt_out=dealt_out)
     return write_executable(
         folder,
         program=checked(lowered(module, works)),
@@ -128,14 +136,17 @@ def test_a_step_over_nccls_semantics_has_the_gradients_of_a_plain_loop(tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_steps_clip_and_average_as_a_model_that_is_whole(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dealt_out", [False, True], ids=["optimizer-in-each-cell", "optimizer-over-cells"])
+def test_steps_clip_and_average_as_a_model_that_is_whole(tmp_path: Path, dtype: str, dealt_out: bool) -> None:
     training = Training(lr=1e-2, ema=0.9, dtype=dtype, clip_norm=0.5)  # type: ignore[arg-type]
     reports = []
     for cell in (1, 2):
-        folder = executable(tmp_path / str(cell), BOTH, 4, cell, more="", training=training)
+        folder = executable(
+            tmp_path / str(cell), BOTH, 4, cell, more="", training=training, dealt_out=dealt_out and cell > 1
+        )
         reports.append(train_on(4, folder, steps=3, report=tmp_path / f"{cell}.json"))
-    whole, dealt_out = ([(s["loss"], s["gradient_norm"]) for s in report["steps"]] for report in reports)
-    for (a, norm_a), (b, norm_b) in zip(whole, dealt_out, strict=True):
+    whole, in_cells = ([(s["loss"], s["gradient_norm"]) for s in report["steps"]] for report in reports)
+    for (a, norm_a), (b, norm_b) in zip(whole, in_cells, strict=True):
         assert abs(a - b) <= (1e-5 if dtype == "fp32" else 2e-3) * abs(a)
         assert abs(norm_a - norm_b) <= (1e-4 if dtype == "fp32" else 2e-2) * norm_a
 
@@ -156,3 +167,34 @@ def test_a_checkpoint_resumes_with_other_cells_on_another_number_of_ranks(
     whole = [step["loss"] for step in straight["steps"]]
     for resumed, expected in zip(losses(tmp_path / "rest.json"), whole[1:], strict=True):
         assert abs(resumed - expected) <= 1e-9 * abs(expected)
+
+
+def test_a_checkpoint_of_an_optimizer_over_cells_resumes_in_each_cell_and_the_other_way_round(tmp_path: Path) -> None:
+    training = Training(lr=1e-2, ema=0.9, clip_norm=0.5)
+    over, each = (
+        executable(tmp_path / str(dealt_out), BOTH, 4, 2, training=training, dealt_out=dealt_out)
+        for dealt_out in (True, False)
+    )
+    expected = losses_of(train_on(4, each, steps=3, report=tmp_path / "straight.json"))
+    train_on(4, over, steps=1, checkpoint=tmp_path / "kept")
+    for folder, steps in ((each, 1), (over, 1)):
+        rest = train_on(4, folder, steps=steps, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "r.json")
+        found, expected = losses_of(rest), expected[1:]
+        assert found == pytest.approx(expected[: len(found)], rel=1e-9)
+
+
+def losses_of(report: dict[str, Any]) -> list[float]:
+    return [step["loss"] for step in report["steps"]]
+
+
+def test_what_other_cells_have_updated_is_gathered_before_it_is_read_by_the_ranks_of_the_shard() -> None:
+    module = lowered(in_cells(traced(4, [CLIPS]), 2, dealt_out=True), BOTH)
+    gathers = [step for program in module.programs for step in program.instructions if step.op == "gather"]
+    assert {step.peers for step in gathers} == {(0, 2), (1, 3)}
+    checked(module)
+    first, *others = module.programs
+    without = tuple(step for step in first.instructions if step.op != "gather")
+    elsewhere = tuple(replace(s, peers=(0, 1)) if s.op == "gather" else s for s in first.instructions)
+    for instructions in (without, elsewhere):
+        with pytest.raises(UserError):
+            checked(replace(module, programs=(replace(first, instructions=instructions), *others)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
@@ -82,6 +83,21 @@ def test_clipping_counts_the_gradients_of_all_stages_once(tmp_path: Path) -> Non
     assert norm > 0.05
     for two, four in zip(steps["two"], steps["four"], strict=True):
         assert two["loss"] == pytest.approx(four["loss"], rel=1e-7)
+
+
+def test_an_optimizer_dealt_out_over_a_stages_ranks_steps_and_resumes_as_one_that_is_whole(tmp_path: Path) -> None:
+    """Two stages on two ranks each share a weight; clipped; a checkpoint goes on where the optimizer is whole."""
+    training = Training(clip_norm=0.05, lr=0.01, ema=0.9)
+    dealt_out = pipeline_of("p=2", "schedule=zb-h1,degree=1")
+    over = executable(tmp_path / "over", 4, [CLIPS], dealt_out, training=training, crowded=True)
+    assert all(step.attrs["sharded"] == 2 for step in read_executable(over).program.stages if step.trained)
+    whole = executable(tmp_path / "whole", 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), training=training)
+    expected = train_on(2, whole, steps=3)["steps"]
+    found = train_on(4, over, steps=2, checkpoint=tmp_path / "kept")["steps"]
+    found += train_on(2, whole, steps=1, checkpoint=tmp_path / "kept", resume=True)["steps"]
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-9)
+        assert ours["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-6)
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Gathering:
     layers: Mapping[int, Sequence[FlatLayer]]
     modules: Mapping[int, nn.Module]
     group: dist.ProcessGroup | None  # None: a rank alone, whose layers come from its host
+    updated: Callable[[int], None] | None = None  # waits until a layer's shard is that of all who updated parts of it
     _whole: dict[int, list[Waited]] = field(default_factory=dict)  # with what is still to be waited for
     _scattering: list[Scattering] = field(default_factory=list)
     _pass: _Pass | None = None
@@ -177,6 +178,8 @@ class Gathering:
             self._start(going.gather.popleft())
 
     def _start(self, number: int) -> None:
+        if self.updated is not None:
+            self.updated(number)
         self._whole[number] = [flat.gather(self.group) for flat in self.layers.get(number, ())]
 
     def _release(self, going: _Pass, number: int) -> None:

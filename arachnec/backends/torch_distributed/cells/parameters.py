@@ -19,7 +19,7 @@ from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import CPU
-from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import layers_in_host
@@ -66,6 +66,14 @@ class CellParameters:
         flats = (flat for stage in self.stages.values() for flat in stage.trained)
         return {**self.whole, **{name: piece for flat in flats for name, piece in flat.pieces.items()}}
 
+    @property
+    def layers(self) -> dict[str, dict[str, int | None]]:
+        """By stage, the layer of each of the pieces."""
+        return {
+            name: {piece: flat.layout.layer for flat in stage.trained for piece in flat.pieces}
+            for name, stage in self.stages.items()
+        }
+
     def gradients(self, groups: ProcessGroups, whole: GradientSynchronisation, piece_bytes: int) -> ShardGradients:
         """The gradients of one iteration; ``whole`` are those of what is not dealt out."""
         return ShardGradients(self.stages, groups, whole, piece_bytes)
@@ -73,7 +81,7 @@ class CellParameters:
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
 
-        Of the cells, which hold the same, the first writes them.
+        Of the cells, which hold the same, the first writes them, but for what the optimizer deals out over the cells.
         """
         pieces: dict[str, tuple[Piece, bool]] = {}
         for stage in self.stages.values():
@@ -86,12 +94,12 @@ class CellParameters:
             if name not in pieces:
                 parts[key] = value
                 continue
-            assert isinstance(value, Tensor), "an optimizer of pieces holds them whole"
-            piece, first = pieces[name]
+            (piece, first), part = pieces[name], part_of(value)
+            writes = part.writes if isinstance(value, Part) else first  # a part is no other cell's
             if kind == "step":
-                parts[key] = Part(value, 0, 1, writes=first and piece.start == 0)
+                parts[key] = Part(part.values, 0, 1, writes=writes and piece.start == 0)
             else:
-                parts[key] = Part(value, piece.start, piece.slot.size, writes=first)
+                parts[key] = Part(part.values, piece.start + part.first, piece.slot.size, writes=writes)
         return parts
 
 

@@ -1,0 +1,221 @@
+"""Choose how the model's state lies on the ranks: on every one, in cells, or in stages (``planning.layouts``).
+
+The choice holds for a run. It is made on a sample: the first iteration, and the one with the longest clip. Layouts are
+planned by the passes that follow and simulated, in the order of what they take at least (``planning.layout_bound``).
+One that takes longer at least than the best so far is not planned.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Clip, Level, Module, integer
+from arachnec.ir.values import Quantity
+from arachnec.passes.annotate import Annotate
+from arachnec.passes.bucket import Bucket
+from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.lower import Lower
+from arachnec.passes.partition import Partition
+from arachnec.passes.place import Place
+from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.passes.shard_optimizer import ShardOptimizer, spread
+from arachnec.passes.stages import Stages
+from arachnec.planning.gradient_precision import least_degrees
+from arachnec.planning.layout_bound import least_ms
+from arachnec.planning.layout_refusal import demand_fits
+from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
+from arachnec.simulation.events import Engine
+
+STEPS = 100  # of the scheduler, for each layout that is planned
+WORTH = 0.01  # of the iteration, that a layout must save over a plainer one
+DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3(), Place(), Bucket(), Lower())
+
+
+@dataclass(frozen=True)
+class NoSuchLayout(Diagnostic):
+    title: ClassVar[str] = "this model has no layout `{layout}` on this cluster"
+    help: ClassVar[str] = "its layouts are {known}"
+    layout: str
+    known: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``times`` are ms of those that were simulated, ``bounds`` of those that were not."""
+
+    layout: Layout
+    module: Module
+    times: dict[str, float]
+    bounds: dict[str, float]
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ChooseLayout(Pass):
+    """Deal the model out over cells or stages where that shortens the iteration, or where nothing else fits.
+
+    Where a copy of the state on every rank takes less than half of a device, no other layout is looked at. ``layout``
+    names the one to take; a module that names one keeps it.
+    """
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
+
+    layout: str | None = None
+    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
+
+    def informed(self, following: tuple[Pass, ...]) -> ChooseLayout:
+        """Plans layouts by the passes that follow, up to the programs."""
+        informed = copy.copy(self)
+        object.__setattr__(informed, "following", following)
+        return informed
+
+    def run(self, module: Module) -> Module:
+        if module.cluster is None or any({"sharded", "cell", "part_of"} & set(s.attrs) for s in module.stages):
+            return module
+        held = self.layout or module.attrs.get("layout")
+        if held is not None:
+            return _held(module, str(held))
+        replicated = applied(module, Layout())
+        crowded = any("sharded" in stage.attrs for stage in replicated.stages)
+        if not crowded and None not in least_degrees(replicated):
+            return replicated
+        choice = self._chosen(module)
+        if choice is None:
+            world = module.cluster.world
+            if "host_memory" in module.cluster.attrs:  # `offload` may have room, and needs least in cells of all ranks
+                return applied(module, Layout(f"cells-{world}", cell=world))
+            demand_fits(module)
+            return replicated  # what follows says what is wrong
+        return replace(
+            choice.module,
+            attrs=choice.module.attrs.updated(
+                tried=_pairs(choice.times), excluded=_pairs(choice.bounds) or None, refused=choice.refused or None
+            ),
+        )
+
+    @property
+    def _passes(self) -> tuple[Pass, ...]:
+        """What plans an iteration, the scheduler's search short and counted."""
+        passes = [step for step in self.following if step.scope is Scope.ITERATION]
+        ends = next((i for i, step in enumerate(passes) if isinstance(step, Lower)), None)
+        steps = DEFAULTS if ends is None else tuple(passes[: ends + 1])
+        return tuple(replace(step, steps=STEPS) if isinstance(step, ScheduleZ3) else step for step in steps)
+
+    @property
+    def _stages_run(self) -> bool:
+        """Whether the passes that follow can run stages."""
+        return any(isinstance(step, ScheduleZ3) for step in self._passes)
+
+    def _planned_ms(self, module: Module) -> float:
+        """Simulated ms of the sample. Raises UserError where it fits nowhere."""
+        total = 0.0
+        for clips in sample(module):
+            planned = _run(self._passes, module, clips)
+            assert planned.cluster is not None
+            engine = Engine(Values(planned), planned.cluster)
+            engine.run()
+            total += max((interval.end for interval in engine.intervals), default=0.0)
+        return total
+
+    def _chosen(self, module: Module) -> Choice | None:
+        """The layout with the shortest sample; None where some clip fits in none."""
+        table = [layout for layout in layouts(module) if layout.stages == 1 or self._stages_run]
+        candidates = [(layout, applied(module, layout)) for layout in table]
+        return shortest(candidates, self._least_ms, self._planned_ms)
+
+    def _least_ms(self, module: Module) -> float:
+        """ms of the sample at least. Raises UserError where a clip of it fits nowhere."""
+        costing = [step for step in self._passes if step.gives <= Level.COSTED]
+        return sum(least_ms(_run(costing, module, clips)) for clips in sample(module))
+
+
+def shortest(
+    candidates: Sequence[tuple[Layout, Module]],
+    least: Callable[[Module], float],
+    planned: Callable[[Module], float],
+) -> Choice | None:
+    """The layout that is ``planned`` shortest, the plainest first among the candidates; None where none fits.
+
+    One that takes as long at ``least`` as the shortest so far is not planned. Both functions raise UserError for one
+    that does not fit.
+    """
+    bounds = {layout.name: _or_infinite(least, laid) for layout, laid in candidates}
+    times: dict[str, float] = {}
+    refused = [name for name, bound in bounds.items() if math.isinf(bound)]
+    place = {layout.name: number for number, (layout, _) in enumerate(candidates)}
+    best: tuple[float, int, Layout, Module] | None = None
+    for layout, laid in sorted(candidates, key=lambda candidate: bounds[candidate[0].name]):
+        bound = bounds[layout.name]
+        if math.isinf(bound) or (best is not None and bound >= best[0]):
+            continue
+        time = _or_infinite(planned, laid)
+        if math.isinf(time):
+            refused.append(layout.name)
+            continue
+        times[layout.name] = time
+        plainer = best is None or place[layout.name] < best[1]
+        if best is None or time < best[0] * (1 + WORTH if plainer else 1 - WORTH):
+            best = (time, place[layout.name], layout, laid)
+    if best is None:
+        return None
+    others = {name: bound for name, bound in bounds.items() if name not in times and name not in refused}
+    return Choice(best[2], best[3], times, others, tuple(name for name in place if name in refused))
+
+
+def applied(module: Module, layout: Layout) -> Module:
+    """The traced module in a layout."""
+    if layout.stages > 1:
+        staged = ShardOptimizer().run(Stages(p=layout.stages).run(module))
+        return replace(staged, attrs=staged.attrs.updated(layout=layout.name, schedule=layout.schedule))
+    if layout.cell > 1:
+        stages = tuple(in_cells(stage, layout.cell) for stage in module.stages)
+        dealt = replace(module, stages=stages)
+        dealt = ShardOptimizer().run(spread(dealt) if layout.spread else dealt)
+        return replace(dealt, attrs=dealt.attrs.updated(layout=layout.name, full=layout.full or None))
+    whole = ShardOptimizer().run(module)
+    crowded = any("sharded" in stage.attrs for stage in whole.stages)
+    return replace(whole, attrs=whole.attrs.updated(layout=REPLICATED)) if crowded else whole
+
+
+def sample(module: Module) -> Sequence[tuple[Clip, ...]]:
+    """The clips of the first iteration, and of the one that has the longest clip."""
+    iterations: dict[int, list[Clip]] = {}
+    for clip in module.clips:
+        iterations.setdefault(integer(clip.attrs.get("iteration", 0)), []).append(clip)
+    if not iterations:
+        return []
+    longest = max(iterations, key=lambda number: max(clip.tokens for clip in iterations[number]))
+    return [tuple(iterations[number]) for number in sorted({min(iterations), longest})]
+
+
+def _run(passes: Sequence[Pass], module: Module, clips: tuple[Clip, ...]) -> Module:
+    module = replace(module, clips=clips, graphs=())
+    for index, step in enumerate(passes):
+        module = step.informed(tuple(passes[index + 1 :])).run(module)
+    return module
+
+
+def _or_infinite(ms: Callable[[Module], float], module: Module) -> float:
+    try:
+        return ms(module)
+    except UserError:
+        return math.inf
+
+
+def _held(module: Module, name: str) -> Module:
+    table = {layout.name: layout for layout in layouts(module)}
+    if name not in table:
+        raise UserError(NoSuchLayout(None, name, ", ".join(table)))
+    return applied(module, table[name])
+
+
+def _pairs(times: dict[str, float]) -> tuple[tuple[str, Quantity], ...]:
+    return tuple((name, Quantity(round(ms, 3), "ms")) for name, ms in sorted(times.items(), key=lambda pair: pair[1]))

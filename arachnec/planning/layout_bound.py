@@ -1,0 +1,85 @@
+"""What an iteration takes at least in a layout, known before anything is scheduled. In: a costed module. Out: ms.
+
+The bound on the makespan knows which degrees fit, and what recomputing and gathering cost; the optimizer's step is
+added to it. All-reduces may hide behind the last backwards. A pipeline's busiest stage waits for its first micro-batch,
+and what it hands back goes through the stages before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from arachnec.cost.model import CostModel
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.planning.formulate import problem_of
+from arachnec.planning.pipeline_places import MicroBatch
+from arachnec.planning.pipeline_plan import micro_batches
+from arachnec.solver.bound import lower_bound
+from arachnec.solver.problem import TICKS
+
+
+def least_ms(module: Module) -> float:
+    """ms of an iteration at least; infinite where stages hold some micro-batch at no degree.
+
+    Raises UserError where a clip of a model without stages fits nowhere.
+    """
+    cost = CostModel(module)
+    parts = [stage for stage in module.stages if "part_of" in stage.attrs]
+    if parts:
+        step = max(cost.step_time(part) for part in parts)
+        return min(least_by_degree(module, cost).values(), default=math.inf) + step
+    makespan = lower_bound(problem_of(module, cost)) / TICKS
+    return makespan + sum(cost.step_time(stage) for stage in module.stages if stage.trained)
+
+
+def least_by_degree(module: Module, cost: CostModel) -> dict[int, float]:
+    """ms of the cascades of stages at least, with one stage on every rank of a pipeline and one degree for all; degrees
+    at which some micro-batch does not fit are left out."""
+    parts = [stage for stage in module.stages if "part_of" in stage.attrs]
+    run = cost.cluster.world // len(parts)
+    counts: Counter[tuple[object, ...]] = Counter()
+    of: dict[tuple[object, ...], MicroBatch] = {}
+    for batch in micro_batches(module, parts):
+        shape = cost.table.shape(batch.cascades[0, Phase.FORWARD])
+        counts[shape] += 1
+        of.setdefault(shape, batch)
+    weighted = [(of[shape], count) for shape, count in counts.items()]
+    degrees = (degree for degree in range(1, run + 1) if run % degree == 0)
+    bounds = {degree: _at_degree(cost, parts, weighted, run, degree) for degree in degrees}
+    return {degree: bound for degree, bound in bounds.items() if math.isfinite(bound)}
+
+
+def _at_degree(
+    cost: CostModel, parts: Sequence[Stage], batches: Sequence[tuple[MicroBatch, int]], run: int, degree: int
+) -> float:
+    forwards: list[list[float]] = []  # ms by micro-batch and stage
+    backwards: list[list[float]] = []
+    work, split = [0.0] * len(parts), [0.0] * len(parts)  # ``split``: of weight gradients, which nobody waits for
+    for batch, count in batches:
+        forward, backward = [0.0] * len(parts), [0.0] * len(parts)
+        for number in range(len(parts)):
+            begun = batch.cascades[number, Phase.FORWARD]
+            blocks = cost.recompute_at(begun, degree)
+            if blocks is None:
+                return math.inf
+            forward[number] = cost.time(begun, degree)
+            back = batch.cascades.get((number, Phase.BACKWARD))
+            backward[number] = 0.0 if back is None else cost.time(back, degree, recompute=blocks)
+            work[number] += count * (forward[number] + backward[number])
+            split[number] += count * _weight(cost, batch, number, degree)
+        forwards.append(forward)
+        backwards.append(backward)
+    pipelines = run // degree
+    least = 0.0
+    for number in range(len(parts)):
+        begins = min(sum(times[:number]) for times in forwards)
+        ends = min(sum(times[:number]) for times in backwards)
+        least = max(least, begins + work[number] / pipelines + max(ends, split[number] / pipelines))
+    return least
+
+
+def _weight(cost: CostModel, batch: MicroBatch, number: int, degree: int) -> float:
+    cascade: Cascade | None = batch.cascades.get((number, Phase.WEIGHT))
+    return 0.0 if cascade is None else cost.time(cascade, degree)
