@@ -29,7 +29,6 @@ from arachnec.backends.cascade_step import (
     encode,
     trained_parameters,
 )
-from arachnec.backends.torch_distributed.agreement import gather, share_text
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
@@ -52,6 +51,7 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
+from arachnec.runtime.agreement import gather, share_text
 from arachnec.spmd.sharded_model import SequenceModel, install
 
 TRAINED = "dit"

@@ -12,15 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.agreement import gather
-from arachnec.backends.torch_distributed.clock import Clock
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import handoff_pairs
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
-from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
@@ -30,6 +23,13 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import TRAINING, Profiler
+from arachnec.runtime.agreement import gather
+from arachnec.runtime.clock import Clock
+from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import handoff_pairs
+from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.rank_threads import RankThreads
 
 MODEL = Path(__file__).with_name("prediction_model.py")
 

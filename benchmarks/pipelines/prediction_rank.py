@@ -11,7 +11,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.agreement import gather
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.data.manifest import read_manifest
@@ -19,6 +18,7 @@ from arachnec.executable.folder import read_executable
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import Profiler
+from arachnec.runtime.agreement import gather
 from benchmarks.pipelines.torch_peer import MODEL
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from arachnec.backends.staged_model import parts_of
-from arachnec.backends.torch_distributed.agreement import gather
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.batch import clip_generator
+from arachnec.runtime.agreement import gather
 from benchmarks.pipelines.torch_peer import PEERS, Peer
 
 Step = Callable[[int], float]

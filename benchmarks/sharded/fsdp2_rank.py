@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arachnec.backends.torch_distributed.agreement import gather
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.batch import clip_generator
+from arachnec.runtime.agreement import gather
 from benchmarks.sharded.fsdp2_peer import Memory
 
 Step = Callable[[int], float]

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.agreement import gather
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.executable.folder import read_executable
 from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.runtime.agreement import gather
 from benchmarks.sharded.fsdp2_rank import resident
 
 STEPS = 3

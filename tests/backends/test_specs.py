@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.handoffs import TensorSpec
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.models.file import ModelFile
+from arachnec.runtime.handoffs import TensorSpec
 
 CLIP = VideoClip(0, 3, 16, 16, 0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy
+from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy
 
 DELAY_S = 0.02
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceCopy
 from arachnec.ir.nodes import Cascade
+from arachnec.runtime.device_runtime import DeviceCopy
 
 AHEAD = 1  # batches on the device beside the one in use
 

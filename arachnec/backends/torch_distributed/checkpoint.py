@@ -16,7 +16,6 @@ import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from arachnec.backends.torch_distributed.agreement import gather_text
 from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, write_file
 from arachnec.checkpoint.folder import (
     Position,
@@ -31,6 +30,7 @@ from arachnec.checkpoint.folder import (
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
 from arachnec.ir.diagnostic import Diagnostic, UserError, refused
+from arachnec.runtime.agreement import gather_text
 
 KEPT = 2
 

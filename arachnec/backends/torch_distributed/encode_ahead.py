@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import planned_memory
 from arachnec.analysis.uses import Values
-from arachnec.backends.torch_distributed.device_runtime import OnHost
 from arachnec.ir.nodes import Cascade, Module, Program
+from arachnec.runtime.device_runtime import OnHost
 
 BEFORE = ("gather", "encode", "send", "receive", "free")  # what a program begins with while no model has run
 

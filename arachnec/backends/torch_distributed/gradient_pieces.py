@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.backends.torch_distributed.collectives import all_gather_flat, start_reduce_scatter_flat
 from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.cluster.topology import group_link
 from arachnec.ir.nodes import Cluster
+from arachnec.runtime.collectives import all_gather_flat, start_reduce_scatter_flat
 
 SMALLEST_PIECE, LARGEST_PIECE = 4 * 2**20, 256 * 2**20  # bytes
 EXCHANGED = 2  # pieces of low precision under way at most: each takes its size once more

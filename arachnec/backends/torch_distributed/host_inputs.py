@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.device_runtime import Event
-from arachnec.backends.torch_distributed.host_copies import Arrival, HostCopies
+from arachnec.runtime.device_runtime import Event
+from arachnec.runtime.host_copies import Arrival, HostCopies
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.host_copies import Arrival, HostCopies
+from arachnec.runtime.host_copies import Arrival, HostCopies
 
 
 @dataclass

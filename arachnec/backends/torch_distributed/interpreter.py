@@ -26,21 +26,13 @@ from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters
-from arachnec.backends.torch_distributed.clock import Clock
-from arachnec.backends.torch_distributed.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import Handoffs, Received, TensorSpec
-from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.host_inputs import HostInputs
-from arachnec.backends.torch_distributed.link_watch import HandoffNotes
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
-from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
-from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
@@ -55,6 +47,14 @@ from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.models.file import ModelFile
+from arachnec.runtime.clock import Clock
+from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import Handoffs, Received, TensorSpec
+from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.link_watch import HandoffNotes
+from arachnec.runtime.out_of_memory import explained_memory
+from arachnec.runtime.rank_threads import RankThreads
 from arachnec.spmd.block_forward import InputsAway
 
 POLL_S = 2e-4

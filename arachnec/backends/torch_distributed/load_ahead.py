@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Program
 from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.runtime.device_runtime import DeviceRuntime
 
 HOST_BYTES = 2 * 2**30  # of pixels that are loaded, and not yet encoded
 HOST = torch.device("cpu")

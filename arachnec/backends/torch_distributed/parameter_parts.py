@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.collectives import start_all_gather_flat
+from arachnec.runtime.collectives import start_all_gather_flat
 
 
 @dataclass(frozen=True)

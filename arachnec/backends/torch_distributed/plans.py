@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.agreement import share_text
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question, cluster_for
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.cluster.topology import with_measured
@@ -25,6 +24,7 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.passes.check import Check
+from arachnec.runtime.agreement import share_text
 
 Key = tuple[int, int]  # an iteration, and how often its links were measured anew
 KEPT = 256

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.backends.torch_distributed.clock import Interval
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
+from arachnec.runtime.clock import Interval
+from arachnec.runtime.device_runtime import DeviceRuntime
 
 GIB = 2**30
 BUSY = ("encode", "forward", "backward")

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_encoders, build_model
-from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
+from arachnec.runtime.agreement import agree
 
 Modules = Mapping[str, nn.Module]
 CPU = torch.device("cpu")

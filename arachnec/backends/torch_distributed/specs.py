@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from arachnec.backends.cascade_step import encode
-from arachnec.backends.torch_distributed.handoffs import TensorSpec
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, Phase, Program
 from arachnec.models.file import ModelFile
+from arachnec.runtime.handoffs import TensorSpec
 from arachnec.tracing.needs_values import needs_values
 
 

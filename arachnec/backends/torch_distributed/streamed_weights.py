@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.torch_distributed.shared_weights import (
     CPU,
     broadcast,
@@ -29,6 +28,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
+from arachnec.runtime.agreement import agree
 
 Take = Callable[[str, Tensor], None]
 END = -1  # in the place of a parameter's number

@@ -23,27 +23,17 @@ from arachnec.backends.cascade_step import (
     trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.agreement import agree, gather, gather_text
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
-from arachnec.backends.torch_distributed.clock import Clock, Interval
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, OnHost
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import TensorSpec, handoff_pairs
-from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
-from arachnec.backends.torch_distributed.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.process_groups import family_groups, wanted_gradient_groups, wanted_groups
-from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.specs import Specs
@@ -67,6 +57,16 @@ from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.runtime.agreement import agree, gather, gather_text
+from arachnec.runtime.clock import Clock, Interval
+from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
+from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
+from arachnec.runtime.out_of_memory import explained_memory
+from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups, wanted_groups
+from arachnec.runtime.rank_threads import RankThreads
 from arachnec.views.executable_page import PAGE, executable_page
 from arachnec.views.timeline import planned, read_measured
 from arachnec.views.timeline_svg import draw

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from arachnec.analysis.uses import overlapped_reduces
 from arachnec.backends.torch_distributed import interpreter, training_run
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
@@ -25,6 +24,7 @@ from arachnec.ir.nodes import Instruction, Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import find_problems
+from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.distributed.executor_cases import (
     ENCODER,
     MODEL,

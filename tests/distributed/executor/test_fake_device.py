@@ -18,16 +18,10 @@ from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.torch_distributed import interpreter
-from arachnec.backends.torch_distributed.clock import Clock
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
-from arachnec.backends.torch_distributed.handoffs import TensorSpec
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, grid_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.torch_distributed.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.backends.torch_distributed.rank_threads import RankThreads
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.driver import Compiled, compile, plan_iteration
@@ -38,6 +32,12 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.passes import trace
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
+from arachnec.runtime.clock import Clock
+from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import TensorSpec
+from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.rank_threads import RankThreads
 from arachnec.tracing import blocks
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed import training_run
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, HostCopy
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections, most_peers_of
-from arachnec.backends.torch_distributed.handoffs import Handoffs, HandoffThreads, TensorSpec
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
+from arachnec.runtime.device_runtime import DeviceRuntime, HostCopy
+from arachnec.runtime.handoff_connections import HandoffConnections, most_peers_of
+from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec
 from tests.distributed.executor_cases import RUNS, Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 from tests.distributed.late_device import LateEvent, late_runtime
@@ -120,7 +120,7 @@ DIES = """
 import os, sys, time
 import torch.distributed as dist
 from datetime import timedelta
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
+from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.ir.diagnostic import UserError, render
 
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.backends.torch_distributed import training_run
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here, own_clips
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.folder import read_executable
 from arachnec.ir.diagnostic import UserError
+from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.distributed.executor_cases import Work, clip, executable, lowered, traced
 from tests.distributed.harness import run_ranks
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.link_watch import EVERY, LinkWatch, Message, Notes, measured_speeds
 from arachnec.executable.folder import MEASURED_PROGRAM, read_executable
 from arachnec.ir.nodes import integer, quantity
 from arachnec.ir.parser import parse_module
+from arachnec.runtime.link_watch import EVERY, LinkWatch, Message, Notes, measured_speeds
 from tests.distributed.executor_cases import clip, losses, train_on
 from tests.distributed.pipeline_cases import executable, pipeline_of
 

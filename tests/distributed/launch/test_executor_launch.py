@@ -14,11 +14,11 @@ import torch
 
 from arachnec import cli
 from arachnec.backends.torch_distributed import plans
-from arachnec.backends.torch_distributed.agreement import agree
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
+from arachnec.runtime.agreement import agree
 from tests.distributed.executor_cases import (
     RUNS,
     Work,

@@ -12,10 +12,10 @@ import torch
 
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
-from arachnec.backends.torch_distributed.device_runtime import DeviceMemory
-from arachnec.backends.torch_distributed.out_of_memory import explained_memory
 from arachnec.executable.folder import read_executable
 from arachnec.ir.diagnostic import UserError
+from arachnec.runtime.device_runtime import DeviceMemory
+from arachnec.runtime.out_of_memory import explained_memory
 from tests.distributed.executor_cases import Work, clip, executable, run
 
 CLIPS = (clip("a", 3), clip("b", 5))

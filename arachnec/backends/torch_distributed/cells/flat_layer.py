@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.backends.torch_distributed.cells.host_shard import HostShard, Waited
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout
-from arachnec.backends.torch_distributed.collectives import start_reduce_scatter_flat
-from arachnec.backends.torch_distributed.host_copies import HostCopies
+from arachnec.runtime.collectives import start_reduce_scatter_flat
+from arachnec.runtime.host_copies import HostCopies
 
 EXACT = 4  # bytes of an element, from which on a collective itself may sum
 

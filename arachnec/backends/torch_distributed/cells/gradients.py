@@ -17,11 +17,11 @@ from arachnec.analysis.uses import bucket_of
 from arachnec.backends.kept_gradients import set_gradient
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.collectives import gathered_on_first
 from arachnec.backends.torch_distributed.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.runtime.collectives import gathered_on_first
 
 
 @dataclass(frozen=True)

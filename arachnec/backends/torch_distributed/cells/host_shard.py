@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.device_runtime import Event
-from arachnec.backends.torch_distributed.host_copies import HostCopies
+from arachnec.runtime.device_runtime import Event
+from arachnec.runtime.host_copies import HostCopies
 
 
 class Waited(Protocol):

@@ -15,9 +15,7 @@ from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.layout import Piece
 from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
-from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import CPU
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
@@ -28,6 +26,8 @@ from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.models.file import ModelFile
+from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.host_copies import HostCopies
 
 
 @dataclass(frozen=True)

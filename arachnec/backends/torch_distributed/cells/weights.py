@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
-from arachnec.backends.torch_distributed.host_copies import HostCopies
 from arachnec.backends.torch_distributed.shared_weights import put_in_place
 from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import ModelFile
+from arachnec.runtime.host_copies import HostCopies
 from arachnec.tracing.layers import layer_of_parameters
 
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, high_water, usages
 from arachnec.analysis.uses import Values
-from arachnec.backends.torch_distributed.device_runtime import DeviceMemory, DeviceRuntime
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module, Program
 from arachnec.models.file import ran_out_of_memory
+from arachnec.runtime.device_runtime import DeviceMemory, DeviceRuntime
 
 FRAGMENTS = 0.1  # of the device's memory that is reserved and not allocated: too much
 FOREIGN = 3.0  # GiB that nobody of this process' allocator holds: more than communicators take

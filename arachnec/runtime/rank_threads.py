@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from arachnec.backends.torch_distributed.handoffs import HandoffThreads
+from arachnec.runtime.handoffs import HandoffThreads
 
 MOST_LOADERS = 4
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.device_runtime import OnHost
-from arachnec.backends.torch_distributed.handoff_connections import HandoffConnections
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Program
+from arachnec.runtime.device_runtime import OnHost
+from arachnec.runtime.handoff_connections import HandoffConnections
 
 SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
 

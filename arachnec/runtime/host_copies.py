@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, Event
+from arachnec.runtime.device_runtime import DeviceRuntime, Event
 
 
 @dataclass(frozen=True)

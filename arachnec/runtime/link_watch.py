@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from arachnec.backends.torch_distributed.handoffs import Received
+from arachnec.runtime.handoffs import Received
 
 EVERY = 4  # steps
 WORTH = 1.5  # a link's speed over the planned one, or under it, from which plans are made anew

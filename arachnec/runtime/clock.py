@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from arachnec.backends.torch_distributed.device_runtime import DeviceRuntime, Timer
+from arachnec.runtime.device_runtime import DeviceRuntime, Timer
 
 
 class Interval(msgspec.Struct, frozen=True):
