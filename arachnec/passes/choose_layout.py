@@ -21,6 +21,7 @@ from arachnec.passes.annotate import Annotate
 from arachnec.passes.bucket import Bucket
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.lower import Lower
+from arachnec.passes.offload import Offload
 from arachnec.passes.partition import Partition
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_z3 import ScheduleZ3
@@ -90,8 +91,10 @@ class ChooseLayout(Pass):
         choice = self._chosen(module)
         if choice is None:
             world = module.cluster.world
-            if "host_memory" in module.cluster.attrs:  # `offload` may have room, and needs least in cells of all ranks
-                return applied(module, Layout(f"cells-{world}", cell=world))
+            together = applied(module, Layout(f"cells-{world}", cell=world))
+            offloads = any(isinstance(step, Offload) for step in self.following)
+            if offloads and Offload().run(together) is not together:  # it needs least host memory there
+                return together
             demand_fits(module)
             return replicated  # what follows says what is wrong
         return replace(
