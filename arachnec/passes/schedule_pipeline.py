@@ -37,6 +37,10 @@ class SchedulePipeline(Pass):
     orders: str | None = None
     degrees: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.v < 1:
+            raise ValueError("v is a number of stages on a rank, 1 at least")
+
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients must be cascades of their own."""

@@ -76,8 +76,11 @@ class Stages(Pass):
 
     def _cuts(self, module: Module, stage: Stage) -> tuple[int, ...]:
         if self.cuts is None:
-            return balanced_cuts(stage, self.p or fitting_stages(module, stage), module.clips)
+            return balanced_cuts(stage, self._count(module, stage), module.clips)
         if self.p is not None and self.p != len(self.cuts) + 1:
             raise UserError(CutsForOtherStages(stage.span, len(self.cuts), len(self.cuts) + 1, self.p))
         demand_cuts(stage, self.cuts)
         return self.cuts
+
+    def _count(self, module: Module, stage: Stage) -> int:
+        return fitting_stages(module, stage) if self.p is None else self.p

@@ -107,6 +107,7 @@ def test_stages_recompute_as_few_blocks_as_their_micro_batches_need_to_fit() -> 
         (2, "p=3", "schedule=zb-v", "`zb-v` puts 2 stages on every rank, and the model has 3"),
         (4, "p=2", "schedule=1f1b,degree=3", "degree 3 does not divide the 2 ranks of each stage"),
         (2, "p=5", "schedule=1f1b", "`stages{p=5}` of @dit, which has 4 blocks"),
+        (2, "p=0", "schedule=1f1b", "`stages{p=0}` of @dit, which has 4 blocks"),
         (2, "cuts=[2,1]", "schedule=1f1b", "the cuts [2, 1] of @dit are not in order: 1 stands behind 2"),
         (2, "cuts=[4]", "schedule=1f1b", "cut 4 of @dit leaves a stage without blocks"),
         (2, "p=3,cuts=[1]", "schedule=1f1b", "1 cuts make 2 stages, and p is 3"),
@@ -118,6 +119,11 @@ def test_what_cannot_be_is_refused_with_a_remedy(world: int, stages: str, schedu
     diagnostic = refusal.value.diagnostics[0]
     assert said in diagnostic.text(diagnostic.title)
     assert diagnostic.text(diagnostic.help)
+
+
+def test_a_rank_has_one_stage_at_least() -> None:
+    with pytest.raises(UserError, match="v is a number of stages on a rank, 1 at least"):
+        Pipeline.parse("schedule-pipeline{schedule=interleaved-1f1b,v=0}")
 
 
 def test_a_pipeline_runs_at_degrees_that_its_stage_lists() -> None:
