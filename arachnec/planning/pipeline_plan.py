@@ -19,7 +19,7 @@ from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, quantity
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
@@ -94,6 +94,15 @@ class CellDoesNotDivide(Diagnostic):
     cell: int
     ranks: int
     degree: int
+
+
+@dataclass(frozen=True)
+class DegreeNotListed(Diagnostic):
+    title: ClassVar[str] = "a micro-batch cannot run on {degree} ranks of @{stage}"
+    help: ClassVar[str] = "this stage runs on {listed}: give one of these that divides its ranks, or leave it out"
+    degree: int
+    stage: str
+    listed: str
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,7 @@ def _layouts(
             raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
         if any(degree % cell for degree in degrees):
             raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+        _demand_listed(parts, degrees)
         return runs_of(degrees, world), [degrees]
     places = places_of(parts, options.schedule, options.v, world, given)
     most = places.most_degree
@@ -212,8 +222,27 @@ def _layouts(
         raise UserError(DegreeDoesNotDivide(None, options.degree, most))
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
         raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
-    each = [options.degree] if options.degree else [d for d in range(cell, most + 1, cell) if most % d == 0]
-    return places, [(degree,) * len(places.runs) for degree in each]
+    if options.degree is not None:
+        _demand_listed(parts, [options.degree] * len(parts))
+        return places, [(options.degree,) * len(places.runs)]
+    dividing = [degree for degree in range(cell, most + 1, cell) if most % degree == 0]
+    listed = [degree for degree in dividing if all(_lists(part, degree) for part in parts)]
+    if not listed:
+        _demand_listed(parts, dividing[:1] * len(parts))
+    return places, [(degree,) * len(places.runs) for degree in listed]
+
+
+def _demand_listed(parts: Sequence[Stage], degrees: Sequence[int]) -> None:
+    """Raises UserError where a stage lists its degrees, and not this one."""
+    for part, degree in zip(parts, degrees, strict=True):
+        if not _lists(part, degree):
+            listed = ", ".join(map(str, integers(part.attrs["degrees"])))
+            raise UserError(DegreeNotListed(None, degree, part.name, listed))
+
+
+def _lists(part: Stage, degree: int) -> bool:
+    listed = part.attrs.get("degrees")
+    return listed is None or degree in integers(listed)
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
