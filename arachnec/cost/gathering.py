@@ -5,6 +5,9 @@ A forward gathers every layer, a backward gathers it again and reduce-scatters i
 computes, the next one is gathered and the gradients of the one before are on their way. So each layer shows what its
 compute does not cover; the first gathers of a pass and the last reduce-scatters have nothing to hide behind.
 
+CPU ranks of a node copy and add up with the cores that compute: what a core does for a gather it does not compute, so
+compute covers nothing, and all of it shows.
+
 Of a pipeline's stage the last layer does not stay from a forward to its backward, and where the backward is split its
 second half reduce-scatters.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from arachnec.cluster.topology import group_link, penalty
+from arachnec.cluster.topology import group_link, moves_by_cores, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
@@ -48,6 +51,8 @@ class Gathering:
         if (cell_of(stage) or 1) == 1:
             return 0.0
         times, (forwards, backwards) = self.layer_times(stage, rank), PASSES[cascade.phase]
+        if moves_by_cores(self.cluster, own_cell(rank, cell_of(stage) or 1)):
+            forward = backward = 0.0
         first, between = min(times.blocks, 1), max(0, times.blocks - 1)
         count = max(1, times.blocks)
         total = 0.0

@@ -41,6 +41,16 @@ def test_without_compute_two_gathers_and_a_scatter_of_every_layer_show() -> None
     assert model.exposed(CASCADE, 0.0, 0.0) == pytest.approx(everything)
 
 
+def test_cores_that_gather_do_not_compute_so_all_of_it_shows_on_cpu_ranks_of_one_machine() -> None:
+    model = Gathering({"dit": stage(2)}, parse_cluster("2:cpu"))
+    assert model.exposed(CASCADE, 1e6, 1e6) == model.exposed(CASCADE, 0.0, 0.0) > 0
+
+
+def test_between_machines_cpu_ranks_compute_while_the_network_carries() -> None:
+    model = Gathering({"dit": stage(4)}, parse_cluster("2x2:cpu"))
+    assert model.exposed(CASCADE, 1e6, 1e6) < model.exposed(CASCADE, 0.0, 0.0)
+
+
 def test_a_cell_of_two_machines_gathers_over_the_slower_link() -> None:
     assert gathering(16).layer_times(stage(16)).gather > 4 * gathering(8).layer_times(stage(8)).gather
 
