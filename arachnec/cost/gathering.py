@@ -14,13 +14,15 @@ second half reduce-scatters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from arachnec.cluster.topology import group_link, moves_by_cores, penalty
+from arachnec.cluster.topology import Link, group_link, moves_by_cores, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
-from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.cost.profile import GATHER, SCATTER
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 
@@ -72,19 +74,31 @@ class Gathering:
         ranks = own_cell(rank, cell)
         key = stage.name, ranks[0]
         if key not in self._times:
-            link, contention = group_link(self.cluster, ranks), penalty(self.cluster, ranks)
+            contention = penalty(self.cluster, ranks)
+            gathers, scatters = (measured_link(self.cluster, ranks, op) for op in (GATHER, SCATTER))
             *blocks, last = layer_sizes(stage)
             whole, gradient = element_bytes(stage), gradient_element_bytes(stage)
             count = max(1, len(blocks))
 
-            def ms(elements: float, size: float) -> float:
+            def ms(link: Link, elements: float, size: float) -> float:
                 return collective_time(link, elements * size, cell, 1, contention) if elements else 0.0
 
             self._times[key] = LayerTimes(
                 len(blocks),
-                ms(sum(layer.parameters for layer in blocks) / count, whole),
-                ms(sum(layer.trained for layer in blocks) / count, gradient),
-                ms(last.parameters, whole),
-                ms(last.trained, gradient),
+                ms(gathers, sum(layer.parameters for layer in blocks) / count, whole),
+                ms(scatters, sum(layer.trained for layer in blocks) / count, gradient),
+                ms(gathers, last.parameters, whole),
+                ms(scatters, last.trained, gradient),
             )
         return self._times[key]
+
+
+def measured_link(cluster: Cluster, ranks: tuple[int, ...], op: str) -> Link:
+    """The links of a cell for one kind of collective: within a machine as it was measured, where it was."""
+    link, rows = group_link(cluster, ranks), cluster.attrs.get("collectives", ())
+    for row in rows if isinstance(rows, tuple) and not link.outside else ():
+        assert isinstance(row, tuple)
+        name, latency, speed = row
+        if name == op:  # measured on all ranks at once, what they share included
+            return replace(link, intra=quantity(speed), host=math.inf, latency=quantity(latency))
+    return link
