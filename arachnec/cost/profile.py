@@ -185,11 +185,11 @@ def _problems(profile: Profile) -> Iterator[str]:
     for end in profile.synchronisation:
         if end.ranks < 1 or end.bytes < 0 or not (0 <= end.reduce_ms < math.inf and 0 <= end.step_ms < math.inf):
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
-    for run in profile.collectives:
-        if run.op not in (GATHER, SCATTER):
-            yield f"there is no collective `{run.op}`, only {GATHER} and {SCATTER}"
-        if run.ranks < 2 or run.bytes <= 0 or not 0 < run.ms < math.inf:
-            yield f"a measured {run.op} has sizes or times below nothing"
+    for row in profile.collectives:
+        if row.op not in (GATHER, SCATTER):
+            yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
+        if row.ranks < 2 or row.bytes <= 0 or not 0 < row.ms < math.inf:
+            yield f"a measured {row.op} has sizes or times below nothing"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
