@@ -102,10 +102,11 @@ class Places:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The cascades of one micro-batch by stage and phase."""
+    """The cascades of one micro-batch by stage and phase. Those of one ``kind`` cost the same."""
 
     encoders: tuple[Cascade, ...]
     cascades: Mapping[tuple[int, Phase], Cascade]
+    kind: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import gib
+from arachnec.ir.stage_sizes import gib, shape_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
@@ -165,7 +165,8 @@ def pipelined(module: Module, options: Options) -> Module:
         stage = parts[least.stages_on[worst][0]].name
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
+    bound = _bound(module, cost)
+    modules = [_at_level_placed(module, within_memory(plan, module, lies_on), lies_on, bound) for plan in offered]
     marked = [
         replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
         for made, plan in zip(modules, offered, strict=True)
@@ -186,7 +187,7 @@ def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, 
     """The plan's cascades; where an order was searched for, with so much less saved as waits to be read at the peak."""
     placed = plan.placed()
     for _ in range(ATTEMPTS if plan.options.schedule == "planned" else 0):
-        over = overflow(_at_level_placed(module, plan.cost, placed, lies_on))
+        over = overflow(_at_level_placed(module, placed, lies_on, 0.0))
         plan = replace(plan, waiting=plan.waiting + max(0.0, over))
         if over <= 0 or not plan.fits:
             break
@@ -231,10 +232,17 @@ def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
     for cascade in module.cascades:
         if cascade.stage in number:
             batches.setdefault(cascade.clips, {})[number[cascade.stage], cascade.phase] = cascade
-    return [
-        MicroBatch(tuple(named[n] for n in of[0, Phase.FORWARD].inputs if named[n].phase is Phase.ENCODE), of)
-        for of in batches.values()
-    ]
+    kinds: dict[object, int] = {}
+
+    def costs(cascade: Cascade) -> tuple[object, ...]:
+        return shape_of(cascade), *(shape_of(named[name]) for name in cascade.inputs if name in named)
+
+    def micro_batch(of: Mapping[tuple[int, Phase], Cascade]) -> MicroBatch:
+        encoders = tuple(named[n] for n in of[0, Phase.FORWARD].inputs if named[n].phase is Phase.ENCODE)
+        kind = tuple((key, costs(cascade)) for key, cascade in of.items())
+        return MicroBatch(encoders, of, kinds.setdefault(kind, len(kinds)))
+
+    return [micro_batch(of) for of in batches.values()]
 
 
 @dataclass(frozen=True)
@@ -300,7 +308,13 @@ class _Plan:
         return {}
 
     def _work(self, batch: MicroBatch) -> float:
-        return sum(self._time(cascade) for cascade in batch.cascades.values())
+        if batch.kind not in self._works:
+            self._works[batch.kind] = sum(self._time(cascade) for cascade in batch.cascades.values())
+        return self._works[batch.kind]
+
+    @cached_property
+    def _works(self) -> dict[int, float]:
+        return {}
 
     def _time(self, cascade: Cascade) -> float:
         width, side = self._width(cascade.stage), self._side(cascade)
@@ -435,13 +449,21 @@ class _Plan:
 
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
-        forward = batch.cascades[stage, Phase.FORWARD]
-        return self.cost.kept(forward, self._width(forward.stage), self._blocks(forward), self._side(forward))
+        key = batch.kind, stage
+        if key not in self._kept_by_kind:
+            forward = batch.cascades[stage, Phase.FORWARD]
+            width, side = self._width(forward.stage), self._side(forward)
+            self._kept_by_kind[key] = self.cost.kept(forward, width, self._blocks(forward), side)
+        return self._kept_by_kind[key]
+
+    @cached_property
+    def _kept_by_kind(self) -> dict[tuple[int, int], float]:
+        return {}
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
         most = 0.0
-        for batch in batches:
+        for batch in {batch.kind: batch for batch in batches}.values():
             for stage in stages:
                 begun = batch.cascades[stage, Phase.FORWARD]
                 side, width = self._side(begun), self._width(begun.stage)
@@ -516,19 +538,27 @@ def limit_of(cost: CostModel) -> float:
     return cost.room + cost.resident
 
 
+def _bound(module: Module, cost: CostModel) -> float:
+    """ms before which no schedule of any kind ends."""
+    problem = problem_of(module, cost)
+    return max(0, lower_bound(problem) - len(problem.jobs)) / TICKS
+
+
 def _at_level_placed(
-    module: Module, cost: CostModel, cascades: Sequence[Cascade], places: Mapping[str, tuple[int, ...]]
+    module: Module, cascades: Sequence[Cascade], places: Mapping[str, tuple[int, ...]], bound: float
 ) -> Module:
     trained = [stage.name for stage in module.stages if stage.trained]
-    readers = {name: tuple(c.name for c in cascades if c.stage == name and has_gradient(c)) for name in trained}
+    readers: dict[str, list[str]] = {name: [] for name in trained}
+    for cascade in cascades:
+        if cascade.stage in readers and has_gradient(cascade):
+            readers[cascade.stage].append(cascade.name)
     makespan = max(cascade.end for cascade in cascades)
-    problem = problem_of(module, cost)
-    bound = min(makespan, max(0, lower_bound(problem) - len(problem.jobs)) / TICKS)
+    bound_ms = Quantity(min(makespan, bound), "ms")
     return replace(
         module,
         level=Level.PLACED,
         cascades=tuple(cascades),
-        reductions=tuple(Reduce(name, readers[name], Attributes.of(ranks=places[name])) for name in trained),
+        reductions=tuple(Reduce(name, tuple(readers[name]), Attributes.of(ranks=places[name])) for name in trained),
         steps=tuple(Step(name) for name in trained),
-        attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), bound=Quantity(bound, "ms"), proved=False),
+        attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), bound=bound_ms, proved=False),
     )
