@@ -98,8 +98,16 @@ class Attributes(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.pairs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        # another process hashes text otherwise
+        return {"pairs": self.pairs, "spans": self.spans}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Attributes) and self.pairs == other.pairs

@@ -49,7 +49,7 @@ from arachnec.planning.pipeline_places import (
 )
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
-from arachnec.planning.replica_orders import Replica, group_size, planned_order
+from arachnec.planning.replica_orders import Replica, exceeds_alone, group_size, planned_order
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
@@ -422,6 +422,10 @@ class _Plan:
 
     @property
     def fits(self) -> bool:
+        if self.options.schedule == "planned" and self.options.orders is None:
+            # a search keeps to the limits, whatever it finds
+            different = {tuple(batch.kind for batch in own): own for own in self.replicas if own}
+            return not any(exceeds_alone(self._replica(own)) for own in different.values())
         return max(self.needed) <= limit_of(self.cost) - self.waiting
 
     def placed(self) -> list[Cascade]:

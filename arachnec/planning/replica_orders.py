@@ -53,7 +53,7 @@ def group_size(replica: Replica, asked: int | None) -> int:
 
 def planned_order(replica: Replica, replicas: int) -> PipelineSchedule:
     """The best order found with the share of the effort of one of so many different ``replicas``."""
-    if _overfull(replica):
+    if exceeds_alone(replica):
         return _one_after_another(replica)
     mib = [[size * 1024 for size in row] for row in replica.kept]  # Z3 counts in whole numbers
     problem = OrderProblem(replica.times, mib, [limit * 1024 for limit in replica.limits], replica.placement)
@@ -66,7 +66,7 @@ def planned_order(replica: Replica, replicas: int) -> PipelineSchedule:
     return improve_windows(problem, schedule, Effort(WINDOW_STEPS)).schedule
 
 
-def _overfull(replica: Replica) -> bool:
+def exceeds_alone(replica: Replica) -> bool:
     """Whether a micro-batch does not fit on a rank alone."""
     held = [[0.0] * replica.micro_batches for _ in replica.limits]
     for rank, row in zip(replica.placement, replica.kept, strict=True):

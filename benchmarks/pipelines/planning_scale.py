@@ -3,7 +3,8 @@
     python -m benchmarks.pipelines.planning_scale [--nodes 32] [--stages 8] [--clips 512] [--cell 8] [--schedule 1f1b]
         [--equal]
 
-Wan2.1-14B, its parameters dealt out over cells of so many ranks, one clip of the bucketed video mix per micro-batch, or equal clips; nodes of eight H100.
+Wan2.1-14B, its parameters dealt out over cells of so many ranks, on nodes of eight H100. One clip of the bucketed video
+mix per micro-batch, or equal clips.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def main() -> None:
         read = read_manifest(manifest)
         traced = front_end(trace_file(load_model_file(MODEL), read), read, parse_cluster(f"{options.nodes}x8:h100-80g"))
     passes = (
-        f"shard-parameters{{cell={options.cell}}}", f"stages{{p={options.stages}}}", "partition{policy=single}", "annotate",
-        f"schedule-pipeline{{schedule={options.schedule}}}", "lower", "check",
+        f"shard-parameters{{cell={options.cell}}}", f"stages{{p={options.stages}}}", "partition{policy=single}",
+        "annotate", f"schedule-pipeline{{schedule={options.schedule}}}", "lower", "check",
     )  # fmt: skip
     module, total = iteration_of(traced, 0), 0.0
     print(
