@@ -49,6 +49,11 @@ def node_of(cluster: Cluster, rank: int) -> int:
     return rank // cluster.gpus
 
 
+def moves_by_cores(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    """Whether these ranks' messages are copied by the cores that compute: CPU ranks of one node."""
+    return cluster.attrs["device"] == "cpu" and len({node_of(cluster, rank) for rank in ranks}) == 1
+
+
 def rack_of(cluster: Cluster, rank: int) -> int:
     """The rack of a rank's node; 0 where the cluster has no racks."""
     rack = cluster.attrs.get("rack")

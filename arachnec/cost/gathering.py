@@ -5,19 +5,24 @@ A forward gathers every layer, a backward gathers it again and reduce-scatters i
 computes, the next one is gathered and the gradients of the one before are on their way. So each layer shows what its
 compute does not cover; the first gathers of a pass and the last reduce-scatters have nothing to hide behind.
 
+CPU ranks of a node copy and add up with the cores that compute: what a core does for a gather it does not compute, so
+compute covers nothing, and all of it shows.
+
 Of a pipeline's stage the last layer does not stay from a forward to its backward, and where the backward is split its
 second half reduce-scatters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from arachnec.cluster.topology import group_link, penalty
+from arachnec.cluster.topology import Link, group_link, moves_by_cores, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
-from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.cost.profile import GATHER, SCATTER
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 
@@ -48,6 +53,8 @@ class Gathering:
         if (cell_of(stage) or 1) == 1:
             return 0.0
         times, (forwards, backwards) = self.layer_times(stage, rank), PASSES[cascade.phase]
+        if moves_by_cores(self.cluster, own_cell(rank, cell_of(stage) or 1)):
+            forward = backward = 0.0
         first, between = min(times.blocks, 1), max(0, times.blocks - 1)
         count = max(1, times.blocks)
         total = 0.0
@@ -67,19 +74,31 @@ class Gathering:
         ranks = own_cell(rank, cell)
         key = stage.name, ranks[0]
         if key not in self._times:
-            link, contention = group_link(self.cluster, ranks), penalty(self.cluster, ranks)
+            contention = penalty(self.cluster, ranks)
+            gathers, scatters = (measured_link(self.cluster, ranks, op) for op in (GATHER, SCATTER))
             *blocks, last = layer_sizes(stage)
             whole, gradient = element_bytes(stage), gradient_element_bytes(stage)
             count = max(1, len(blocks))
 
-            def ms(elements: float, size: float) -> float:
+            def ms(link: Link, elements: float, size: float) -> float:
                 return collective_time(link, elements * size, cell, 1, contention) if elements else 0.0
 
             self._times[key] = LayerTimes(
                 len(blocks),
-                ms(sum(layer.parameters for layer in blocks) / count, whole),
-                ms(sum(layer.trained for layer in blocks) / count, gradient),
-                ms(last.parameters, whole),
-                ms(last.trained, gradient),
+                ms(gathers, sum(layer.parameters for layer in blocks) / count, whole),
+                ms(scatters, sum(layer.trained for layer in blocks) / count, gradient),
+                ms(gathers, last.parameters, whole),
+                ms(scatters, last.trained, gradient),
             )
         return self._times[key]
+
+
+def measured_link(cluster: Cluster, ranks: tuple[int, ...], op: str) -> Link:
+    """The links of a cell for one kind of collective: within a machine as it was measured, where it was."""
+    link, rows = group_link(cluster, ranks), cluster.attrs.get("collectives", ())
+    for row in rows if isinstance(rows, tuple) and not link.outside else ():
+        assert isinstance(row, tuple)
+        name, latency, speed = row
+        if name == op:  # measured on all ranks at once, what they share included
+            return replace(link, intra=quantity(speed), host=math.inf, latency=quantity(latency))
+    return link

@@ -27,6 +27,7 @@ from arachnec.ir.values import Formula, Term
 FIRST, LAST = "first", "last"
 # The backward is measured whole, and in the two parts of a split one.
 PHASES = ("forward", "backward", "activation", "weight")
+GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and gradients in a cell
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
@@ -96,12 +97,22 @@ class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms: float
 
 
+class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An all-gather or a reduce-scatter of a layer of so many ``bytes``, whole, over ``ranks`` of one machine."""
+
+    op: str
+    ranks: int
+    bytes: int
+    ms: float
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
     device: str
     stages: list[StageProfile]
     links: LinkProfile | None = None
     synchronisation: list[Synchronisation] = []
+    collectives: list[Collective] = []
     version: int = 1
 
 
@@ -174,6 +185,11 @@ def _problems(profile: Profile) -> Iterator[str]:
     for end in profile.synchronisation:
         if end.ranks < 1 or end.bytes < 0 or not (0 <= end.reduce_ms < math.inf and 0 <= end.step_ms < math.inf):
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
+    for row in profile.collectives:
+        if row.op not in (GATHER, SCATTER):
+            yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
+        if row.ranks < 2 or row.bytes <= 0 or not 0 < row.ms < math.inf:
+            yield f"a measured {row.op} has sizes or times below nothing"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -197,6 +213,7 @@ def fit_profile(
     device: str,
     links: LinkProfile | None = None,
     synchronisation: Sequence[Synchronisation] = (),
+    collectives: Sequence[Collective] = (),
 ) -> Profile:
     """A profile of (stage, phase, measurements) triples, each fitted.
 
@@ -211,7 +228,7 @@ def fit_profile(
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in solved
     ]
-    return Profile(machine, device, stages, links, list(synchronisation))
+    return Profile(machine, device, stages, links, list(synchronisation), list(collectives))
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
@@ -254,6 +271,21 @@ def fit_all_reduce(links: LinkProfile, synchronisation: Sequence[Synchronisation
         moving = end.reduce_ms - min(waiting, end.reduce_ms / 2)
         speeds.append(2 * (end.ranks - 1) / end.ranks * end.bytes / moving / 1e6)
     return min(speeds, default=None)
+
+
+def fit_collective(profile: Profile, op: str) -> tuple[float, float] | None:
+    """Latency in us of one of log2(n) steps, and GB/s of the (n-1)/n of its bytes that every rank passes on.
+
+    From the smallest and the largest that were measured; None where they are of one size.
+    """
+    runs = sorted((run for run in profile.collectives if run.op == op), key=lambda run: run.bytes)
+    if not runs or runs[0].bytes == runs[-1].bytes:
+        return None
+    small, large = runs[0], runs[-1]
+    latency = min(small.ms, large.ms)
+    moved = (large.bytes - small.bytes) * (large.ranks - 1) / large.ranks
+    speed = moved / max(large.ms - latency, 1e-6) / 1e6
+    return latency / math.ceil(math.log2(small.ranks)) * 1e3, min(speed, MOST_GBS)
 
 
 def _solved(runs: Sequence[Measurement]) -> dict[str, float]:

@@ -63,6 +63,7 @@ _NAMES = {
     "[str]": "a list of strings",
     "[[int, ms]]": "a list of `[degree, time in ms]`",
     "[[str, int]]": "a list of `[path, number]`",
+    "[[str, us, GB/s]]": "a list of `[collective, latency, bandwidth]`",
     "[[int, str, GiB, TFLOP/s, GB/s]]": "a list of `[machines, device, memory, flops, intra]`",
     "[TFLOP formula]": "a list of formulas in `TFLOP`",
     "[GiB formula]": "a list of formulas in `GiB`",

@@ -15,13 +15,16 @@ from typing import ClassVar
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     FIRST,
+    GATHER,
     LAST,
     PHASES,
+    SCATTER,
     Profile,
     StageNotProfiled,
     find_clip_time,
     find_fit,
     find_synchronisation,
+    fit_collective,
     formula_of,
     read_profile,
 )
@@ -188,6 +191,11 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
+    fitted = [(op, fit) for op in (GATHER, SCATTER) if (fit := fit_collective(profile, op)) is not None]
+    if fitted:
+        measured["collectives"] = tuple(
+            (op, Quantity(latency, "us"), Quantity(speed, "GB/s")) for op, (latency, speed) in fitted
+        )
     if links.host is not None and cluster.nodes == 1:  # one machine's memory says nothing of a network
         measured["host_link"] = Quantity(links.host, "GB/s")
     if links.inter is not None:

@@ -14,6 +14,7 @@ import msgspec
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import (
+    Collective,
     LinkProfile,
     Measurement,
     Profile,
@@ -47,6 +48,7 @@ class Measured(msgspec.Struct, frozen=True):
     stages: list[tuple[str, str, list[Measurement]]]
     links: LinkProfile | None
     synchronisation: list[Synchronisation]
+    collectives: list[Collective] = []
 
 
 def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
@@ -90,6 +92,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         device=measured.device,
         links=measured.links,
         synchronisation=measured.synchronisation,
+        collectives=measured.collectives,
     )
 
 

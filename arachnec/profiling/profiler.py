@@ -48,6 +48,8 @@ from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import ModelFile, load_model_file
+from arachnec.profiling.layer_collectives import PHASES as COLLECTIVES
+from arachnec.profiling.layer_collectives import LayerCollectives
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
@@ -103,6 +105,7 @@ class Profiler:
     _layers: Layers | None = field(init=False)  # None where the model cannot be cut into stages
     _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _collectives: LayerCollectives | None = field(init=False, default=None)  # of a model with blocks
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
 
@@ -197,7 +200,9 @@ class Profiler:
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         links = measure_links(self.device) if world > 1 else None
-        return Measured(name, [(*key, rows) for key, rows in measurements.items()], links, [end])
+        collectives = [] if self._collectives is None else self._collectives.measurements(ends)
+        stages = [(*key, rows) for key, rows in measurements.items()]
+        return Measured(name, stages, links, [end], collectives)
 
     def _trace(self) -> list[int]:
         """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
@@ -247,9 +252,25 @@ class Profiler:
         world = dist.get_world_size()
         if world > 1:
             self._groups.ensure([tuple(range(world))])
-            yield Job(TRAINED, ("reduce",), world, partial(self._reduce, tuple(range(world))))
+            everyone = tuple(range(world))
+            yield Job(TRAINED, ("reduce",), world, partial(self._reduce, everyone))
+            group = self._groups.get(everyone)
+            if (block := self._largest_block()) and group is not None:
+                self._collectives = LayerCollectives.of(block, group, partial(_now, self.device))
+                yield Job(TRAINED, COLLECTIVES, world, self._collectives.run)
         self.optimizer = Optimizer(self.parameters, TRAINING)
         yield Job(TRAINED, ("step",), self.at_once, self._step)
+
+    def _largest_block(self) -> Mapping[str, Tensor]:
+        """What trains of it, in the precision of most; nothing where the model has no blocks."""
+        paths = [path for path, _ in self._layers.classes] if self._layers is not None else []
+        blocks = [dict(self.model.get_submodule(path).named_parameters()) for path in paths]
+        block = max(blocks, key=lambda block: sum(value.numel() for value in block.values()), default={})
+        trained = {name: value for name, value in block.items() if value.requires_grad}
+        if not trained:
+            return {}
+        dtype = max(trained.values(), key=torch.numel).dtype
+        return {name: value for name, value in trained.items() if value.dtype == dtype}
 
     def _train(
         self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from arachnec.cluster.host_memory import copy_speed, device_copy_speed, node_copy_speed
-from arachnec.cluster.topology import host_of, intra_of, nic_of, node_of, rack_of, uplink_of
+from arachnec.cluster.topology import host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.cost.synchronisation import ring_passes
@@ -121,12 +121,8 @@ class Works:
         nodes = Counter(node_of(self.cluster, rank) for rank in group)
         return Work(compute=planned / crowding(self.cluster), computing=tuple(nodes.items()))
 
-    def _moves_by_cores(self, group: tuple[int, ...]) -> bool:
-        """Whether the group's messages are copied by the cores that compute."""
-        return self.cores is not None and len({node_of(self.cluster, rank) for rank in group}) == 1
-
     def _cascade(self, cascade: Cascade, group: tuple[int, ...], planned: float) -> Work:
-        if self._moves_by_cores(group):
+        if moves_by_cores(self.cluster, group):
             return self._computing(group, planned)
         duration = cascade.end - cascade.start
         sent = self._sent.get(cascade.name)
@@ -196,7 +192,7 @@ class Works:
         links are busy.
         """
         group, size = instruction.peers, instruction.attrs.get("bytes", 0)
-        if self._moves_by_cores(group):
+        if moves_by_cores(self.cluster, group):
             return self._computing(group, planned)
         if len(group) < 2 or not isinstance(size, int) or not size or planned <= 0:
             return Work(fixed=planned)

@@ -5,6 +5,9 @@
 A profile is measured in the same processes, in turns with the plans, so that a machine whose speed drifts slows both
 alike. Plans are pipelines of several schedules and stages, and cells, on micro-batches of equal and of mixed lengths; a
 plan's time is the median over the rounds of its slowest rank, its prediction the simulator's with that profile.
+Below each plan stand predicted and measured ms by kind of instruction, a rank's mean, and the processor time of all of
+a rank's threads beside what is predicted to be busy: of the two the processor time is what other users of the machine
+change least.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 import msgspec
 from scipy.stats import kendalltau
 
-from arachnec.backends.simulator import simulate
+from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import write_profile
 from arachnec.driver import compile as compile_model
@@ -51,6 +54,7 @@ class Row:
     predicted: float
     measured: float
     every: list[float]
+    kinds: dict[str, tuple[float, float]]  # predicted, measured
 
     @property
     def error(self) -> float:
@@ -123,16 +127,27 @@ def main() -> None:
         launch(options.ranks, arguments, lambda _: None, worker=WORKER)
         measured = msgspec.json.decode((folder / "measured.json").read_bytes(), type=Measured)
         times = json.loads((folder / "times.json").read_text())
+        kinds = json.loads((folder / "kinds.json").read_text())
         write_profile(fitted(measured, cluster), folder / "profile.json")
         recost = Recost(str(folder / "profile.json"))
         found = [
-            Row(mix, plan, simulate(recost.run(module)).iteration_ms, statistics.median(every), sorted(every))
-            for (mix, plan, module), every in zip(modules, times, strict=True)
+            row_of(mix, plan, simulate(recost.run(module)), every, spent)
+            for (mix, plan, module), every, spent in zip(modules, times, kinds, strict=True)
         ]
         profile = msgspec.json.decode((folder / "profile.json").read_bytes())
     show(found, options.ranks)
     if options.json is not None:
         options.json.write_text(json.dumps({"plans": [asdict(row) for row in found], "profile": profile}, indent=1))
+
+
+def row_of(mix: str, plan: str, simulation: Simulation, every: list[float], spent: dict[str, float]) -> Row:
+    """``spent`` are the measured ms by kind of instruction, a rank's mean."""
+    ranks, predicted = len(simulation.busy_ms), dict.fromkeys(spent, 0.0)
+    for interval in (interval for lane in simulation.timeline.lanes.values() for interval in lane):
+        predicted[interval.op] = predicted.get(interval.op, 0.0) + (interval.end - interval.start) / ranks
+    predicted["processor"] = sum(predicted.get(kind, 0.0) for kind in ("forward", "backward", "weight", "norm", "step"))
+    kinds = {kind: (predicted[kind], spent[kind]) for kind in spent}
+    return Row(mix, plan, simulation.iteration_ms, statistics.median(every), sorted(every), kinds)
 
 
 def show(found: list[Row], ranks: int) -> None:
@@ -142,6 +157,8 @@ def show(found: list[Row], ranks: int) -> None:
         print(
             f"{row.clips:10s} {row.plan:22s} {row.predicted:9.1f} {row.measured:9.1f} {row.error:+7.1%} {spread:8.1%}"
         )
+        kinds = [f"{kind} {a:.0f}/{b:.0f}" for kind, (a, b) in row.kinds.items() if max(a, b) >= 1.0]
+        print(f"{'':12s}{', '.join(kinds)}")
     errors = [abs(row.error) for row in found]
     tau = kendalltau([row.predicted for row in found], [row.measured for row in found]).statistic
     print(

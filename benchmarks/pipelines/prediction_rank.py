@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +22,10 @@ from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import Profiler
 from arachnec.runtime.agreement import gather
+from arachnec.runtime.clock import Interval
 from benchmarks.pipelines.torch_peer import MODEL
+
+KINDS = ("forward", "backward", "weight", "norm", "step", "reduce", "send", "free", "wait", "processor")
 
 
 def main(folder: str, at_once: str, rounds: str) -> None:
@@ -35,24 +41,37 @@ def main(folder: str, at_once: str, rounds: str) -> None:
             trainer.step(0)
         profiler.forget()
         times: list[list[float]] = []
+        kinds: list[list[list[float]]] = []
         order, rng = list(range(len(trainers))), random.Random(0)
         for number in range(1, int(rounds) + 1):
             rng.shuffle(order)
             row = [0.0] * len(order)
+            kinds.append([[] for _ in order])
             half = len(order) // 2
             for part in (order[:half], order[half:]):
                 profiler.round()
                 for plan in part:
                     dist.barrier()
+                    before = time.process_time()
                     row[plan] = trainers[plan].step(number).step_ms
+                    used = (time.process_time() - before) * 1e3
+                    kinds[-1][plan] = [*by_kind(trainers[plan].intervals), used]
             times.append(row)
         every = torch.stack(gather(torch.tensor(times, dtype=torch.float64))).amax(0)
+        spent = torch.stack(gather(torch.tensor(kinds, dtype=torch.float64))).mean(0).quantile(0.5, dim=0)
         measured = profiler.measured()
         if dist.get_rank() == 0:
             (place / "measured.json").write_bytes(msgspec.json.encode(measured))
             (place / "times.json").write_text(json.dumps(every.T.tolist()))
+            rows = [dict(zip(KINDS, plan, strict=True)) for plan in spent.tolist()]
+            (place / "kinds.json").write_text(json.dumps(rows))
 
     as_rank(work, cpu=True)
+
+
+def by_kind(intervals: Sequence[Interval]) -> list[float]:
+    """ms in each kind of instruction but the last of `KINDS`, which is the processor time of the rank."""
+    return [math.fsum(i.end - i.start for i in intervals if i.op == kind) for kind in KINDS[:-1]]
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.gathering import Gathering
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.parameter_cells import gathered_gib
-from arachnec.ir.values import Attributes
+from arachnec.ir.values import Attributes, Quantity
 
 LAYERS = tuple((f"blocks.{number}", 100_000_000) for number in range(10))
 CASCADE = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0)
@@ -39,6 +41,27 @@ def test_without_compute_two_gathers_and_a_scatter_of_every_layer_show() -> None
     times = model.layer_times(stage(8))
     everything = 10 * (2 * times.gather + times.scatter) + times.last_gather + times.last_scatter
     assert model.exposed(CASCADE, 0.0, 0.0) == pytest.approx(everything)
+
+
+def test_cores_that_gather_do_not_compute_so_all_of_it_shows_on_cpu_ranks_of_one_machine() -> None:
+    model = Gathering({"dit": stage(2)}, parse_cluster("2:cpu"))
+    assert model.exposed(CASCADE, 1e6, 1e6) == model.exposed(CASCADE, 0.0, 0.0) > 0
+
+
+def test_between_machines_cpu_ranks_compute_while_the_network_carries() -> None:
+    model = Gathering({"dit": stage(4)}, parse_cluster("2x2:cpu"))
+    assert model.exposed(CASCADE, 1e6, 1e6) < model.exposed(CASCADE, 0.0, 0.0)
+
+
+def test_a_cell_within_a_machine_takes_what_its_collectives_were_measured_to_take() -> None:
+    """A gather of 200 MB on 8 ranks: one latency in three steps, 7/8 of the bytes."""
+    pod = parse_cluster("2x8:h100-80g")
+    rows = (("all-gather", Quantity(10.0, "us"), Quantity(70.0, "GB/s")),)
+    model = replace(gathering(8), cluster=replace(pod, attrs=pod.attrs.updated(collectives=rows)))
+    assert model.layer_times(stage(8)).gather == pytest.approx(3 * 0.010 + 200e6 * 7 / 8 / 70e6)
+    assert model.layer_times(stage(8)).scatter == gathering(8).layer_times(stage(8)).scatter
+    across = replace(gathering(16), cluster=model.cluster)
+    assert across.layer_times(stage(16)) == gathering(16).layer_times(stage(16))
 
 
 def test_a_cell_of_two_machines_gathers_over_the_slower_link() -> None:

@@ -11,6 +11,9 @@ import pytest
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import (
+    GATHER,
+    SCATTER,
+    Collective,
     LinkProfile,
     Measurement,
     Profile,
@@ -18,6 +21,7 @@ from arachnec.cost.profile import (
     exponent_of,
     find_clip_time,
     fit,
+    fit_collective,
     fit_profile,
     formula_of,
     only_length,
@@ -192,3 +196,14 @@ def test_messages_of_one_size_leave_the_bandwidth_to_plain_messages() -> None:
     assert made.links.intra == 1.5
     beyond = runs[3].ms - predict(made.stages[0].fit.coefficients, runs[3])
     assert made.links.latency == pytest.approx((beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6)  # the rest is the messages'
+
+
+def test_a_collective_has_its_latency_from_the_small_layer_and_its_speed_from_what_the_large_one_takes_beyond() -> None:
+    """Four ranks: two steps, three quarters of the bytes leave a rank; 2 ms and 2 GB/s."""
+    runs = [Collective(GATHER, 4, 1000, 2.0 + 0.75e-3 / 2), Collective(GATHER, 4, 4_001_000, 2.0 + 0.75 * 4.001 / 2)]
+    rows = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
+    profile = fit_profile(rows, machine="m", device="cpu", collectives=runs)
+    latency, speed = fit_collective(profile, GATHER) or (0.0, 0.0)
+    assert latency == pytest.approx(1000.0, rel=1e-3)
+    assert speed == pytest.approx(2.0)
+    assert fit_collective(profile, SCATTER) is None

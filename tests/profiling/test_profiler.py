@@ -59,6 +59,11 @@ def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(mo
     assert [[row.ms for row in rows] for *_, rows in measured.stages] == [
         [row.ms for row in rows] for *_, rows in other.stages
     ]
+    sizes = {op: [run.bytes for run in measured.collectives if run.op == op] for op in ("all-gather", "reduce-scatter")}
+    assert sizes["all-gather"] == sizes["reduce-scatter"]
+    assert sizes["all-gather"][0] == 4096
+    assert len(sizes["all-gather"]) == 2
+    assert all(run.ms > 0 and run.ranks == 2 for run in measured.collectives)
     profile = fit_profile(
         measured.stages, machine="m", device="cpu", links=measured.links, synchronisation=measured.synchronisation
     )
