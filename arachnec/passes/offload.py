@@ -45,6 +45,13 @@ class HostTooSmall(Diagnostic):
 
 
 @dataclass(frozen=True)
+class PartsStayOnDevices(Diagnostic):
+    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing of a pipeline's stages into host memory"
+    help: ClassVar[str] = "leave out `offload`, or `stages`; cells (`shard-parameters`) and host memory go together"
+    what: str
+
+
+@dataclass(frozen=True)
 class Offload(Pass):
     """Put optimizer, parameters, or inputs of blocks into host memory, as far as the clips need it.
 
@@ -66,6 +73,8 @@ class Offload(Pass):
         usable = usable_host_memory(module.cluster)
         if self.what == "auto":
             return _as_needed(module, usable)
+        if any(stage.trained and "part_of" in stage.attrs for stage in module.stages):
+            raise UserError(PartsStayOnDevices(None, self.what))
         placed = with_host(module, self.what)
         try:
             needed = _taken(placed)
