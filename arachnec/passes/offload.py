@@ -22,6 +22,7 @@ from arachnec.passes.shard_optimizer import CROWDED
 from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.host_choice import host_gib, with_host
+from arachnec.planning.stage_cuts import PartsStayOnDevices
 
 CHOICES = ("auto", "none", *PLACED)
 
@@ -42,13 +43,6 @@ class HostTooSmall(Diagnostic):
     needed: float
     usable: float
     stated: float
-
-
-@dataclass(frozen=True)
-class PartsStayOnDevices(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing of a pipeline's stages into host memory"
-    help: ClassVar[str] = "leave out `offload`, or `stages`; cells (`shard-parameters`) and host memory go together"
-    what: str
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,18 @@ class ReplicasForOthers(Diagnostic):
     world: int
 
 
+@dataclass(frozen=True)
+class PartsStayOnDevices(Diagnostic):
+    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing of a pipeline's stages into host memory"
+    help: ClassVar[str] = "leave out `offload`, or `stages`; cells (`shard-parameters`) and host memory go together"
+    what: str
+
+
 def demand_cuttable(stage: Stage) -> None:
-    """Raises UserError for a stage without figures for its parts."""
+    """Raises UserError for a stage without figures for its parts, or with a part in host memory."""
+    placed = stage.attrs.get("host")
+    if isinstance(placed, tuple) and placed:
+        raise UserError(PartsStayOnDevices(stage.span, str(placed[0])))
     if any(name not in stage.attrs for name in FIGURES):
         raise UserError(NotCuttable(stage.span, stage.name))
 
