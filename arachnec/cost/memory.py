@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
@@ -30,6 +30,8 @@ class Memory:
 
     module: Module
     devices: Devices
+    _held: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False, compare=False)
+    _received: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def stages(self) -> Mapping[str, Stage]:
@@ -38,6 +40,12 @@ class Memory:
     def of(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, so many blocks
         recomputed, without its ``state``."""
+        key = (*_sizes_of(cascade), self.received(cascade, side), ranks, recompute, side)
+        if key not in self._held:
+            self._held[key] = self._of(cascade, ranks, recompute, side)
+        return self._held[key]
+
+    def _of(self, cascade: Cascade, ranks: int, recompute: int, side: int) -> float:
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
             return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
@@ -78,6 +86,12 @@ class Memory:
 
         Of an earlier stage every side gets what is its own.
         """
+        key = (*_sizes_of(cascade), cascade.inputs, side)
+        if key not in self._received:
+            self._received[key] = self._sum_received(cascade, side)
+        return self._received[key]
+
+    def _sum_received(self, cascade: Cascade, side: int) -> float:
         if cascade.phase not in GRADIENT:
             named = ((self._outputs.get(name, 0.0), self._named.get(name)) for name in cascade.inputs)
             return sum(size if of is None or of.phase is Phase.ENCODE else size / side for size, of in named)
@@ -180,6 +194,11 @@ class Memory:
             return None
         counts = range(1, blocks + 1)  # what is held never grows with them
         return counts[bisect_left(counts, True, key=lambda count: self.of(cascade, degree, count, side) <= room)]
+
+
+def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
+    """What a stage's formulas and its phase make of a cascade's memory depends on nothing else of it."""
+    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
 
 
 def most_while_training(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:

@@ -29,6 +29,7 @@ from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Stage
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
 
@@ -67,8 +68,16 @@ class CostTable:
         return Communication(self.stages, self.devices.cluster)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
-        """The key under which cascades have the same rows."""
-        return (*shape_of(cascade), cascade.name in self.split, self.memory.received(cascade))
+        """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
+        _, *sizes = shape_of(cascade)
+        return self._alike_stages[cascade.stage], *sizes, cascade.name in self.split, self.memory.received(cascade)
+
+    @cached_property
+    def _alike_stages(self) -> Mapping[str, str]:
+        """For every stage the first that says the same of itself, but for the names of its layers."""
+        first: dict[object, str] = {}
+        unnamed = ((name, _unnamed(stage)) for name, stage in self.stages.items())
+        return {name: first.setdefault(alike, name) for name, alike in unnamed}
 
     @cached_property
     def gathering(self) -> Gathering:
@@ -173,3 +182,8 @@ class CostTable:
         inputs = self.memory.host_inputs(cascade, degree, recompute)
         gathering = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0] if ranks else 0)
         return forward + backward + gathering + self.communication.time(cascade, degree, attention, recompute, ranks)
+
+
+def _unnamed(stage: Stage) -> tuple[object, ...]:
+    """What a stage says of itself, its layers without their names."""
+    return stage.trained, stage.attrs.updated(layers=None), tuple(count for _, count in layers_of(stage))

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Clip, Cluster, Module, Stage
+from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
-from arachnec.ir.tables import FIGURES
+from arachnec.ir.tables import FIGURES, STAGE, TIED
 from arachnec.ir.values import Attributes, Value
 
 
@@ -99,8 +99,13 @@ def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diag
 
 def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:
     for name, value in right.pairs:
-        if name not in FIGURES and given.get(name) != value:
+        if name not in (*FIGURES, TIED) and given.get(name) != value:
             yield OtherFigure(given.span(name), node, name, _shown(given.get(name)), value_text(value))
+            return
+    for name, value in given.pairs:
+        planned = name in STAGE and STAGE[name].since > Level.TRACED
+        if name not in right and not planned:
+            yield OtherFigure(given.span(name), node, name, value_text(value), "nothing")
             return
 
 

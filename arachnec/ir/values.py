@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias, Union
 
 from arachnec.ir.span import Span
@@ -81,11 +82,15 @@ class Attributes(Mapping[str, Value]):
         """Build from keywords; a keyword that is None is left out."""
         return cls(tuple((key, value) for key, value in values.items() if value is not None))
 
+    @cached_property
+    def _named(self) -> dict[str, Value]:
+        return dict(reversed(self.pairs))  # of a name that stands twice, the first
+
     def __getitem__(self, key: str) -> Value:
-        for name, value in self.pairs:
-            if name == key:
-                return value
-        raise KeyError(key)
+        return self._named[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._named
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.pairs)
@@ -93,8 +98,16 @@ class Attributes(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.pairs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        # another process hashes text otherwise
+        return {"pairs": self.pairs, "spans": self.spans}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Attributes) and self.pairs == other.pairs

@@ -171,8 +171,9 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
             earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS)
             slot = max(p + 1, min(earliest, i))
             size = round(output_gib(producer, cascade, stages) * GIB)
+            held = producer.ranks
             for target in cascade.ranks:
-                if target in producer.ranks or (p, target) in sent:
+                if target in held or (p, target) in sent:
                     continue
                 source = min(
                     _holders(producer, cascade, target),

@@ -20,8 +20,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import gib, uneven
 from arachnec.pipelining.pipeline_model import LayerCosts
-from arachnec.planning.pipeline_places import MicroBatch
-from arachnec.planning.pipeline_plan import micro_batches
+from arachnec.planning.pipeline_places import MicroBatch, micro_batches
 from arachnec.planning.stage_cuts import parts_of
 
 SAMPLE = 4  # iterations of the manifest that plans of stages are made for

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.planning.formulate import problem_of
-from arachnec.planning.pipeline_places import MicroBatch
-from arachnec.planning.pipeline_plan import micro_batches
+from arachnec.planning.pipeline_places import MicroBatch, micro_batches
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 

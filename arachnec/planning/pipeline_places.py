@@ -14,7 +14,8 @@ from math import gcd
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Phase, Stage, integers
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
+from arachnec.ir.stage_sizes import shape_of
 from arachnec.pipelining.action import Order, PipelineSchedule
 from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
 
@@ -102,10 +103,32 @@ class Places:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The cascades of one micro-batch by stage and phase."""
+    """The cascades of one micro-batch by stage and phase. Those of one ``kind`` cost the same."""
 
     encoders: tuple[Cascade, ...]
     cascades: Mapping[tuple[int, Phase], Cascade]
+    kind: int
+
+
+def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
+    """What belongs together, in the order in which it stands in the module."""
+    number = {part.name: index for index, part in enumerate(parts)}
+    named = {cascade.name: cascade for cascade in module.cascades}
+    batches: dict[tuple[int, ...], dict[tuple[int, Phase], Cascade]] = {}
+    for cascade in module.cascades:
+        if cascade.stage in number:
+            batches.setdefault(cascade.clips, {})[number[cascade.stage], cascade.phase] = cascade
+    kinds: dict[object, int] = {}
+
+    def costs(cascade: Cascade) -> tuple[object, ...]:
+        return shape_of(cascade), *(shape_of(named[name]) for name in cascade.inputs if name in named)
+
+    def micro_batch(of: Mapping[tuple[int, Phase], Cascade]) -> MicroBatch:
+        encoders = tuple(named[n] for n in of[0, Phase.FORWARD].inputs if named[n].phase is Phase.ENCODE)
+        kind = tuple((key, costs(cascade)) for key, cascade in of.items())
+        return MicroBatch(encoders, of, kinds.setdefault(kind, len(kinds)))
+
+    return [micro_batch(of) for of in batches.values()]
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,12 @@ from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, quantity
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
-from arachnec.ir.values import Attributes, Quantity
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
-    BACKWARD,
     FORWARD,
     WEIGHT_GRADIENT,
     Action,
@@ -34,30 +32,25 @@ from arachnec.pipelining.action import (
 )
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
-from arachnec.pipelining.order_search import plan_order
-from arachnec.pipelining.problem import OrderProblem
-from arachnec.planning.formulate import decided, has_gradient, problem_of
+from arachnec.planning.formulate import decided
+from arachnec.planning.pipeline_module import at_level_placed, bound_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
     Lane,
     MicroBatch,
     Places,
     lanes_in_turns,
+    micro_batches,
     places_of,
     replica_lanes,
     runs_of,
 )
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import TICKS, Effort
+from arachnec.planning.replica_orders import Replica, exceeds_alone, group_size, planned_order
 
-TRIES = 400  # orders of entry that `planned` looks at for each replica
-WINDOWED = 512  # actions of a replica up to which Z3 improves windows of the order
-WINDOW_STEPS = 500_000  # of Z3 for each
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
 
@@ -94,6 +87,15 @@ class CellDoesNotDivide(Diagnostic):
     cell: int
     ranks: int
     degree: int
+
+
+@dataclass(frozen=True)
+class DegreeNotListed(Diagnostic):
+    title: ClassVar[str] = "a micro-batch cannot run on {degree} ranks of @{stage}"
+    help: ClassVar[str] = "this stage runs on {listed}: give one of these that divides its ranks, or leave it out"
+    degree: int
+    stage: str
+    listed: str
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def pipelined(module: Module, options: Options) -> Module:
         stage = parts[least.stages_on[worst][0]].name
         raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    modules = [_at_level_placed(module, cost, within_memory(plan, module, lies_on), lies_on) for plan in offered]
+    bound = bound_of(module, cost)
+    modules = [at_level_placed(module, within_memory(plan, module, lies_on), lies_on, bound) for plan in offered]
     marked = [
         replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
         for made, plan in zip(modules, offered, strict=True)
@@ -186,7 +189,7 @@ def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, 
     """The plan's cascades; where an order was searched for, with so much less saved as waits to be read at the peak."""
     placed = plan.placed()
     for _ in range(ATTEMPTS if plan.options.schedule == "planned" else 0):
-        over = overflow(_at_level_placed(module, plan.cost, placed, lies_on))
+        over = overflow(at_level_placed(module, placed, lies_on, 0.0))
         plan = replace(plan, waiting=plan.waiting + max(0.0, over))
         if over <= 0 or not plan.fits:
             break
@@ -205,6 +208,7 @@ def _layouts(
             raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
         if any(degree % cell for degree in degrees):
             raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+        _demand_listed(parts, degrees)
         return runs_of(degrees, world), [degrees]
     places = places_of(parts, options.schedule, options.v, world, given)
     most = places.most_degree
@@ -212,8 +216,27 @@ def _layouts(
         raise UserError(DegreeDoesNotDivide(None, options.degree, most))
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
         raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
-    each = [options.degree] if options.degree else [d for d in range(cell, most + 1, cell) if most % d == 0]
-    return places, [(degree,) * len(places.runs) for degree in each]
+    if options.degree is not None:
+        _demand_listed(parts, [options.degree] * len(parts))
+        return places, [(options.degree,) * len(places.runs)]
+    dividing = [degree for degree in range(cell, most + 1, cell) if most % degree == 0]
+    listed = [degree for degree in dividing if all(_lists(part, degree) for part in parts)]
+    if not listed:
+        _demand_listed(parts, dividing[:1] * len(parts))
+    return places, [(degree,) * len(places.runs) for degree in listed]
+
+
+def _demand_listed(parts: Sequence[Stage], degrees: Sequence[int]) -> None:
+    """Raises UserError where a stage lists its degrees, and not this one."""
+    for part, degree in zip(parts, degrees, strict=True):
+        if not _lists(part, degree):
+            listed = ", ".join(map(str, integers(part.attrs["degrees"])))
+            raise UserError(DegreeNotListed(None, degree, part.name, listed))
+
+
+def _lists(part: Stage, degree: int) -> bool:
+    listed = part.attrs.get("degrees")
+    return listed is None or degree in integers(listed)
 
 
 def fewest_blocks(plan: _Plan) -> _Plan:
@@ -221,20 +244,6 @@ def fewest_blocks(plan: _Plan) -> _Plan:
     counts = range(1, plan.recompute)
     first = bisect_left(counts, True, key=lambda count: replace(plan, recompute=count).fits)
     return replace(plan, recompute=counts[first]) if first < len(counts) else plan
-
-
-def micro_batches(module: Module, parts: Sequence[Stage]) -> list[MicroBatch]:
-    """What belongs together, in the order in which it stands in the module."""
-    number = {part.name: index for index, part in enumerate(parts)}
-    named = {cascade.name: cascade for cascade in module.cascades}
-    batches: dict[tuple[int, ...], dict[tuple[int, Phase], Cascade]] = {}
-    for cascade in module.cascades:
-        if cascade.stage in number:
-            batches.setdefault(cascade.clips, {})[number[cascade.stage], cascade.phase] = cascade
-    return [
-        MicroBatch(tuple(named[n] for n in of[0, Phase.FORWARD].inputs if named[n].phase is Phase.ENCODE), of)
-        for of in batches.values()
-    ]
 
 
 @dataclass(frozen=True)
@@ -300,7 +309,13 @@ class _Plan:
         return {}
 
     def _work(self, batch: MicroBatch) -> float:
-        return sum(self._time(cascade) for cascade in batch.cascades.values())
+        if batch.kind not in self._works:
+            self._works[batch.kind] = sum(self._time(cascade) for cascade in batch.cascades.values())
+        return self._works[batch.kind]
+
+    @cached_property
+    def _works(self) -> dict[int, float]:
+        return {}
 
     def _time(self, cascade: Cascade) -> float:
         width, side = self._width(cascade.stage), self._side(cascade)
@@ -311,14 +326,19 @@ class _Plan:
         """The largest k of the replicas, where the links choose it."""
         if self.options.schedule != "kfkb" or self.options.k is not None or self.options.orders is not None:
             return None
-        tables = ((own, self._kept_table(own), self._limits(own)) for own in self.replicas if own)
-        return max(self._k(*table) for table in tables)
+        return max(group_size(self._replica(batches), None) for batches in self.replicas if batches)
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
-        ranks = len(self.places.runs)
-        return [self._order(batches) if batches else PipelineSchedule(((),) * ranks) for batches in self.replicas]
+        by_kinds: dict[tuple[int, ...], PipelineSchedule] = {(): PipelineSchedule(((),) * len(self.places.runs))}
+        orders = []
+        for batches in self.replicas:
+            kinds = tuple(batch.kind for batch in batches)
+            if kinds not in by_kinds:
+                by_kinds[kinds] = self._order(batches)
+            orders.append(by_kinds[kinds])
+        return orders
 
     def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
         options, ranks = self.options, len(self.places.runs)
@@ -328,45 +348,14 @@ class _Plan:
             return dapple(ranks, len(batches), options.policy, self._most_held(batches))
         if options.schedule not in ("planned", "kfkb"):
             return orders_of(options.schedule, ranks, len(batches), v=options.v)
-        kept = self._kept_table(batches)
-        limits = self._limits(batches)
+        replica = self._replica(batches)
         if options.schedule == "kfkb":
-            return kfkb(ranks, len(batches), self._k(batches, kept, limits))
-        if self._overfull(kept, limits):
-            return self._without_plan(batches)
-        mib = [[size * 1024 for size in row] for row in kept]  # Z3 counts in whole numbers
-        problem = OrderProblem(self._times(batches), mib, [limit * 1024 for limit in limits], self.places.placement)
-        found = plan_order(problem, split=True, tries=TRIES).schedule
-        if sum(map(len, found.orders)) > WINDOWED:
-            return found
-        from arachnec.pipelining.order_windows import improve_windows  # Z3 takes a while to load
+            return kfkb(ranks, len(batches), group_size(replica, options.k))
+        kinds = {tuple(batch.kind for batch in own) for own in self.replicas if own}
+        return planned_order(replica, len(kinds))
 
-        return improve_windows(problem, found, Effort(WINDOW_STEPS)).schedule
-
-    def _overfull(self, kept: Table, limits: Sequence[float]) -> bool:
-        """Whether a micro-batch does not fit on a rank alone."""
-        hosted = ([kept[stage] for stage in stages] for stages in self.stages_on)
-        alone = [[sum(column) for column in zip(*rows, strict=True)] for rows in hosted]
-        return any(max(row) > limit for row, limit in zip(alone, limits, strict=True))
-
-    def _without_plan(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
-        """One micro-batch after the other, which does not fit either, and says so."""
-        stages, placement = len(self.parts), self.places.placement
-        orders: list[list[Action]] = [[] for _ in self.places.runs]
-        for number in range(len(batches)):
-            for stage in range(stages):
-                orders[placement[stage]].append(Action(stage, FORWARD, number))
-            for stage in reversed(range(stages)):
-                orders[placement[stage]].append(Action(stage, BACKWARD, number))
-        return PipelineSchedule(tuple(map(tuple, orders)))
-
-    def _k(self, batches: Sequence[MicroBatch], kept: Table, limits: Sequence[float]) -> int:
-        """The one that was asked for, else the one with the shortest step of those that fit, else 1."""
-        if self.options.k is not None:
-            return min(self.options.k, len(batches))
-        if overfull(1, kept, limits) is not None:
-            return 1  # which does not fit either, and says so
-        return choose_k(self._times(batches), kept, limits, candidates=groupings(len(batches))).modest
+    def _replica(self, batches: Sequence[MicroBatch]) -> Replica:
+        return Replica(self._times(batches), self._kept_table(batches), self._limits(batches), self.places.placement)
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
@@ -435,13 +424,21 @@ class _Plan:
 
     def _kept(self, batch: MicroBatch, stage: int) -> float:
         """GiB from the forward of a micro-batch to its last gradient."""
-        forward = batch.cascades[stage, Phase.FORWARD]
-        return self.cost.kept(forward, self._width(forward.stage), self._blocks(forward), self._side(forward))
+        key = batch.kind, stage
+        if key not in self._kept_by_kind:
+            forward = batch.cascades[stage, Phase.FORWARD]
+            width, side = self._width(forward.stage), self._side(forward)
+            self._kept_by_kind[key] = self.cost.kept(forward, width, self._blocks(forward), side)
+        return self._kept_by_kind[key]
+
+    @cached_property
+    def _kept_by_kind(self) -> dict[tuple[int, int], float]:
+        return {}
 
     def _running(self, batches: Sequence[MicroBatch], stages: Sequence[int]) -> float:
         """GiB that a forward or backward needs while it runs, beyond what is kept."""
         most = 0.0
-        for batch in batches:
+        for batch in {batch.kind: batch for batch in batches}.values():
             for stage in stages:
                 begun = batch.cascades[stage, Phase.FORWARD]
                 side, width = self._side(begun), self._width(begun.stage)
@@ -454,6 +451,10 @@ class _Plan:
 
     @property
     def fits(self) -> bool:
+        if self.options.schedule == "planned" and self.options.orders is None:
+            # a search keeps to the limits, whatever it finds
+            different = {tuple(batch.kind for batch in own): own for own in self.replicas if own}
+            return not any(exceeds_alone(self._replica(own)) for own in different.values())
         return max(self.needed) <= limit_of(self.cost) - self.waiting
 
     def placed(self) -> list[Cascade]:
@@ -514,21 +515,3 @@ class _Plan:
 def limit_of(cost: CostModel) -> float:
     """GiB for stages and cascades on a rank."""
     return cost.room + cost.resident
-
-
-def _at_level_placed(
-    module: Module, cost: CostModel, cascades: Sequence[Cascade], places: Mapping[str, tuple[int, ...]]
-) -> Module:
-    trained = [stage.name for stage in module.stages if stage.trained]
-    readers = {name: tuple(c.name for c in cascades if c.stage == name and has_gradient(c)) for name in trained}
-    makespan = max(cascade.end for cascade in cascades)
-    problem = problem_of(module, cost)
-    bound = min(makespan, max(0, lower_bound(problem) - len(problem.jobs)) / TICKS)
-    return replace(
-        module,
-        level=Level.PLACED,
-        cascades=tuple(cascades),
-        reductions=tuple(Reduce(name, readers[name], Attributes.of(ranks=places[name])) for name in trained),
-        steps=tuple(Step(name) for name in trained),
-        attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), bound=Quantity(bound, "ms"), proved=False),
-    )

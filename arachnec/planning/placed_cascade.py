@@ -69,9 +69,9 @@ def arrival(producer: Cascade, consumer: Cascade, cost: CostModel) -> float:
     size = cost.handed(producer, consumer) * GIB
     if not size:
         return 0.0
-    source = producer.ranks[0]
-    targets = [rank for rank in consumer.ranks if rank not in producer.ranks]
-    return max((handoff_time(cost.cluster, source, rank, size) for rank in targets), default=0.0)
+    holders = producer.ranks
+    targets = [rank for rank in consumer.ranks if rank not in holders]
+    return max((handoff_time(cost.cluster, holders[0], rank, size) for rank in targets), default=0.0)
 
 
 def _ms(value: float) -> Quantity:

@@ -1,8 +1,10 @@
 """What planning, lowering and checking a large pipeline takes: processor time of every pass, tracing apart.
 
-    python -m benchmarks.pipelines.planning_scale [--nodes 32] [--stages 8] [--clips 512] [--schedule 1f1b] [--equal]
+    python -m benchmarks.pipelines.planning_scale [--nodes 32] [--stages 8] [--clips 512] [--cell 8] [--schedule 1f1b]
+        [--equal]
 
-Wan2.1-14B, one clip of the bucketed video mix per micro-batch, or equal clips; nodes of eight H100.
+Wan2.1-14B, its parameters dealt out over cells of so many ranks, on nodes of eight H100. One clip of the bucketed video
+mix per micro-batch, or equal clips.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--clips", type=int, default=512)
+    parser.add_argument("--cell", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--equal", action="store_true")
     options = parser.parse_args()
@@ -43,11 +46,14 @@ def main() -> None:
         read = read_manifest(manifest)
         traced = front_end(trace_file(load_model_file(MODEL), read), read, parse_cluster(f"{options.nodes}x8:h100-80g"))
     passes = (
-        f"stages{{p={options.stages}}}", "partition{policy=single}", "annotate",
-        f"schedule-pipeline{{schedule={options.schedule}}}", "lower", "check",
+        f"shard-parameters{{cell={options.cell}}}", f"stages{{p={options.stages}}}", "partition{policy=single}",
+        "annotate", f"schedule-pipeline{{schedule={options.schedule}}}", "lower", "check",
     )  # fmt: skip
     module, total = iteration_of(traced, 0), 0.0
-    print(f"{options.nodes * 8} GPUs, {options.stages} stages, {options.clips} micro-batches, {options.schedule}")
+    print(
+        f"{options.nodes * 8} GPUs, cells of {options.cell}, {options.stages} stages, "
+        f"{options.clips} micro-batches, {options.schedule}"
+    )
     for text in passes:
         started = time.process_time()
         module = Pipeline.parse(text).run(module)

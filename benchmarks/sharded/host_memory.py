@@ -21,7 +21,7 @@ from arachnec.verification.host_memory import host_peak
 from arachnec.views.host_memory import host_sentences
 
 ROOT = Path(__file__).parents[2]
-DEFAULT = "shard-parameters{cell=auto},shard-optimizer,offload{what=WHAT},partition,annotate,schedule-z3{steps=50}"
+DEFAULT = "choose-layout,offload{what=WHAT},partition,annotate,schedule-z3{steps=50}"
 END = "place,bucket,lower,check"
 
 

@@ -57,6 +57,17 @@ def more_memory(module: Module) -> Module:
     return replace(module, cluster=replace(module.cluster, attrs=attrs))
 
 
+def memory_of_a_host(module: Module) -> Module:
+    assert module.cluster is not None
+    attrs = module.cluster.attrs.updated(host_memory=Quantity(1e6, "GiB"))
+    return replace(module, cluster=replace(module.cluster, attrs=attrs))
+
+
+def a_stage_in_cells(module: Module) -> Module:
+    stage = module.stages[-1]
+    return replace(module, stages=(*module.stages[:-1], replace(stage, attrs=stage.attrs.updated(cell=2))))
+
+
 @pytest.mark.parametrize(
     ("broken", "kind"),
     [
@@ -67,6 +78,8 @@ def more_memory(module: Module) -> Module:
         (no_stage, OtherStages),
         (less_state, OtherFigure),
         (more_memory, OtherFigure),
+        (memory_of_a_host, OtherFigure),
+        (a_stage_in_cells, OtherFigure),
     ],
 )
 def test_a_program_for_other_input_is_refused(
@@ -84,3 +97,10 @@ def test_the_program_of_another_iteration_is_refused(folder: Path) -> None:
     compiled = read_executable(folder)
     with pytest.raises(UserError, match="has clip 0, which is none of its batch"):
         demand_own_input(compiled, compiled.program, 1)
+
+
+def test_a_plan_need_not_repeat_which_layers_are_tied(folder: Path) -> None:
+    compiled = read_executable(folder)
+    *others, stage = compiled.model.stages
+    tied = replace(stage, attrs=stage.attrs.updated(tied_layers=(((0, 1), 12),)))
+    demand_own_input(replace(compiled, model=replace(compiled.model, stages=(*others, tied))), compiled.program, 0)

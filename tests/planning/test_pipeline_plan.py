@@ -120,6 +120,18 @@ def test_what_cannot_be_is_refused_with_a_remedy(world: int, stages: str, schedu
     assert diagnostic.text(diagnostic.help)
 
 
+def test_a_pipeline_runs_at_degrees_that_its_stage_lists() -> None:
+    """Two ranks of each stage could run one micro-batch. `explain` asks what narrower cascades would cost."""
+    made = module_of(4, 4, [3] * 4)
+    listing = replace(made.stages[0], attrs=made.stages[0].attrs.updated(degrees=(1,)))
+    narrow = replace(made, stages=(listing,))
+    module = Pipeline.parse(pipeline_of("p=2", "schedule=1f1b")).run(narrow)
+    assert {cascade.degree for cascade in module.cascades} == {1}
+    for option in ("degree=2", "degrees=[2,2]"):
+        with pytest.raises(UserError, match="a micro-batch cannot run on 2 ranks of @dit"):
+            Pipeline.parse(pipeline_of("p=2", f"schedule=1f1b,{option}")).run(narrow)
+
+
 def test_a_stage_without_figures_is_refused() -> None:
     made = module_of(2, 4, [3])
     bare = Stage("dit", True, Attributes.of(params=1, layers=made.stages[0].attrs["layers"]))
