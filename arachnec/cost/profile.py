@@ -25,6 +25,7 @@ from arachnec.ir.values import Formula, Term
 
 # A stage's parts are stages of a profile, named `stage/part`: a block of each class, what lies before and behind them.
 FIRST, LAST = "first", "last"
+BATCH = "batch"  # a part, too: what a forward is given is made by a thread beside it, on CPU ranks by the same cores
 # The backward is measured whole, and in the two parts of a split one.
 PHASES = ("forward", "backward", "activation", "weight")
 GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and gradients in a cell

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
+    BATCH,
     FIRST,
     GATHER,
     LAST,
@@ -125,17 +126,19 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
 def part_from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage | None:
     """A run of blocks, by what was measured of a block of each class and of what lies before and behind the blocks.
 
+    On CPU ranks a forward has the time of its batch as well: another thread makes it, with the core that computes.
     None for a stage that is no part of another, or where its blocks were not measured.
     """
     whole = stage.attrs.get("part_of")
     if not isinstance(whole, str):
         return None
     counts = {FIRST: int(stage.name == f"{whole}_0"), LAST: int("output" not in stage.attrs)}
+    counts[BATCH] = int(cluster.attrs["device"] == "cpu")
     blocks = stage.attrs["blocks"]
     assert isinstance(blocks, tuple)
     counts |= {_name(pair[0]): integer(pair[1]) for pair in blocks if isinstance(pair, tuple)}
     fits = {(part, phase): find_fit(profile, f"{whole}/{part}", phase) for part in counts for phase in PHASES}
-    if any(fits[part, "forward"] is None for part in counts if part not in (FIRST, LAST)):
+    if any(fits[part, "forward"] is None for part in counts if part not in (FIRST, LAST, BATCH)):
         return None
     crowd = crowding(cluster)
 

@@ -33,7 +33,7 @@ from arachnec.backends.torch_distributed.gradients import GradientSynchronisatio
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import volumes
-from arachnec.cost.profile import LinkProfile, Measurement, Synchronisation
+from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
@@ -130,9 +130,16 @@ class Profiler:
             for point in points
         ]
         if self._layers is not None:
-            phases = self._layers.phases
+            phases = (f"{BATCH}:forward", *self._layers.phases)
             self.jobs += [
-                Job(TRAINED, phases, self.at_once, partial(self._parts, point, self._layers), point) for point in points
+                Job(
+                    TRAINED,
+                    phases,
+                    self.at_once,
+                    partial(self._parts, point, self._layers),
+                    point,
+                )
+                for point in points
             ]
         if self.sequence is not None:
             self.jobs += self._shared_jobs(points, self.sequence)
@@ -285,9 +292,11 @@ class Profiler:
 
     def _parts(self, point: Point, layers: Layers) -> tuple[float, ...]:
         encoded = self._encoded(point)
+        started = _now(self.device)
         kwargs, target = batch_of(self.model_file, point.clips, encoded, TRAINING, 0, self.device)
+        batch = (_now(self.device) - started) * 1e3
         loss = partial(batch_loss, self.model, self.model_file, kwargs, target)
-        return timed_parts(self.model, layers, loss, partial(_now, self.device))
+        return batch, *timed_parts(self.model, layers, loss, partial(_now, self.device))
 
     def _encoded(self, point: Point) -> dict[str, Tensor]:
         first = point.clips[0]

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
-from arachnec.cost.profile import Measurement, Synchronisation, fit_profile, write_profile
+from arachnec.cost.profile import Measurement, Synchronisation, fit_profile, read_profile, write_profile
 from arachnec.ir.nodes import Phase, formula, quantity
 from arachnec.ir.stage_sizes import crowding
+from arachnec.passes.annotate import part_from_profile
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import clip
 from tests.distributed.pipeline_cases import traced
@@ -20,6 +22,7 @@ TOOK = {
     "Block_2": {"forward": 3.0, "backward": 7.0, "activation": 3.5, "weight": 3.0},
     "first": {"forward": 0.5, "backward": 0.25, "weight": 0.25},  # whose input needs no gradient
     "last": {"forward": 0.125, "backward": 0.5, "activation": 0.25, "weight": 0.25},
+    "batch": {"forward": 0.0625},
 }
 
 
@@ -46,7 +49,7 @@ def test_a_stage_takes_its_blocks_and_what_lies_before_or_behind_them(profile: P
     for name, block, end in (("dit_0", "Block", "first"), ("dit_1", "Block_2", "last")):
         attrs = module.stage(name).attrs
         for phase in ("forward", "backward", "activation", "weight"):
-            expected = 30 * crowd * (2 * TOOK[block][phase] + TOOK[end].get(phase, 0.0))
+            expected = 30 * crowd * (2 * TOOK[block][phase] + TOOK[end].get(phase, 0.0) + TOOK["batch"].get(phase, 0.0))
             assert formula(attrs[phase])(B=1, S=30, T=0) == pytest.approx(expected), (name, phase)
     assert sum(quantity(module.stage(name).attrs["update"]) for name in ("dit_0", "dit_1")) > 3.9 * crowd
     cost = CostModel(module)
@@ -55,6 +58,16 @@ def test_a_stage_takes_its_blocks_and_what_lies_before_or_behind_them(profile: P
         phase = {Phase.BACKWARD: "activation", Phase.WEIGHT: "weight"}.get(cascade.phase, "forward")
         own = formula(attrs[phase])(B=1, S=cascade.tokens, T=0)
         assert cost.time(cascade, 1) == pytest.approx(own), cascade.name
+
+
+def test_a_thread_that_makes_batches_takes_a_core_from_cpu_ranks_and_nothing_from_gpus(profile: Path) -> None:
+    stages = Pipeline.parse("stages{p=2}").run(traced(2, [[clip("a", 3)]])).stages
+    times = []
+    for cluster in ("2:cpu", "2:h100-80g"):
+        stage = part_from_profile(stages[0], read_profile(profile), parse_cluster(cluster))
+        assert stage is not None
+        times.append(formula(stage.attrs["forward"])(B=1, S=30, T=0) / crowding(parse_cluster(cluster)))
+    assert times[0] - times[1] == pytest.approx(30 * TOOK["batch"]["forward"])
 
 
 def test_a_profile_without_the_blocks_says_nothing_of_stages(tmp_path: Path) -> None:

@@ -45,7 +45,14 @@ def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(mo
     assert whole == [("vae", "forward"), ("dit", "forward"), ("dit", "backward")]
     of_block = [phase for stage, phase, _ in measured.stages if stage == "dit/Block"]
     assert of_block == ["forward", "backward", "activation", "weight"]
-    assert {stage for stage, _, _ in measured.stages} == {"vae", "dit", "dit/Block", "dit/first", "dit/last"}
+    assert {stage for stage, _, _ in measured.stages} == {
+        "vae",
+        "dit",
+        "dit/batch",
+        "dit/Block",
+        "dit/first",
+        "dit/last",
+    }
     for stage, _, rows in measured.stages:
         assert all(row.ms > 0 for row in rows)
         assert {row.batch for row in rows} > {1}
