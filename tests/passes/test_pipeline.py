@@ -335,7 +335,7 @@ def test_a_pipeline_in_the_wrong_order_made_without_text_is_refused_when_it_runs
 def test_what_decides_for_the_model_comes_first_in_every_named_pipeline() -> None:
     scopes = {name: [step.scope.value for step in Pipeline.parse(name).passes] for name in PIPELINES}
     assert all(found == sorted(found, reverse=True) for found in scopes.values())
-    assert scopes["fused"][:3] == ["model", "model", "iteration"]
+    assert scopes["fused"][:4] == ["model", "model", "model", "iteration"]
 
 
 def test_a_crash_leaves_a_file_that_repeats_it(tmp_path: Path) -> None:
