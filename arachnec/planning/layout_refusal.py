@@ -25,7 +25,7 @@ MOST_MACHINES = 64  # times as many
 class FitsNowhere(Diagnostic):
     title: ClassVar[str] = (
         "clip %{clip} ({frames} x {height} x {width}, {tokens} tokens) fits in no layout: dealt out over {ranks} it "
-        "needs {needed:.1f} GiB on each, their devices have {memory:.1f}"
+        "needs {needed:.3g} GiB of memory on each, their devices have {memory:.3g}"
     )
     label: ClassVar[str] = "too long for this cluster"
     help: ClassVar[str] = "{remedy}"

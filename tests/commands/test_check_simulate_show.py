@@ -25,7 +25,7 @@ def test_check_says_what_it_has_proved(executable: Path, capsys: pytest.CaptureF
         assert run(["check", str(program)]) == 0
         said = capsys.readouterr().out
         assert "2 clips" in said
-        assert "at most 61.29 of 80.00 GiB" in said
+        assert "at most 61.30 of 80.00 GiB" in said
 
 
 def test_check_holds_the_fullest_device_against_its_own_memory_where_devices_differ(

@@ -22,6 +22,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.tables import STAGE
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
@@ -259,6 +260,17 @@ def _cascade(name: str, work: Work, of_id: dict[int, Clip]) -> Cascade:
     attrs = attrs.updated(**dict(work.attrs))
     phase = Phase.TRAIN if work.stage == "dit" else Phase.ENCODE
     return Cascade(name, phase, work.stage, work.clips, len(work.clips), first.tokens, first.text, work.inputs, attrs)
+
+
+def as_planned(model: Module, program: Module) -> Module:
+    """The traced module with the stages of a program that a test has changed, without what planning adds to them."""
+    stages = tuple(
+        replace(
+            stage, attrs=stage.attrs.updated(**{name: None for name, row in STAGE.items() if row.since > model.level})
+        )
+        for stage in program.stages
+    )
+    return replace(model, stages=stages)
 
 
 def executable(

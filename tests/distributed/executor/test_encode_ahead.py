@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,10 +61,10 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
     step = Optimizer.step
     place = folder / f"notes-{dist.get_rank()}"
 
-    def noted(self: Optimizer, parts: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def noted(self: Optimizer, *arguments: Any) -> torch.Tensor:
         with place.open("a") as notes:
             notes.write("|")
-        return step(self, parts)
+        return step(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))

@@ -29,6 +29,7 @@ from tests.distributed.executor_cases import (
     ENCODER,
     MODEL,
     Work,
+    as_planned,
     assert_same_gradients,
     captured_once,
     clip,
@@ -106,12 +107,8 @@ def written(folder: Path, module: Module, training: Training | None = None) -> P
     source = folder / "source.py"
     source.write_text(MODEL + ENCODER)
     model = traced(len(module.programs), [CLIPS], encoder=True)
-    dtype = module.stages[-1].attrs["dtype"]
-    stages = tuple(
-        replace(stage, attrs=stage.attrs.updated(dtype=dtype)) if stage.trained else stage for stage in model.stages
-    )
     return write_executable(
-        folder, program=module, traced=model, model=replace(model, stages=stages), pipeline="default",
+        folder, program=module, traced=model, model=as_planned(model, module), pipeline="default",
         model_file=load_model_file(source), clips=CLIPS, training=training,
     )  # fmt: skip
 

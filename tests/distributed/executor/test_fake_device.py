@@ -171,7 +171,7 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
             encoders=encoders, sequence=sequence, optimizer=optimizer,
             groups=ProcessGroups(), gradient_groups=ProcessGroups(), host_groups=ProcessGroups(),
             connections=NoConnections(), threads=threads, loads=LoadAhead(threads.loads, encoders, runtime),
-            training=training, updated=updated_parameters(layers, module, model, optimizer),
+            training=training, updated=updated_parameters(layers, module, model, optimizer, {}),
         )  # fmt: skip
         context.groups.ensure(wanted_groups(module))
         context.gradient_groups.ensure(wanted_gradient_groups(module))

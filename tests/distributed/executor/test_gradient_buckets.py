@@ -23,6 +23,7 @@ from arachnec.passes.check import find_problems
 from tests.distributed.executor_cases import (
     MODEL,
     Work,
+    as_planned,
     assert_same_gradients,
     clip,
     losses,
@@ -61,9 +62,10 @@ def run_plan(
     folder.mkdir(parents=True)
     source = folder / "source.py"
     source.write_text(model)
+    model = traced(world, [CLIPS])
     write_executable(
-        folder, program=module, traced=traced(world, [CLIPS]), pipeline="default", model_file=load_model_file(source),
-        clips=CLIPS, training=training,
+        folder, program=module, traced=model, model=as_planned(model, module), pipeline="default",
+        model_file=load_model_file(source), clips=CLIPS, training=training,
     )  # fmt: skip
     found = folder / "gradients.safetensors"
     train_on(world, folder, steps=steps, save_gradients=found)
