@@ -81,7 +81,8 @@ class HostCopy:
         return self.event.query()
 
     def wait(self) -> Tensor:
-        self.event.synchronize()
+        if not self.ready:
+            self.event.synchronize()
         return self.tensor
 
 
