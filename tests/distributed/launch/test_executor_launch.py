@@ -14,7 +14,7 @@ import torch
 
 from arachnec import cli
 from arachnec.backends.torch_distributed import plans
-from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner
+from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
@@ -101,13 +101,13 @@ def _planner_events(folder: Path) -> list[str]:
     events: list[str] = []
 
     class Noted(BackgroundPlanner):
-        def ask(self, iteration: int) -> None:
-            events.append(f"ask {iteration}")
-            super().ask(iteration)
+        def ask(self, question: Question) -> None:
+            events.append(f"ask {question.iteration}")
+            super().ask(question)
 
-        def fetch(self, iteration: int) -> str:
-            events.append(f"fetch {iteration}")
-            return super().fetch(iteration)
+        def fetch(self, question: Question) -> str:
+            events.append(f"fetch {question.iteration}")
+            return super().fetch(question)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "BackgroundPlanner", Noted)
