@@ -6,7 +6,7 @@ sizes, or wait for partners that are elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.printer import value_text
 from arachnec.ir.values import Value
 
-DEFAULTS: Mapping[str, Value] = {"ulysses": 1, "ring": 1, "side": 1, "recompute": False}
 SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
 
 
@@ -54,7 +53,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                 continue
             cascade = values.cascades[step.target]
             for name in SPLIT:
-                value, right = (node.attrs.get(name, DEFAULTS.get(name)) for node in (step, cascade))
+                value, right = step.attrs.get(name), cascade.attrs.get(name)  # absent is a choice of its own
                 if value == right:
                     continue
                 remedy = f"write `{name} = {_shown(right)}`" if right is not None else f"leave `{name}` out"
