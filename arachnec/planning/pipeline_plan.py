@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
@@ -35,6 +34,15 @@ from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.formulate import decided
+from arachnec.planning.pipeline_errors import (
+    CellDoesNotDivide,
+    DegreeDoesNotDivide,
+    DegreeNotListed,
+    DegreesForOtherStages,
+    GroupDoesNotFit,
+    NoStages,
+    PipelineDoesNotFit,
+)
 from arachnec.planning.pipeline_module import at_level_placed, bound_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
@@ -53,74 +61,6 @@ from arachnec.planning.replica_orders import Replica, exceeds_alone, group_size,
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
-
-
-@dataclass(frozen=True)
-class NoStages(Diagnostic):
-    title: ClassVar[str] = "the module has no pipeline to schedule"
-    help: ClassVar[str] = "put `stages{{p=4}}` before `partition`"
-
-
-@dataclass(frozen=True)
-class DegreeDoesNotDivide(Diagnostic):
-    title: ClassVar[str] = "degree {degree} does not divide the {ranks} ranks of each stage"
-    help: ClassVar[str] = "give a degree that divides {ranks}, or leave it out"
-    degree: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class DegreesForOtherStages(Diagnostic):
-    title: ClassVar[str] = "degrees {degrees} do not fit {stages} stages on {world} ranks"
-    help: ClassVar[str] = (
-        "give one degree for each stage, their sum dividing {world}, and a schedule with one stage on a rank"
-    )
-    degrees: list[int]
-    stages: int
-    world: int
-
-
-@dataclass(frozen=True)
-class CellDoesNotDivide(Diagnostic):
-    title: ClassVar[str] = "cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch"
-    help: ClassVar[str] = "give `shard-parameters` a cell that divides {ranks}, and a degree that it divides"
-    cell: int
-    ranks: int
-    degree: int
-
-
-@dataclass(frozen=True)
-class DegreeNotListed(Diagnostic):
-    title: ClassVar[str] = "a micro-batch cannot run on {degree} ranks of @{stage}"
-    help: ClassVar[str] = "this stage runs on {listed}: give one of these that divides its ranks, or leave it out"
-    degree: int
-    stage: str
-    listed: str
-
-
-@dataclass(frozen=True)
-class PipelineDoesNotFit(Diagnostic):
-    title: ClassVar[str] = (
-        "schedule `{schedule}` needs {needed:.1f} GiB on the ranks of @{stage}, their devices have {memory:.1f}"
-    )
-    help: ClassVar[str] = (
-        "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
-        "tokens in each"
-    )
-    schedule: str
-    needed: float
-    stage: str
-    memory: float
-
-
-@dataclass(frozen=True)
-class GroupDoesNotFit(Diagnostic):
-    title: ClassVar[str] = "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
-    help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
-    k: int
-    needed: float
-    memory: float
-    most: int
 
 
 @dataclass(frozen=True)
