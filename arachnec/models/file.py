@@ -15,8 +15,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -134,9 +135,17 @@ def definition(path: Path, name: str) -> Span | None:
     return None
 
 
+class _Source(SourceFileLoader):
+    """Leaves no ``__pycache__`` in an executable's folder, and takes nothing from one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _import(path: Path, digest: str) -> ModuleType:
     name = f"arachnec_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{digest[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
     if spec is None or spec.loader is None:
         raise UserError(NoModelFile(None, str(path)))
     module = importlib.util.module_from_spec(spec)
@@ -176,6 +185,8 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
 
 
 def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
+    defined = definition(path, name)  # once: it parses the file, which threads must not do beside each other
+
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
@@ -190,10 +201,10 @@ def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
         result = guarded(*args, **kwargs)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, definition(path, name), clip.id)
+            check_sample(result, defined, clip.id)
         wrong = RESULTS[name](result) if name in RESULTS else None
         if wrong is not None:
-            raise UserError(WrongResult(definition(path, name), name, *wrong))
+            raise UserError(WrongResult(defined, name, *wrong))
         return result
 
     return functools.wraps(function)(checked)

@@ -19,7 +19,7 @@ from arachnec.spmd.rewrite import gather_warnings, shard_block
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from arachnec.tracing.cost import encoder_stage, trained_stage
 from arachnec.tracing.dims import S
-from arachnec.tracing.errors import CannotRecord, CannotTake
+from arachnec.tracing.errors import CannotTake, cannot_on_meta
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.record import flatten_call, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders, raised_at
@@ -114,7 +114,7 @@ def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool =
     try:
         return _trace(source, model, clips)
     except UserError as refusal:
-        if not all(isinstance(d, CannotRecord) and "meta" in d.reason for d in refusal.diagnostics):
+        if not cannot_on_meta(refusal):
             raise
     return _trace(source, source.build(), clips)  # it reads numbers, or asks torch what the meta device does not answer
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -135,6 +135,11 @@ class CannotRecord(Diagnostic):
     help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too"
     clip: str
     reason: str
+
+
+def cannot_on_meta(refusal: UserError) -> bool:
+    """Whether a model was refused only because it was on the meta device: one with values may be taken."""
+    return all(isinstance(found, CannotRecord) and "meta" in found.reason for found in refusal.diagnostics)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ OPS = ("encode", "forward", "backward", "denoise")
 @dataclass(frozen=True)
 class MemoryTooLow(Diagnostic):
     title: ClassVar[str] = (
-        "rank {rank} claims {claimed:.4f} GiB of {what} for `{instruction}`, its stage says {right:.4f} GiB"
+        "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
     )
-    label: ClassVar[str] = "{claimed:.4f} GiB of {what}"
+    label: ClassVar[str] = "{claimed:.6g} GiB of {what}"
     help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
     rank: int
     claimed: float

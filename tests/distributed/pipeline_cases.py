@@ -187,7 +187,7 @@ def executable(
     model, _ = plan_model(module, pipeline)
     return write_executable(
         folder,
-        program=plan_iteration(model, pipeline, 0)[0],
+        program=_iteration(model, pipeline, change),
         traced=module,
         model=model,
         pipeline=passes,

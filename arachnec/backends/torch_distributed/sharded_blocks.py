@@ -12,12 +12,15 @@ from torch import nn
 from arachnec.backends.cast_samples import CastSamples
 from arachnec.backends.torch_distributed.interpreter import SequenceParallel, needs_sequence
 from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Module
 from arachnec.models.file import ModelFile
+from arachnec.tracing.errors import cannot_on_meta
 
 if TYPE_CHECKING:
     from arachnec.spmd.block_forward import FusedForms
     from arachnec.spmd.rewrite import ShardedBlock
+    from arachnec.tracing.captured import CapturedModel
 
 
 @dataclass
@@ -31,8 +34,8 @@ class Sequences:
     model: nn.Module
     clips: Sequence[VideoClip]
     dtype: torch.dtype | None  # what floating-point arguments are cast to
+    shapes: Callable[[], nn.Module]  # the same model on the meta device
     planned: Sequence[Graph] = ()
-    shapes: Callable[[], nn.Module] | None = None  # the same model without values, where its own come and go
     _installed: list[SequenceParallel] = field(default_factory=list)
 
     def for_program(self, module: Module) -> SequenceParallel | None:
@@ -43,14 +46,23 @@ class Sequences:
 
     def _install(self) -> SequenceParallel:
         from arachnec.spmd.sharded_model import install
+
+        return install(self.model, self._captured(), fuse_as_planned(self.planned) if self.planned else None)
+
+    def _captured(self) -> CapturedModel:
+        """Recorded without values, as ``trace`` does. Compared with eager at a second shape when it was compiled; here
+        the same graphs are only made again."""
         from arachnec.tracing.blocks import capture_blocks
         from arachnec.tracing.sample import example_calls
 
-        model = self.model if self.shapes is None else _on_meta(self.shapes)
-        calls = example_calls(model, CastSamples(self.model_file, self.dtype), self.clips)
-        # Compared with eager at a second shape when it was compiled; here the same graphs are only made again.
-        captured = capture_blocks(model, calls, verify=False)
-        return install(self.model, captured, fuse_as_planned(self.planned) if self.planned else None)
+        source = CastSamples(self.model_file, self.dtype)
+        shapes = _on_meta(self.shapes)
+        try:
+            return capture_blocks(shapes, example_calls(shapes, source, self.clips), verify=False)
+        except UserError as refusal:
+            if not cannot_on_meta(refusal):
+                raise
+        return capture_blocks(self.model, example_calls(self.model, source, self.clips), verify=False)
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -128,6 +128,7 @@ def train(
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     _finish(executable, options, trainer, steps)
+    trainer.close_groups()
 
 
 class Trainer:
@@ -220,8 +221,8 @@ class Trainer:
             model,
             executable.clips,
             dtype,
+            partial(build_model, model_file, training, META),
             executable.fused_graphs(),
-            shapes=None if cells is None else partial(build_model, model_file, training, META),
         )
         folder, keep = options.checkpoint, options.keep
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
@@ -368,13 +369,23 @@ class Trainer:
         return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest)
 
     def close(self) -> None:
-        """End the planner and the threads. The process groups end with the default one."""
+        """End the planner and the threads."""
         self._plans.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._context.threads.close()
         if self._context.notes is not None:
             self._context.notes.close()
+
+    def close_groups(self) -> None:
+        """Give up the process groups and the connections of the steps. Collective; after a failure nobody may call it,
+        and they end with the default group."""
+        dist.barrier()  # nobody closes what another still waits on
+        context = self._context
+        cells = () if context.cells is None else context.cells.groups
+        for groups in (context.groups, context.gradient_groups, context.host_groups, *cells):
+            groups.close()
+        context.connections.close()
 
     def _prepare(self, module: Module) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""

@@ -150,7 +150,7 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
     model_file, clips = compiled.model_file, compiled.manifest.clips
     with torch.device("meta"):
         model = model_file.build()
-    sequence = Sequences(model_file, model, clips, torch.bfloat16).for_program(module)
+    sequence = Sequences(model_file, model, clips, torch.bfloat16, model_file.build).for_program(module)
     device.move(model)
     encoders = model_file.encoders() if model_file.encoders else {}
     for encoder in encoders.values():

@@ -16,6 +16,7 @@ import torch
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Phase
+from arachnec.ir.values import Quantity
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from tests.distributed.executor.test_pipelines import FROZEN, assert_exact
@@ -40,7 +41,7 @@ def partly(cascade: Cascade) -> Cascade:
     if cascade.phase not in (Phase.FORWARD, Phase.BACKWARD):
         return cascade
     shards = (cascade.tokens - 3, 3) if cascade.degree == 2 else None
-    return cascade.with_attrs(recompute=1, shards=shards)
+    return cascade.with_attrs(recompute=1, shards=shards, memory=Quantity(1e-3, "GiB"))  # enough for either
 
 
 @dataclass(frozen=True)

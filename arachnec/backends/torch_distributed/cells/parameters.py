@@ -36,6 +36,7 @@ class CellParameters:
 
     stages: Mapping[str, StageCells]
     whole: Mapping[str, Tensor]
+    groups: tuple[ProcessGroups, ...]  # of the cells, and of the hosts of a stage's ranks
     copies: HostCopies | None = None  # with the host's memory, where layers lie in it
 
     @classmethod
@@ -58,7 +59,7 @@ class CellParameters:
         dealt = {name: _stage_cells(stage, model, flats[name], groups, hosts) for name, stage in here.items()}
         sharded = {slot.name for of in flats.values() for flat in of for slot in flat.layout.slots}
         whole = {name: value for name, value in trained_parameters(model).items() if name not in sharded}
-        return model, cls(dealt, whole, copies)
+        return model, cls(dealt, whole, (groups, hosts), copies)
 
     @property
     def pieces(self) -> dict[str, Tensor]:
