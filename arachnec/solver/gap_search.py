@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock, question_ms
+from arachnec.solver.budget import Clock, question_ms, usable_cores
 from arachnec.solver.problem import Problem, Schedule, violations
 from arachnec.solver.z3_assignment import Assignment, Conflict
 from arachnec.solver.z3_question import Answer
@@ -105,7 +105,6 @@ class GapSearch:
         self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
         self.limit = 2 * question_ms(variables(problem))
-        self.limit_from_above = 4 * self.limit
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
@@ -116,7 +115,7 @@ class GapSearch:
         self.low = max(self.low, bound)
         if schedule.makespan(self.problem) < self.high:
             self._shorter(schedule)
-        self.alone = clock.steps is not None
+        self.alone = clock.steps is not None or usable_cores() == 1
         if self.alone:
             self.work(clock, seed)
             return
@@ -133,7 +132,7 @@ class GapSearch:
                 self.number += 1
                 inquiry = self._inquiry(asked.from_above, seed + self.number)
                 self.asked[inquiry] = asked
-                effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
+                effort = clock.effort(None if asked.from_above else self._limit(clock))
             question, schedule = inquiry.question, None
             before = question.steps
             try:
@@ -152,6 +151,10 @@ class GapSearch:
                         other.question.stop()
                 if isinstance(inquiry, StartTimes):
                     self.idle[asked.from_above] = inquiry
+
+    def _limit(self, clock: Clock) -> float:
+        """ms of a question that is not from above."""
+        return min(self.limit, clock.left() / 5) if self.alone else self.limit
 
     def _inquiry(self, above: bool, seed: int) -> Inquiry:
         if self.by_sets:
@@ -181,9 +184,7 @@ class GapSearch:
         elif schedule is not None and not violations(self.problem, schedule):
             if schedule.makespan(self.problem) < self.high:
                 self._shorter(schedule)
-        elif asked.from_above:
-            self.limit_from_above *= 2
-        else:
+        elif not asked.from_above:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, 2 * self.limit
