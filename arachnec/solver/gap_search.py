@@ -3,12 +3,14 @@
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
 the bound upwards, and a question that takes long is put off: the next ones lie below it, and it comes up again, with
-twice the time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the
-bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
-question where it has become pointless.
+twice the time, when those are answered. Other questions come from above: is there anything shorter at all. No proof
+comes without the refusal of one, and one about sets that is cut off begins anew. So it has all the time there is.
 
-What is known outlasts a call, so that a search can go on where it ended. So do
-questions about start times: one that was cut off goes on where Z3 was.
+With two cores one question of each kind runs (Z3 works outside of Python's lock), and an answer stops the other where
+it has become pointless. With one core they take turns: first one from the bound, with a third of what is left.
+
+What is known outlasts a call, so that a search can go on where it ended. So do questions about start times: one that
+was cut off goes on where Z3 was.
 """
 
 from __future__ import annotations
@@ -153,8 +155,8 @@ class GapSearch:
                     self.idle[asked.from_above] = inquiry
 
     def _limit(self, clock: Clock) -> float:
-        """ms of a question that is not from above."""
-        return min(self.limit, clock.left() / 5) if self.alone else self.limit
+        """ms of a question that is not from above; with one core the next one, from above, has twice that or more."""
+        return min(self.limit, clock.left() / 3) if self.alone else self.limit
 
     def _inquiry(self, above: bool, seed: int) -> Inquiry:
         if self.by_sets:
@@ -175,7 +177,7 @@ class GapSearch:
         return Asked(horizon if horizon not in running else self.low + room // 4)
 
     def _from_above(self) -> bool:
-        """Every other question of one thread, one of the questions of two."""
+        """Every other question of one thread, one of the two at once."""
         return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked.values())
 
     def learn(self, asked: Asked, answer: Answer, schedule: Schedule | None) -> None:
