@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
@@ -468,11 +469,9 @@ class _Walk:
 
 def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:
     """Tokens per rank, Ulysses degree and ring degree of a forward on several ranks."""
-    degree = len(forward.peers)
-    ulysses = integer(forward.attrs.get("ulysses", 1 if "ring" in forward.attrs else degree))
-    ring = integer(forward.attrs.get("ring", degree // ulysses))
-    shards = integers(forward.attrs["shards"]) if "shards" in forward.attrs else even_split(cascade.tokens, degree)
-    return shards, ulysses, ring
+    listed = forward.attrs.get("shards")
+    shards = even_split(cascade.tokens, len(forward.peers)) if listed is None else integers(listed)
+    return shards, *grid(forward)
 
 
 def needs_sequence(module: Module) -> bool:
