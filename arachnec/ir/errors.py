@@ -167,6 +167,16 @@ class WrongMix(Diagnostic):
 
 
 @dataclass(frozen=True)
+class TooManyClips(Diagnostic):
+    title: ClassVar[str] = "{node} has {clips} clips in a forward, stage `{stage}` takes {most}"
+    help: ClassVar[str] = "partition the clips again; the model's graph was captured for that many"
+    node: str
+    clips: int
+    stage: str
+    most: int
+
+
+@dataclass(frozen=True)
 class WrongBatch(Diagnostic):
     title: ClassVar[str] = "{node} lists {clips} clips and says {batch}"
     label: ClassVar[str] = "`{batch} x` should be `{clips} x`"

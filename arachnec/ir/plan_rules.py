@@ -21,6 +21,7 @@ from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.span import Span
+from arachnec.ir.stage_sizes import most_clips
 
 Problems: TypeAlias = Iterator[Diagnostic]
 GRADIENT = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
@@ -38,6 +39,9 @@ def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
         stage = index.stages.get(cascade.stage)
         if stage is None:
             continue
+        most, clips = most_clips(stage), cascade.batch // max(1, cascade.side)
+        if most is not None and clips > most:
+            yield errors.TooManyClips(cascade.span, label(cascade), clips, symbol(stage.name), most)
         if cascade.phase in GRADIENT and not stage.trained:
             yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
         elif index.module.level >= Level.COSTED and "times" not in cascade.attrs:

@@ -50,7 +50,7 @@ class Event:
 class Context:
     """Builds ``graph`` from a traced one; ``environment`` maps each traced node to its counterpart."""
 
-    tokens: sympy.Symbol
+    tokens: Size
     substitution: dict[sympy.Symbol, Size]
     graph: fx.Graph = field(default_factory=fx.Graph)
     environment: dict[fx.Node, Any] = field(default_factory=dict)
@@ -309,7 +309,11 @@ class Context:
     def unsharded(self, like: Any, new: fx.Node) -> Result:
         """``new`` gives what was recorded as ``like``, the same on every rank."""
         if isinstance(like, torch.Tensor):
-            return Value(new, self.sizes_of(like), (None,) * like.ndim, like.element_size())
+            sizes = self.sizes_of(like)
+            for dim, size in enumerate(sizes):
+                if isinstance(size, sympy.Symbol) and not self.knows_size(size):  # its values decide it
+                    self.define_size(size, self.call(torch.ops.aten.sym_size.int, new, dim))
+            return Value(new, sizes, (None,) * like.ndim, like.element_size())
         if isinstance(like, (list, tuple)):
             return [self.unsharded(item, self.call(operator.getitem, new, i)) for i, item in enumerate(like)]
         return new
