@@ -177,6 +177,14 @@ class TooManyClips(Diagnostic):
 
 
 @dataclass(frozen=True)
+class UnknownGraphs(Diagnostic):
+    title: ClassVar[str] = "{stage} has graphs = {graphs}"
+    help: ClassVar[str] = 'write "shapes", "none", or nothing: one graph for all shapes'
+    stage: str
+    graphs: str
+
+
+@dataclass(frozen=True)
 class WrongBatch(Diagnostic):
     title: ClassVar[str] = "{node} lists {clips} clips and says {batch}"
     label: ClassVar[str] = "`{batch} x` should be `{clips} x`"

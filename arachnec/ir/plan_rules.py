@@ -51,6 +51,13 @@ def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
                     yield errors.NoCost(cascade.span, label(cascade), stage.name, name)
 
 
+def graphs_are_known(index: ModuleIndex) -> Problems:
+    for stage in index.module.stages:
+        graphs = stage.attrs.get("graphs")
+        if graphs not in (None, "shapes", "none"):
+            yield errors.UnknownGraphs(stage.attrs.span("graphs") or stage.span, label(stage), value_text(graphs))
+
+
 def degrees_are_legal(index: ModuleIndex) -> Problems:
     cluster = index.module.cluster
     if index.module.level < Level.SCHEDULED or cluster is None:
@@ -245,6 +252,7 @@ def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
 
 PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     cascades_fit_their_stage,
+    graphs_are_known,
     degrees_are_legal,
     times_are_in_order,
     inputs_end_first,

@@ -165,9 +165,7 @@ class BlockForward:
         self, graph: BlockGraph, module: nn.Module, values: Sequence[Any], inputs: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         if self.execution.recomputes(self.path):
-            recomputed: Sequence[Tensor] = _checkpoint(
-                module, self.execution, values, {}, graph.from_blocks(inputs)
-            )
+            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {}, graph.from_blocks(inputs))
             return recomputed
         outputs: Sequence[Tensor] = module(*values)
         return outputs

@@ -93,8 +93,8 @@ def install(
 ) -> SequenceModel:
     """Replace the forward of every captured block of ``model``; ``fuse`` gives the graphs that they run.
 
-    Without it a block runs its own forward where it has all tokens. Blocks without graphs only do that. Raises ``UserError`` for a block that cannot run
-    on a part of its tokens.
+    Without it a block runs its own forward where it has all tokens; one without a graph always does. Raises
+    ``UserError`` for a block that cannot run on a part of its tokens.
     """
     blocks = [shard_block(block) for block in captured.blocks]
     sequence = SequenceModel(model, captured)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.ir.diagnostic import UserError
@@ -138,9 +138,11 @@ class _Counter:
             kept.setdefault(tensor.untyped_storage()._cdata, (blocks.current, tensor))
             return tensor
 
-        with _running(self.model), blocks.watching(self.model), saved_tensors_hooks(pack, lambda tensor: tensor):
-            with flops, attentions:
-                output = self.model(**call.arguments)
+        with contextlib.ExitStack() as stack:
+            keeping = saved_tensors_hooks(pack, lambda tensor: tensor)
+            for context in (_running(self.model), blocks.watching(self.model), keeping, flops, attentions):
+                stack.enter_context(context)
+            output = self.model(**call.arguments)
         assert output is not None
         saved = [0] * (len(blocks.inputs) + 1)  # the last are of no block
         for key, (number, tensor) in kept.items():
@@ -201,7 +203,7 @@ class _Blocks:
 
 @dataclass
 class _Attentions(TorchFunctionMode):
-    """Counts attention by its formula; on the meta device it computes nothing, and keeps what a fused one keeps."""
+    """Counts attention by its formula; a ``stub`` of it computes nothing, and keeps what a fused one keeps."""
 
     stub: bool
     flops: int = 0
@@ -212,12 +214,17 @@ class _Attentions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention or not self.stub:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given: Mapping[str, Any] = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
         q, k, v = given["query"], given["key"], given["value"]
-        with torch._C.DisableTorchFunction():
-            output: Tensor = Flash.apply(q, k, v, given.get("attn_mask"))  # type: ignore[no-untyped-call]
+        output: Tensor
+        if self.stub:
+            with torch._C.DisableTorchFunction():
+                output = Flash.apply(q, k, v, given.get("attn_mask"))  # type: ignore[no-untyped-call]
+        else:
+            with _disable_current_modes():  # counted here, whatever kernel it is
+                output = func(*args, **kwargs)
         self.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         size = sum(x.numel() * x.element_size() for x in (q, k, v, output))
         if q.shape[-2] == k.shape[-2]:  # as long as its queries: no attention over the caption

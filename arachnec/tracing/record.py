@@ -162,7 +162,7 @@ def run_once(model: nn.Module, call: ExampleCall) -> None:
 def training_mode(model: nn.Module) -> Iterator[None]:
     """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before.
 
-    On the meta device, which has no values, every place of a mask is taken to be set: sizes are then the most they can be.
+    On the meta device, which has no values, every place of a mask is taken to be set: a size is the most it can be.
     """
     modes = [(module, module.training) for module in model.modules()]
     checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]

@@ -75,9 +75,7 @@ class Sequences:
             captured = self._traced(lambda *given, clip=clip: captured_at(_step_of(module), *given, clip))
             sequence.add(captured, [shard_block(block) for block in captured.blocks])
 
-    def _traced(
-        self, capture: Callable[[nn.Module, ModelSource, Sequence[VideoClip]], CapturedModel]
-    ) -> CapturedModel:
+    def _traced(self, capture: Callable[[nn.Module, ModelSource, Sequence[VideoClip]], CapturedModel]) -> CapturedModel:
         """Recorded without values, as ``trace`` does. Compared with eager at a second shape when it was compiled; here
         the same graphs are only made again."""
         source = CastSamples(self.model_file, self.dtype)
