@@ -28,6 +28,7 @@ from arachnec.backends.torch_distributed.cells.parameters import CellParameters,
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.host_optimizer import HostMasters
+from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
@@ -111,7 +112,7 @@ def train(
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note()):
+    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
         if note is not None:
             events.emit(report.Note(note))
     steps: list[report.StepReport] = []
@@ -158,13 +159,13 @@ class Trainer:
         cells: CellParameters | None = None
         if not dealt_out:
             model = (
-                shared_model(model_file, training, device)
+                shared_model(model_file, training, device, options.init)
                 if own is None
-                else own_model(model_file, training, device, own)
+                else own_model(model_file, training, device, own, options.init)
             )
         else:
-            model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
-        encoders = shared_encoders(model_file, training, device)
+            model, cells = CellParameters.of(model_file, training, device, dealt_out, own, options.init)
+        encoders = shared_encoders(model_file, training, device, options.init)
         parameters = trained_parameters(model)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         gradient_groups = ProcessGroups(GROUP_TIMEOUT)
@@ -225,6 +226,11 @@ class Trainer:
             executable.fused_graphs(),
         )
         folder, keep = options.checkpoint, options.keep
+        self._frozen = (
+            ""
+            if folder is None
+            else frozen_fingerprint(options.init, model if pipeline is None else pipeline.cuts.model)
+        )
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
@@ -239,6 +245,10 @@ class Trainer:
     def note(self) -> str | None:
         """What a person should know before the first step."""
         return says_low(self.module, self._context.parameters)
+
+    def init_notes(self, init: Path | None) -> list[str]:
+        """What a person should know of the weights that the run begins with."""
+        return init_notes(init, self._context.model, self._context.encoders)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -366,7 +376,7 @@ class Trainer:
         rounds, rest = divmod(steps, len(batches))
         clips = rounds * sum(batches) + sum(batches[:rest])
         digest = data_digest(executable.traced, executable.clips)
-        return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest)
+        return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest, self._frozen)
 
     def close(self) -> None:
         """End the planner and the threads."""
