@@ -52,10 +52,11 @@ from arachnec.executable.folder import (
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
-from arachnec.ir.nodes import Module, Program
+from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.launch.progress import Progress
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -67,6 +68,7 @@ from arachnec.runtime.link_watch import HandoffNotes, LinkWatch, Notes, measured
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.step_progress import StepProgress
 from arachnec.views.executable_page import PAGE, executable_page
 from arachnec.views.timeline import planned, read_measured
 from arachnec.views.timeline_svg import draw
@@ -84,12 +86,15 @@ class NotFinite(Diagnostic):
 
 
 class Enter(Protocol):
-    """Says which phase the run is in now, for how many seconds at most, and the option that sets this limit."""
+    """Says which phase the run is in now, for how many seconds at most, the option that sets this limit, and what the
+    rank does in it."""
 
-    def __call__(self, phase: str, limit: float | None = None, option: str = "") -> None: ...
+    def __call__(
+        self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None
+    ) -> None: ...
 
 
-def unwatched(phase: str, limit: float | None = None, option: str = "") -> None:
+def unwatched(phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
     """Nobody minds how long a phase takes."""
 
 
@@ -260,8 +265,10 @@ class Trainer:
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
+        progress = self._progress(number, clock)
+        self._enter_step(number, progress)
         started = time.perf_counter()
-        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         if iteration in self._begun:
@@ -308,16 +315,36 @@ class Trainer:
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
 
-    def _enter_step(self, number: int) -> None:
+    def _enter_step(self, number: int, progress: StepProgress | None = None) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
-        first = number % self._executable.header.iterations not in self._begun
         limit = self.timeouts.of_step(
             report.planned_ms(self.module),
             self._longest_ms,
-            first=self.timeouts.of_start(self.module) if first else 0.0,
-            applies=planned_for_cpu(self._executable) or self.device.type != "cpu",
+            first=self.timeouts.of_start(self.module) if self._is_first(number) else 0.0,
+            applies=self._planned_times_apply,
         )
-        self._enter(f"step {number}", limit, "--step-timeout")
+        self._enter(f"step {number}", limit, "--step-timeout", progress)
+
+    def _progress(self, number: int, clock: Clock) -> StepProgress:
+        planned = report.planned_ms(self.module)
+        slower = self._longest_ms / planned if planned else 1.0
+        compiles = self._is_first(number) and self.device.type != "cpu"
+        first = self.timeouts.of_start(self.module) if compiles else 0.0
+
+        def limit(instruction: Instruction) -> float:
+            time = instruction.attrs.get("time")
+            ms = 0.0 if time is None else quantity(time)
+            return self.timeouts.of_instruction(ms, slower, first=first, applies=self._planned_times_apply)
+
+        return StepProgress(self.module, self._context.rank, number, self._clips, clock, limit)
+
+    def _is_first(self, number: int) -> bool:
+        """Whether the step's plan was never carried out before."""
+        return number % self._executable.header.iterations not in self._begun
+
+    @property
+    def _planned_times_apply(self) -> bool:
+        return planned_for_cpu(self._executable) or self.device.type != "cpu"
 
     def _plan(self, number: int) -> Module:
         """The program of step ``number``; the next one's is made meanwhile."""
