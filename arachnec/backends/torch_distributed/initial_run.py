@@ -8,16 +8,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
 from arachnec.models.weight_files import weight_files
 from arachnec.runtime.agreement import gather_text
 
 
-def frozen_fingerprint(init: Path | None, model: nn.Module) -> str:
+def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
     """Of the weights in ``init``, where some of them stay frozen: a checkpoint holds only what trains. Else empty.
 
-    ``model`` is the whole one, with or without values. Collective: rank 0 alone reads.
+    Collective: rank 0 alone reads.
     """
+    model = context.model if context.pipeline is None else context.pipeline.cuts.model
     if init is None or all(parameter.requires_grad for parameter in model.parameters()):
         return ""
     return gather_text(weight_files(model_folder(init)).fingerprint() if dist.get_rank() == 0 else "")[0]
