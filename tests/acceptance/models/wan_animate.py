@@ -15,7 +15,7 @@ def build():
 
 
 def sample(clip, generator):
-    x, t, target = noised(clip, generator, latent_shape(clip))
+    x, t, _ = noised(clip, generator, latent_shape(clip))
     frames, height, width = x.shape[2:]
     reference = fixed((1, 12, frames + 1, height, width), f"reference/{clip.id}")
     reference[:, :4, 1:] = x
