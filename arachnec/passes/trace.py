@@ -87,8 +87,8 @@ class TokenCounter:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            place = raised_at(self.source, error)
-            raise UserError(CannotTake(place, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
+            line = raised_at(self.source, error)
+            raise UserError(CannotTake(line, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
         finally:
             handle.remove()
         raise AssertionError("the first block of the recording was not called")

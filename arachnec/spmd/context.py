@@ -158,10 +158,13 @@ class Context:
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Any, layouts: Any) -> Value:
         """Call ``target``; its result is the tensor recorded as ``like``, with these layouts.
 
-        Raises MixesTokens where the layouts do not account for the sizes: a rule that is wrong is not believed.
+        Raises MixesTokens where the layouts do not account for the sizes (a rule that is wrong is not believed), and
+        where two dimensions would be sharded: of what is neither in a rank's rows nor in its columns nobody has any.
         """
         sizes = self.sizes_of(like)
         layouts = tuple(layouts)
+        if sum(layout is not None for layout in layouts) > 1:
+            raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
         if len(layouts) != len(sizes) or any(
             layout is not None and not same(layout.size, size) for layout, size in zip(layouts, sizes, strict=True)
         ):

@@ -83,7 +83,7 @@ def captured_again(
 
 
 def captured_at(
-    step: Specialisation, model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], clip: VideoClip
+    step: Specialisation, clip: VideoClip, model: nn.Module, source: ModelSource, clips: Sequence[VideoClip]
 ) -> CapturedModel:
     """The graphs of clips shaped like ``clip``. Raises ``UserError`` where this shape has none."""
     calls = sample.example_calls(model, source, clips, most=step.clips)

@@ -72,7 +72,7 @@ class Sequences:
             if cascade.name not in shared or clip.shape in self._captured_shapes:
                 continue
             self._captured_shapes.add(clip.shape)
-            captured = self._traced(lambda *given, clip=clip: captured_at(_step_of(module), *given, clip))
+            captured = self._traced(partial(captured_at, _step_of(module), clip))
             sequence.add(captured, [shard_block(block) for block in captured.blocks])
 
     def _traced(self, capture: Callable[[nn.Module, ModelSource, Sequence[VideoClip]], CapturedModel]) -> CapturedModel:

@@ -120,7 +120,7 @@ def compiled(folder: Path, more: str, works: list[Work], world: int, **says: Val
     [
         pytest.param(
             GRID,
-            [Work((0, 2), (0, 1), 0.0), Work((1,), (1, 0), 1.0, attrs=(("recompute", 2),))],
+            [Work((0, 2), (0, 1), 0.0), Work((1,), (1,), 1.0, attrs=(("recompute", 2),))],
             {"graphs": "shapes"},
             id="a-graph-for-each-shape",
         ),
