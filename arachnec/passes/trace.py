@@ -37,6 +37,7 @@ class Trace:
     captured: CapturedModel
     counter: TokenCounter
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
+    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
@@ -131,7 +132,7 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
     # graphs of one clip shape are not those that run: nothing is fused in them
     one = special.step.graphs is Graphs.ONE
     graphs = tuple(block_graph(block) for block in captured.blocks) if one else ()
-    return Trace((*frozen, trained), graphs, captured, counter, special.warnings)
+    return Trace((*frozen, trained), graphs, captured, counter, special.warnings, special.limits)
 
 
 def _own_calls(

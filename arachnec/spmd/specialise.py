@@ -25,12 +25,13 @@ from arachnec.tracing.sample import ModelSource
 
 @dataclass(frozen=True, eq=False)
 class SpecialisedModel:
-    """A model's graphs, as general as they can be; ``warnings`` say what is gathered, and what the step costs."""
+    """A model's graphs, as general as they can be; ``limits``: what the step costs, ``warnings``: what is gathered."""
 
     step: Specialisation
     calls: tuple[ExampleCall, ...]
     captured: CapturedModel
     shared: tuple[ShardedBlock, ...]
+    limits: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -49,8 +50,8 @@ def specialise(
             refusals.append(refusal)
             continue
         seconds = time.perf_counter() - started
-        warnings = (*costs(step, refusals, seconds), *gather_warnings(captured, shared))
-        return SpecialisedModel(step, tuple(calls), captured, tuple(shared), warnings)
+        limits, warnings = costs(step, refusals, seconds), gather_warnings(captured, shared)
+        return SpecialisedModel(step, tuple(calls), captured, tuple(shared), limits, warnings)
     raise refusals[0]
 
 

@@ -89,7 +89,7 @@ def test_a_model_takes_the_first_step_that_serves_it_and_is_told_its_cost(
     trace = traced(twist)
     attrs = trace.stages[-1].attrs
     assert {name: attrs.get(name) for name in ("graphs", "most_clips", "degrees") if name in attrs} == says
-    assert cost in trace.warnings[0]
+    assert cost in trace.limits[0]
     assert [trace.tokens(clip) for clip in CLIPS] == [5 * 8 * 12, 9 * 16 * 12]
 
 
