@@ -28,9 +28,7 @@ class Ahead:
     values: dict[str, OnHost] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, module: Module, program: Program, limit: float, clips: Mapping[int, VideoClip] | None = None
-    ) -> Ahead:
+    def of(cls, module: Module, program: Program, limit: float, clips: Mapping[int, VideoClip] | None = None) -> Ahead:
         """The longest beginning of the program's encoders whose values fit ``limit`` GiB together from the start on."""
         values = Values(module)
         todo: list[Cascade] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from arachnec.backends.torch_distributed.background_planner import (
     cluster_for,
 )
 from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.cluster.topology import with_measured
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
 from arachnec.executable.folder import Executable, iteration_of
@@ -156,9 +155,8 @@ class Plans:
         compiled = self._is_compiled(key)
         text = self._compiled if compiled else self._shared(drawn, key)
         module = checked_program(text or "", f"iteration {drawn.number}")
-        given = module if module.cluster is None else replace(module, cluster=with_measured(module.cluster, {}))
         clips = self._compiled_clips if compiled else drawn.planned
-        demand_own_input(self._executable, given, drawn.number, self._cluster, clips)
+        demand_own_input(self._executable, module, drawn.number, self._cluster, clips)
         return module
 
     def _shared(self, drawn: Drawn, key: PlanKey) -> str:

@@ -23,6 +23,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
+from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -38,7 +39,8 @@ from arachnec.checkpoint.parts import State
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.launch.progress import Progress
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
@@ -46,6 +48,7 @@ from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.step_progress import StepProgress
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,15 @@ class NotFinite(Diagnostic):
 
 
 class Enter(Protocol):
-    """Says which phase the run is in now, for how many seconds at most, and the option that sets this limit."""
+    """Says which phase the run is in now, for how many seconds at most, the option that sets this limit, and what the
+    rank does in it."""
 
-    def __call__(self, phase: str, limit: float | None = None, option: str = "") -> None: ...
+    def __call__(
+        self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None
+    ) -> None: ...
 
 
-def unwatched(phase: str, limit: float | None = None, option: str = "") -> None:
+def unwatched(phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
     """Nobody minds how long a phase takes."""
 
 
@@ -87,7 +93,7 @@ def train(
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note()):
+    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
         if note is not None:
             events.emit(report.Note(note))
     steps: list[report.StepReport] = []
@@ -148,7 +154,13 @@ class Trainer:
         first = self._planned.module
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         self._context = set_up_rank(
-            model_file, training, first, executable.clips, device, follows_links=self._plans.follows_links
+            model_file,
+            training,
+            first,
+            executable.clips,
+            device,
+            init=options.init,
+            follows_links=self._plans.follows_links,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._specs = Specs(model_file, self._context.encoders, device)
@@ -162,6 +174,7 @@ class Trainer:
             executable.fused_graphs(),
         )
         folder, keep = options.checkpoint, options.keep
+        self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self._resume(resumed)
         self._ahead: Ahead | None = None
@@ -176,6 +189,10 @@ class Trainer:
     def note(self) -> str | None:
         """What a person should know before the first step."""
         return says_low(self.module, self._context.parameters)
+
+    def init_notes(self, init: Path | None) -> list[str]:
+        """What a person should know of the weights that the run begins with."""
+        return init_notes(init, self._context.model, self._context.encoders)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport | None:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured. None without a batch.
@@ -199,8 +216,10 @@ class Trainer:
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
+        progress = self._progress(planned, clock)
+        self._enter_step(planned, progress)
         started = time.perf_counter()
-        run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         if planned.key in self._begun:
@@ -249,15 +268,32 @@ class Trainer:
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
 
-    def _enter_step(self, planned: Planned) -> None:
+    def _enter_step(self, planned: Planned, progress: StepProgress | None = None) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
         limit = self.timeouts.of_step(
             report.planned_ms(self.module),
             self._longest_ms,
             first=0.0 if planned.key in self._begun else self.timeouts.of_start(self.module),
-            applies=planned_for_cpu(self._executable) or self.device.type != "cpu",
+            applies=self._planned_times_apply,
         )
-        self._enter(f"step {planned.step}", limit, "--step-timeout")
+        self._enter(f"step {planned.step}", limit, "--step-timeout", progress)
+
+    def _progress(self, planned: Planned, clock: Clock) -> StepProgress:
+        planned_ms = report.planned_ms(self.module)
+        slower = self._longest_ms / planned_ms if planned_ms else 1.0
+        compiles = planned.key not in self._begun and self.device.type != "cpu"
+        first = self.timeouts.of_start(self.module) if compiles else 0.0
+
+        def limit(instruction: Instruction) -> float:
+            time = instruction.attrs.get("time")
+            ms = 0.0 if time is None else quantity(time)
+            return self.timeouts.of_instruction(ms, slower, first=first, applies=self._planned_times_apply)
+
+        return StepProgress(self.module, self._context.rank, planned.step, planned.clips, clock, limit)
+
+    @property
+    def _planned_times_apply(self) -> bool:
+        return planned_for_cpu(self._executable) or self.device.type != "cpu"
 
     def _plan(self, number: int) -> Planned | None:
         """The batch and program of step ``number``; the next one's is made meanwhile. None where there is no batch."""
@@ -309,7 +345,7 @@ class Trainer:
         drawn = planned is not None and planned.step + 1 == steps
         mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
-        return Position(steps, seed, model, mark.clips, mark.data, mark.source)
+        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source)
 
     def close(self) -> None:
         """End the planner and the threads."""
