@@ -84,7 +84,8 @@ class Optimizer:
         """Update from ``gradients(parts)``, and return the global norm before clipping: a scalar, on the device.
 
         ``norm`` is that of all ranks together where this one has not all gradients. A parameter without a gradient is
-        left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        left as it is, as ``torch.optim`` does. Where the norm is not finite nothing changes. The host does not wait for
+        the device, unless torch's optimizer cannot look at the norm there.
         """
         given = self.gradients(parts)
         norm = global_norm(given) if norm is None else norm
@@ -97,14 +98,20 @@ class Optimizer:
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-        self._adam.step()
+        finite = norm.isfinite()
+        if getattr(self._adam, "_step_supports_amp_scaling", False):
+            self._adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self._adam.step()
+        elif finite:
+            self._adam.step()
         for master in self._masters.values():
             master.grad = None
         self.round_parameters()
         decay = self._training.ema
         if decay:
+            weight = (1.0 - decay) * finite
             for name, average in self.ema.items():
-                average.lerp_(self._masters[name], 1.0 - decay)
+                average.lerp_(self._masters[name], weight.to(average))
         return norm
 
     def tensors(self) -> dict[str, Tensor | Part]:
