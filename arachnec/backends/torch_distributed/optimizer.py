@@ -58,8 +58,7 @@ class Optimizer:
             betas=(0.9, 0.95),
             weight_decay=0.01,
             eps=1e-8,
-            # in one pass over memory; on devices torch's own choice, which needs no state there before the first step
-            fused=True if all(master.device.type == "cpu" for master in self._masters.values()) else None,
+            fused=True,  # in one pass over memory, and on its device it sees whether the norm is finite
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
@@ -165,7 +164,7 @@ class Optimizer:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
         state: dict[str, Tensor] = self._adam.state[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
         return state
