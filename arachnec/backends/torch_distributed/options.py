@@ -17,10 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+PRETRAINED = click.Path(path_type=Path)
 OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
     click.option("--report", type=FILE, help="Write what was measured here, as JSON."),
+    click.option("--init", type=PRETRAINED, help="Begin with the weights in this folder: Diffusers', or safetensors."),
     click.option("--checkpoint", type=FOLDER, help="Keep checkpoints in this folder."),
     click.option(
         "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
@@ -38,6 +40,7 @@ OPTIONS = (
             ("start", "that reading weights, a checkpoint or compiling may take; default: from the plan's bytes"),
             ("plan", "that a step may wait for its plan; default: 600"),
             ("step", "that a step may take; default: ten times the planned or the slowest step, at least 60"),
+            ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
         )
     ),
 )
@@ -50,6 +53,7 @@ class RunOptions:
     steps: int | None = None
     save_gradients: Path | None = None
     report: Path | None = None
+    init: Path | None = None
     checkpoint: Path | None = None
     every: int | None = None
     keep: int = 2
@@ -62,13 +66,15 @@ class RunOptions:
     start_timeout: float | None = None
     plan_timeout: float | None = None
     step_timeout: float | None = None
+    stall_timeout: float | None = None
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
-        return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
+        none = self.checkpoint is None, self.save_gradients is None, self.init is None
+        return self.steps, self.every, self.keep, self.resume, *none
 
     def timeouts(self) -> Timeouts:
-        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)
+        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)
 
     def training(self, compiled: Training) -> Training:
         """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""
