@@ -15,6 +15,7 @@ import msgspec
 from arachnec.backends.torch_distributed.report import ClipNote
 
 FOLDER = "audit"
+STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
 
 
 class AuditLine(msgspec.Struct, frozen=True):
@@ -31,7 +32,8 @@ class AuditLine(msgspec.Struct, frozen=True):
 class AuditLog:
     """The log of one run, in the folder of its checkpoints or else of its executable; one rank writes it.
 
-    ``iterations`` is the number of global batches in an epoch, ``done`` the number of steps that count so far.
+    ``iterations`` is the number of global batches in an epoch, or of steps in a file; ``done`` the number of steps that
+    count so far.
     """
 
     def __init__(self, folder: Path, iterations: int, done: int) -> None:
