@@ -22,6 +22,7 @@ from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
+from arachnec.backends.finite_losses import finite_rows, not_finite
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
@@ -56,6 +57,7 @@ from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.step_progress import StepProgress
 from arachnec.spmd.block_forward import InputsAway
 
 POLL_S = 2e-4
@@ -154,6 +156,14 @@ class Run:
     norm: Tensor | None = None  # of the gradient before clipping
     values: dict[str, OnHost] = field(default_factory=dict)  # that are here, or on their way
     losses: dict[str, Tensor] = field(default_factory=dict)
+    shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
+    rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
+
+    def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
+        """The clips, by name, whose loss on this rank is not finite. Waits for the device."""
+        own = {c.name: own_part(c, rank).clips for c in iteration.module.cascades if c.name in self.shares}
+        named = {name: [iteration.clips[clip].id for clip in clips] for name, clips in own.items()}
+        return not_finite(self.shares, self.rows, named)
 
 
 def program_of(module: Module, rank: int) -> Program:
@@ -166,11 +176,12 @@ def run_iteration(
     clock: Clock,
     before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
     ahead: Ahead | None = None,
+    progress: StepProgress | None = None,
 ) -> Run:
     """Execute one rank's program.
 
     ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
-    what to do of the next program while gradients are on their way.
+    what to do of the next program while gradients are on their way; ``progress`` is told of every instruction.
     """
     drop_gradients(context.parameters)
     run = Run()
@@ -178,9 +189,11 @@ def run_iteration(
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
     gradients = _gradients(context, iteration.module, iteration.program)
-    walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
+    walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+        if progress is not None:
+            progress.at(index)
         with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
             for post in posts:
                 run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
@@ -190,9 +203,11 @@ def run_iteration(
                 walk.execute(instruction)
                 if context.host_copies is not None:
                     context.host_copies.settle()
+    if progress is not None:
+        progress.at(len(iteration.program.instructions))
     walk.end_step()
     handoffs.finish()
-    run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
+    run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 
 
@@ -227,7 +242,7 @@ class _Walk:
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
-    shares: list[Tensor] = field(default_factory=list)
+    progress: StepProgress | None
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
 
@@ -260,19 +275,24 @@ class _Walk:
             return
         ranks, clips = instruction.peers, cascade.clips
         own = own_clips(clips, ranks, self.context.rank)
-        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        known = self.iteration.clips
+        encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
         if len(own) < len(clips):
             rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
             encoded = gather_tokens(encoded, 0, rows)
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
-        loads, known = self.context.loads, self.iteration.clips
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
+    def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
+        loads = self.context.loads
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
-        with clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, cascade.clips, self.iteration.step + 1)
+        assert self.ahead is not None
+        clips = [self.ahead.clips[clip] for clip in cascade.clips]
+        step, progress = self.iteration.step + 1, self.progress
+        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, clips, step)
+        with ahead, clock.measure("encode", cascade.name):
+            encoded = self._encoded(cascade.stage, clips, step)
             return self.context.runtime.to_host(encoded)
 
     @cached_property
@@ -310,9 +330,15 @@ class _Walk:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
-            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
+            seen = partial(self._predicted, cascade, target)
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen) * share
         self.run.losses[cascade.name] = objective
-        self.shares.append(objective.detach())
+        self.run.shares[cascade.name] = objective.detach()
+
+    def _predicted(self, cascade: Cascade, target: Tensor, prediction: Tensor) -> None:
+        clips = len(cascade.clips)
+        if clips > 1 and (rows := finite_rows(prediction, target, clips)) is not None:
+            self.run.rows[cascade.name] = rows
 
     def _forward_stage(
         self, instruction: Instruction, cascade: Cascade, kwargs: Mapping[str, Any], target: Tensor, share: float
@@ -324,7 +350,7 @@ class _Walk:
                 cascade, context.model, context.model_file, kwargs, target, message, share
             )
         if objective is not None:
-            self.shares.append(objective.detach())
+            self.run.shares[cascade.name] = objective.detach()
         if made is not None:
             self.run.values[cascade.name] = context.runtime.to_host(made)
 
@@ -476,5 +502,10 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
-    forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") for step in forwards)
+    steps = [step for p in module.programs for step in p.instructions]
+    return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
+
+
+def is_shared(step: Instruction) -> bool:
+    """Whether a clip of this forward has several ranks."""
+    return step.op == "forward" and len(step.peers) > integer(step.attrs.get("side", 1))

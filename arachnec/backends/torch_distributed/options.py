@@ -17,16 +17,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+PRETRAINED = click.Path(path_type=Path)
 OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
     click.option("--report", type=FILE, help="Write what was measured here, as JSON."),
+    click.option("--init", type=PRETRAINED, help="Begin with the weights in this folder: Diffusers', or safetensors."),
     click.option("--checkpoint", type=FOLDER, help="Keep checkpoints in this folder."),
     click.option(
         "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
     ),
     click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that stay."),
     click.option("--resume", is_flag=True, help="Continue from the newest whole checkpoint; without one begin at 0."),
+    click.option(
+        "--max-skipped",
+        type=click.IntRange(min=1),
+        default=5,
+        show_default=True,
+        help="Steps in a row, skipped because a gradient is not finite, that end the run.",
+    ),
     click.option("--lr", type=float, help="Learning rate of AdamW."),
     click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
@@ -38,6 +47,7 @@ OPTIONS = (
             ("start", "that reading weights, a checkpoint or compiling may take; default: from the plan's bytes"),
             ("plan", "that a step may wait for its plan; default: 600"),
             ("step", "that a step may take; default: ten times the planned or the slowest step, at least 60"),
+            ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
         )
     ),
 )
@@ -50,6 +60,7 @@ class RunOptions:
     steps: int | None = None
     save_gradients: Path | None = None
     report: Path | None = None
+    init: Path | None = None
     checkpoint: Path | None = None
     every: int | None = None
     keep: int = 2
@@ -62,13 +73,16 @@ class RunOptions:
     start_timeout: float | None = None
     plan_timeout: float | None = None
     step_timeout: float | None = None
+    stall_timeout: float | None = None
+    max_skipped: int = 5
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
-        return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
+        none = self.checkpoint is None, self.save_gradients is None, self.init is None
+        return self.steps, self.every, self.keep, self.resume, self.max_skipped, *none
 
     def timeouts(self) -> Timeouts:
-        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)
+        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)
 
     def training(self, compiled: Training) -> Training:
         """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""
