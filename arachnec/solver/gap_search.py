@@ -7,7 +7,7 @@ twice the time, when those are answered. Other questions come from above: is the
 comes without the refusal of one, and one about sets that is cut off begins anew. So it has all the time there is.
 
 With two cores one question of each kind runs (Z3 works outside of Python's lock), and an answer stops the other where
-it has become pointless. With one core they take turns: first one from the bound, with a third of what is left.
+it has become pointless. With one core they take turns: first one from the bound, with a fifth of what is left.
 
 What is known outlasts a call, so that a search can go on where it ended. So do questions about start times: one that
 was cut off goes on where Z3 was.
@@ -155,8 +155,8 @@ class GapSearch:
                     self.idle[asked.from_above] = inquiry
 
     def _limit(self, clock: Clock) -> float:
-        """ms of a question that is not from above; with one core the next one, from above, has twice that or more."""
-        return min(self.limit, clock.left() / 3) if self.alone else self.limit
+        """ms of a question that is not from above; with one core the next one has four times that or more."""
+        return min(self.limit, clock.left() / 5) if self.alone else self.limit
 
     def _inquiry(self, above: bool, seed: int) -> Inquiry:
         if self.by_sets:
