@@ -274,21 +274,24 @@ class _Walk:
             return
         ranks, clips = instruction.peers, cascade.clips
         own = own_clips(clips, ranks, self.context.rank)
-        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        known = self.iteration.clips
+        encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
         if len(own) < len(clips):
             rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
             encoded = gather_tokens(encoded, 0, rows)
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
-        loads, known = self.context.loads, self.iteration.clips
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
+    def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
+        loads = self.context.loads
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
+        assert self.ahead is not None
+        clips = [self.ahead.clips[clip] for clip in cascade.clips]
         step, progress = self.iteration.step + 1, self.progress
-        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, step)
+        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, clips, step)
         with ahead, clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, cascade.clips, step)
+            encoded = self._encoded(cascade.stage, clips, step)
             return self.context.runtime.to_host(encoded)
 
     @cached_property
@@ -500,5 +503,10 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
-    forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") for step in forwards)
+    steps = [step for p in module.programs for step in p.instructions]
+    return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
+
+
+def is_shared(step: Instruction) -> bool:
+    """Whether a clip of this forward has several ranks."""
+    return step.op == "forward" and len(step.peers) > integer(step.attrs.get("side", 1))
