@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from arachnec.backends.cast_samples import CastSamples
 from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -34,6 +35,15 @@ def build_model(model_file: ModelFile, training: Training, device: torch.device)
     if training.dtype != "fp32":
         model = in_precision(model, DTYPES[training.dtype])
     return model.to(device)
+
+
+def in_training_precision(model_file: ModelFile, training: Training) -> ModelFile:
+    """The model file as it is trained: its model and its samples in the precision of ``training``."""
+    if training.dtype == "fp32":
+        return model_file
+    dtype = DTYPES[training.dtype]
+    cast = CastSamples(model_file, dtype)
+    return replace(model_file, build=lambda: in_precision(model_file.build(), dtype), sample=cast.sample)
 
 
 def build_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:

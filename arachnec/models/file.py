@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": ()}
+ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": (), "optimizer": ("parameters",)}
 PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
 
@@ -105,6 +105,7 @@ class ModelFile:
     encoders: Callable[[], dict[str, torch.nn.Module]] | None
     path: Path
     digest: str
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
 
     def span(self, name: str) -> Span | None:
         """Where the file defines ``name``."""

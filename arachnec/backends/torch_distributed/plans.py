@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question, cluster_for
+from arachnec.backends.torch_distributed.other_options import demand_room
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.cluster.topology import with_measured
 from arachnec.executable.folder import Executable
@@ -34,7 +35,9 @@ CLOSE_S = 5.0
 class Plans:
     """Hands out checked programs. All ranks make it together, and ask for the same steps in the same order."""
 
-    def __init__(self, executable: Executable, rank: int, world: int) -> None:
+    def __init__(self, executable: Executable, rank: int, world: int, more_state: float = 0.0) -> None:
+        """``more_state`` is GiB that this run's options take on every rank, beyond what was planned."""
+        self._more_state = more_state
         self._rank = rank
         self._executable = executable
         traced = executable.traced.cluster
@@ -107,6 +110,7 @@ class Plans:
         module = checked_program(text or "", f"iteration {key[0]}")
         given = module if module.cluster is None else replace(module, cluster=with_measured(module.cluster, {}))
         demand_own_input(self._executable, given, key[0], self._cluster)
+        demand_room(module, self._more_state)
         return module
 
     def _shared(self, key: Key) -> str:

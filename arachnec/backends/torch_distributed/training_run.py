@@ -32,6 +32,7 @@ from arachnec.backends.torch_distributed.interpreter import Iteration, RankConte
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
@@ -40,6 +41,7 @@ from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
+from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -57,6 +59,7 @@ from arachnec.ir.parameter_cells import replicas
 from arachnec.ir.printer import print_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
@@ -147,7 +150,7 @@ class Trainer:
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
         self._executable = executable
-        self._plans = Plans(executable, rank, world)
+        self._plans = Plans(executable, rank, world, state_beyond_plan(executable, model_file, training))
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
@@ -166,6 +169,8 @@ class Trainer:
             model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
         encoders = shared_encoders(model_file, training, device)
         parameters = trained_parameters(model)
+        recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
+        demand_whole_tensors(first, recipe)
         keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
         gradient_groups = ProcessGroups(GROUP_TIMEOUT)
         gradient_groups.ensure(wanted_gradient_groups(first), device=device)
@@ -191,6 +196,7 @@ class Trainer:
                 group=None if place is None else gradient_groups.get(place),
                 host=HostMasters(copies) if masters and copies is not None else None,
                 on_host=cells is not None and cells.copies is not None,
+                recipe=recipe,
             ),
             groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
             gradient_groups=gradient_groups,
@@ -447,6 +453,7 @@ class Trainer:
             events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
             return 0
         self._context.optimizer.round_parameters()
+        self._context.optimizer.done = position.steps
         return position.steps
 
 

@@ -97,7 +97,7 @@ class CellParameters:
                 continue
             (piece, first), part = pieces[name], part_of(value)
             writes = part.writes if isinstance(value, Part) else first  # a part is no other cell's
-            if kind == "step":
+            if kind.partition(".")[0] == "step":  # a scalar of the whole parameter
                 parts[key] = Part(part.values, 0, 1, writes=writes and piece.start == 0)
             else:
                 parts[key] = Part(part.values, piece.start + part.first, piece.slot.size, writes=writes)
