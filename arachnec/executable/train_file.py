@@ -140,7 +140,8 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
         key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
         key = key.replace("scheduler.", "").replace("arguments.", "")
         found = _at(tables, place.strip("`"))
-        raise UserError(_bad(lines, key, found, _first_small(message), "docs/training_options.md says what it takes"))
+        remedy = "docs/training_options.md says what it takes"
+        raise UserError(_bad(lines, key, found, _first_small(message), remedy)) from None
 
 
 def _written(training: Training) -> dict[str, Any]:
@@ -201,7 +202,9 @@ def _torch_class(value: Any, key: str, lines: Lines) -> dict[str, Any]:
     arguments = dict(_table(value, key, lines))
     name = arguments.pop("name", OWN_OPTIMIZER.name)
     if key == "optimizer" and "lr" in arguments:
-        raise UserError(_bad(lines, "optimizer.lr", arguments["lr"], "the learning rate has a key of its own", "lr = ..."))
+        raise UserError(
+            _bad(lines, "optimizer.lr", arguments["lr"], "the learning rate has a key of its own", "lr = ...")
+        )
     return {"name": name, "arguments": arguments}
 
 

@@ -15,6 +15,7 @@ GROUP_TIMEOUT = timedelta(days=1)
 START_S = 600.0
 PLAN_S = 600.0
 STEP_S = 60.0
+STALL_S = 60.0
 STEPS_OF_ANOTHER_DEVICE_S = 600.0  # where planned times do not apply
 LONGER = 10.0  # than planned, or than measured before, is too long
 DISK = 0.1  # GiB/s: a slow shared file system that is read or hashed
@@ -27,6 +28,7 @@ class Timeouts:
     start: float | None = None
     plan: float | None = None
     step: float | None = None
+    stall: float | None = None
 
     def of_start(self, module: Module) -> float:
         """To read or write weights and hash them, and to make process groups."""
@@ -44,3 +46,8 @@ class Timeouts:
             return self.step + first
         least = STEP_S if applies else STEPS_OF_ANOTHER_DEVICE_S
         return max(least, LONGER * max(planned_ms, longest_ms) / 1e3) + first
+
+    def of_instruction(self, planned_ms: float, slower: float, *, first: float = 0.0, applies: bool = True) -> float:
+        """``slower``: how many times longer than planned the steps took so far; ``first`` as above."""
+        least = self.stall if self.stall is not None else STALL_S if applies else STEPS_OF_ANOTHER_DEVICE_S
+        return least + max(1.0, slower) * planned_ms / 1e3 + first

@@ -6,8 +6,10 @@ the process from beside the main thread, which may be waiting for a collective t
 - ``failure``: the first failure of any rank; whoever sees it ends.
 - ``member/r``: where rank r runs. Ranks of one agent (one torchrun, one launcher) see at once when a sibling's process
   is gone.
-- ``at/r``: a counter and where rank r stands, written every few seconds. Rank r watches that of rank r + 1, so the
-  messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
+- ``at/r``: a counter and where rank r stands (``Place``), written every few seconds. Rank r watches that of rank r + 1,
+  so the messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
+  A rank that has been in one instruction for too long ends the run if all the ranks that it waits for have come to it:
+  then nobody else holds it up.
 - ``done/r``: rank r has ended well.
 - ``run``: a name that no other run has.
 
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,6 +46,7 @@ from arachnec.launch.failure import (
     follows_from_another,
     record_failure,
 )
+from arachnec.launch.progress import Place, Progress, behind, held_up_by
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -73,7 +76,7 @@ class RankGone(Diagnostic):
 @dataclass(frozen=True)
 class TookTooLong(Diagnostic):
     title: ClassVar[str] = (
-        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s"
+        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s{cause}"
     )
     help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
     rank: int
@@ -82,6 +85,25 @@ class TookTooLong(Diagnostic):
     seconds: float
     limit: float
     option: str
+    cause: str
+    places: str
+
+
+@dataclass(frozen=True)
+class Stalled(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} on host {host} is silent: in {phase} it has been in {doing} for {seconds:.0f} s{others}"
+    )
+    help: ClassVar[str] = (
+        "its limit is {limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n{places}"
+    )
+    rank: int
+    host: str
+    phase: str
+    doing: str
+    seconds: float
+    others: str
+    limit: float
     places: str
 
 
@@ -140,6 +162,7 @@ class _Phase:
     limit: float | None
     option: str
     started: float
+    progress: Progress | None = None
 
 
 @dataclass
@@ -171,7 +194,7 @@ class Watchdog:
         self._phase = _Phase("start", None, "", time.monotonic())
         self._beats = _Beats()
         self._next_beat = 0.0
-        self._count = 0
+        self._place = Place()
         self._closing = threading.Event()
         self._ending = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
@@ -183,9 +206,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def enter(self, phase: str, limit: float | None = None, option: str = "") -> None:
-        """From now on this rank is in ``phase``, for at most ``limit`` seconds; ``option`` is what sets the limit."""
-        self._phase = _Phase(phase, limit, option, time.monotonic())
+    def enter(self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
+        """From now on this rank is in ``phase``, for at most ``limit`` seconds; ``option`` is what sets the limit, and
+        ``progress`` knows what the rank does in it."""
+        self._phase = _Phase(phase, limit, option, time.monotonic(), progress)
 
     def failed(self, error: BaseException) -> tuple[Failure, bool]:
         """Tell all ranks of this rank's exception.
@@ -236,8 +260,8 @@ class Watchdog:
         """One look at the others: why this rank must end, or None."""
         if (failure := self._published()) is not None:
             return failure
-        self._beat()
-        cause = self._gone() or self._silent() or self._late()
+        beaten = self._beat()
+        cause = self._gone() or self._silent() or self._late() or (self._stalled() if beaten else None)
         if cause is None and told_to_end:
             cause = self._cause_of_sigterm()
         return None if cause is None else self._publish(_failure(cause))
@@ -252,13 +276,19 @@ class Watchdog:
             else StoreLost(None, me.rank, me.host, reason)
         )
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Tell where this rank stands, if it is time to."""
         now = time.monotonic()
         if now < self._next_beat:
-            return
+            return False
         self._next_beat = now + self._limits.beat
-        self._count += 1
-        self._store.set(f"at/{self._me.rank}", f"{self._count} {self._phase.name}, {_place_of(self._watched)}")
+        phase, last = self._phase, self._place
+        doing = Place(position=last.position) if phase.progress is None else phase.progress.place()
+        self._place = msgspec.structs.replace(
+            doing, count=last.count + 1, phase=phase.name, line=_line_of(self._watched)
+        )
+        self._store.set(f"at/{self._me.rank}", msgspec.json.encode(self._place).decode())
+        return True
 
     def _gone(self) -> Diagnostic | None:
         """A rank of this agent whose process is there no more."""
@@ -285,9 +315,33 @@ class Watchdog:
             return None
         self._next_beat = 0.0
         self._beat()
+        places, me = self._places(range(self._world)), self._me
+        cause = ""
+        if phase.progress is not None:
+            other = held_up_by(me.rank, places, phase.progress.awaited)
+            place = places.get(other, Place())
+            cause = f"; it waits for rank {other}, in {place.doing or place.phase}" if other != me.rank else ""
         return TookTooLong(
-            None, self._me.rank, self._me.host, phase.name, seconds, phase.limit, phase.option, self._places()
+            None, me.rank, me.host, phase.name, seconds, phase.limit, phase.option, cause, _listed(places)
         )
+
+    def _stalled(self) -> Diagnostic | None:
+        """This rank itself, where it has been in an instruction for too long and nobody holds it up."""
+        own, progress, me = self._place, self._phase.progress, self._me
+        if progress is None or own.limit is None or own.seconds < own.limit:
+            return None
+        awaited = progress.awaited(me.rank, own.position)
+        places = self._places(awaited)
+        if behind(awaited, places):
+            return None  # such a rank speaks for itself
+        seconds = min([own.seconds, *(place.seconds for place in places.values())])  # since the last of them came
+        if seconds < own.limit:
+            return None
+        plural = "s" if len(awaited) > 1 else ""
+        ranks = ", ".join(map(str, sorted(awaited)))
+        others = f", where rank{plural} {ranks} came too: the network between them may be cut" if awaited else ""
+        everyone = _listed(self._places(range(self._world)))
+        return Stalled(None, me.rank, me.host, own.phase, own.doing, seconds, others, own.limit, everyone)
 
     def _cause_of_sigterm(self) -> Diagnostic:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""
@@ -307,16 +361,15 @@ class Watchdog:
         return [member for member in self._members.values() if member.agent == self._me.agent and member != self._me]
 
     def _rank_gone(self, member: Member, what: str) -> RankGone:
-        key = f"at/{member.rank}"
-        last = self._store.get(key).decode().partition(" ")[2] if self._store.check([key]) else ""
-        return RankGone(None, member.rank, self._world, member.host, what, last and f"; it was last seen in {last}")
+        place = self._places([member.rank]).get(member.rank)
+        last = "" if place is None else f"; it was last seen in {place.text()}"
+        return RankGone(None, member.rank, self._world, member.host, what, last)
 
-    def _places(self) -> str:
-        keys = [f"at/{rank}" for rank in range(self._world)]
-        known = [(rank, key) for rank, key in enumerate(keys) if self._store.check([key])]
-        values = self._store.multi_get([key for _, key in known])
-        lines = [f"{value.decode().partition(' ')[2]}" for value in values]
-        return "\n".join(f"    rank {rank}: {line}" for (rank, _), line in zip(known, lines, strict=True))
+    def _places(self, ranks: Iterable[int]) -> dict[int, Place]:
+        """Where these ranks stood last, as far as they have told."""
+        known = [rank for rank in ranks if self._store.check([f"at/{rank}"])]
+        told = self._store.multi_get([f"at/{rank}" for rank in known]) if known else []
+        return {rank: msgspec.json.decode(text, type=Place) for rank, text in zip(known, told, strict=True)}
 
     def _published(self) -> Failure | None:
         if not self._store.check(["failure"]):
@@ -377,7 +430,11 @@ def _failure(diagnostic: Diagnostic) -> Failure:
     return failure_of(UserError(diagnostic))
 
 
-def _place_of(thread: int | None) -> str:
+def _listed(places: dict[int, Place]) -> str:
+    return "\n".join(f"    rank {rank}: {place.text()}" for rank, place in sorted(places.items()))
+
+
+def _line_of(thread: int | None) -> str:
     """The innermost line of this package that a thread is in."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).parents:

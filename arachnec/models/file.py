@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": (), "optimizer": ("parameters",)}
+ARGUMENTS = {
+    "build": (),
+    "sample": ("clip", "generator"),
+    "loss": ("prediction", "target"),
+    "encoders": (),
+    "optimizer": ("parameters",),
+}
 PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
 
@@ -115,7 +121,7 @@ class ModelFile:
 def load_model_file(path: str | Path) -> ModelFile:
     """Import ``path`` as a module of its own. Raises ``UserError`` for anything wrong with it; runs the file's code."""
     path = Path(path).absolute()
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise UserError(NoModelFile(None, str(path)))
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
@@ -147,8 +153,7 @@ class _Source(SourceFileLoader):
 def _import(path: Path, digest: str) -> ModuleType:
     name = f"arachnec_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{digest[:12]}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
-    if spec is None or spec.loader is None:
-        raise UserError(NoModelFile(None, str(path)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
     try:

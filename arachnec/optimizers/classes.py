@@ -54,7 +54,9 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
     called = getattr(kind, "__name__", "it")
     for name in arguments:
         if name not in names:
-            raise UserError(bad_value(f"{key}.{name}", arguments[name], f"{called} takes no `{name}`", near(name, names)))
+            raise UserError(
+                bad_value(f"{key}.{name}", arguments[name], f"{called} takes no `{name}`", near(name, names))
+            )
     lacking = [p.name for p in known if p.default is inspect.Parameter.empty and p.name not in arguments]
     if lacking:
         written = ", ".join(f"`{name}`" for name in lacking)
@@ -64,7 +66,9 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
         given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         reason = f"{called} refuses its arguments: {' '.join(str(error).split())}"
-        raise UserError(bad_value(key, given or called, reason, f"torch's documentation of {called} has them")) from None
+        raise UserError(
+            bad_value(key, given or called, reason, f"torch's documentation of {called} has them")
+        ) from None
 
 
 def near(word: str, known: Sequence[str]) -> str:

@@ -63,7 +63,8 @@ class Recipe:
             values = [value for run, _ in parameters for value in run]
             return self.user([value if isinstance(value, nn.Parameter) else nn.Parameter(value) for value in values])
         runs = [{"params": list(run), **group.arguments} for run, group in parameters]
-        return self.kind(runs or [nn.Parameter(torch.empty(0))])
+        kind: Callable[..., Optimizer] = self.kind
+        return kind(runs or [nn.Parameter(torch.empty(0))])
 
 
 def recipe_of(
@@ -79,15 +80,13 @@ def recipe_of(
         return _users(parameters, training, user, span)
     kind = optimizer_class(training.optimizer.name)
     common = {"lr": training.lr, **training.optimizer.arguments}
-    groups = [
-        ParameterGroup(names, common | group.arguments)
-        for names, group in zip(_dealt(parameters, training.groups), (*training.groups, Group()), strict=True)
-        if names
-    ]
-    for group in groups:
-        key = "optimizer" if group.arguments == common else "groups"
-        standing = [_stand_in(parameters[name]) for name in group.names]
-        constructed(kind, standing, key, group.arguments)
+    groups = []
+    for names, group in zip(_dealt(parameters, training.groups), (*training.groups, Group()), strict=True):
+        if names:
+            standing = [_stand_in(parameters[name]) for name in names]
+            key = "groups" if group.arguments else "optimizer"
+            optimizer = constructed(kind, standing, key, common | group.arguments)
+            groups.append(ParameterGroup(names, _arguments(optimizer.param_groups[0])))
     return Recipe(tuple(groups), kind)
 
 
@@ -113,9 +112,7 @@ def _fits(name: str, value: Tensor, group: Group) -> bool:
     return named and (group.dimensions is None or value.ndim <= group.dimensions)
 
 
-def _users(
-    parameters: Mapping[str, Tensor], training: Training, user: UserOptimizer, span: Span | None
-) -> Recipe:
+def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptimizer, span: Span | None) -> Recipe:
     if training.optimizer != OWN_OPTIMIZER or training.groups:
         raise UserError(
             WrongOptimizer(
@@ -135,8 +132,7 @@ def _users(
         if not all(id(value) in names for value in group["params"]):
             reason = "has parameters that it was not given"
             raise UserError(WrongOptimizer(span, reason, "make it over the tensors in `parameters`, and no copies"))
-        arguments = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-        groups.append(ParameterGroup(tuple(names[id(value)] for value in group["params"]), arguments))
+        groups.append(ParameterGroup(tuple(names[id(value)] for value in group["params"]), _arguments(group)))
     missing = names.keys() - {id(value) for group in optimizer.param_groups for value in group["params"]}
     if missing:
         reason = f"leaves out {len(missing)} parameters that train, among them {names[min(missing)]}"
@@ -145,6 +141,11 @@ def _users(
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
     return Recipe(tuple(groups), None, user)
+
+
+def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a group of torch's says of its parameters' update, defaults included."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
 
 
 def _stand_in(value: Tensor) -> nn.Parameter:

@@ -28,7 +28,7 @@ class _Held(Optimizer):
         own = [{"params": [nn.Parameter(torch.empty(0))], **group} for group in groups]
         super().__init__(own, dict(groups[0]) if groups else {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Schedulers ask for it before each of theirs."""
 
 

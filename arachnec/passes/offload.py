@@ -37,7 +37,7 @@ class NotOffloadable(Diagnostic):
 
 @dataclass(frozen=True)
 class HostTooSmall(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` takes {needed:.1f} GiB of a node's host, there are {usable:.1f}"
+    title: ClassVar[str] = "`offload{{what={what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}"
     help: ClassVar[str] = 'give it `host_memory = "{stated:.0f} GiB"`, of which a tenth stays free, or put less there'
     what: str
     needed: float

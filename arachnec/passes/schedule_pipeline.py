@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
+from arachnec.planning.pipeline_errors import OptionOfAnotherSchedule
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
+
+OWN: dict[str, ScheduleName] = {"k": "kfkb", "v": "interleaved-1f1b", "policy": "dapple"}  # options of one schedule
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,15 @@ class SchedulePipeline(Pass):
     degrees: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for option, schedule in OWN.items():
+            if getattr(self, option) != getattr(type(self), option) and self.schedule != schedule:
+                raise UserError(OptionOfAnotherSchedule(None, option, schedule, self.schedule))
+        if self.k is not None and self.orders is not None:
+            raise ValueError("k is of `kfkb`, and the orders are those of a file")
         if self.v < 1:
             raise ValueError("v is a number of stages on a rank, 1 at least")
+        if self.k is not None and self.k < 1:
+            raise ValueError("k is a number of micro-batches, 1 at least")
 
     @property
     def splits_backward(self) -> bool:

@@ -34,7 +34,7 @@ def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: 
         return Annotate(profile=profile).run(Partition(split_backward=True).run(with_gradient_precision(iteration)))
 
     def parts(stage: Stage) -> tuple[Stage, ...]:
-        if not stage.trained or "part_of" in stage.attrs:
+        if not stage.trained:
             return (stage,)
         demand_cuttable(stage)
         return planner(costed_layers(module, stage, costed), stage)
@@ -66,7 +66,7 @@ class Stages(Pass):
             return module
         stages: list[Stage] = []
         for stage in module.stages:
-            if not stage.trained or "part_of" in stage.attrs:
+            if not stage.trained:
                 stages.append(stage)
                 continue
             demand_cuttable(stage)

@@ -15,6 +15,16 @@ class NoStages(Diagnostic):
 
 
 @dataclass(frozen=True)
+class OptionOfAnotherSchedule(Diagnostic):
+    title: ClassVar[str] = "`{option}` is an option of `{schedule}`, and the schedule is `{given}`"
+    label: ClassVar[str] = "in these options"
+    help: ClassVar[str] = "leave `{option}` out, or give `schedule={schedule}`"
+    option: str
+    schedule: str
+    given: str
+
+
+@dataclass(frozen=True)
 class DegreeDoesNotDivide(Diagnostic):
     title: ClassVar[str] = "degree {degree} does not divide the {ranks} ranks of each stage"
     help: ClassVar[str] = "give a degree that divides {ranks}, or leave it out"
@@ -54,7 +64,7 @@ class DegreeNotListed(Diagnostic):
 @dataclass(frozen=True)
 class PipelineDoesNotFit(Diagnostic):
     title: ClassVar[str] = (
-        "schedule `{schedule}` needs {needed:.1f} GiB on the ranks of @{stage}, their devices have {memory:.1f}"
+        "schedule `{schedule}` needs {needed:.4g} GiB on the ranks of @{stage}, their devices have {memory:.4g}"
     )
     help: ClassVar[str] = (
         "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
@@ -68,9 +78,17 @@ class PipelineDoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupDoesNotFit(Diagnostic):
-    title: ClassVar[str] = "groups of {k} micro-batches need {needed:.1f} GiB on a rank, devices have {memory:.1f}"
+    title: ClassVar[str] = "groups of {k} micro-batches need {needed:.4g} GiB on a rank, devices have {memory:.4g}"
     help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
     k: int
     needed: float
     memory: float
+    most: int
+
+
+@dataclass(frozen=True)
+class GroupLargerThanBatch(Diagnostic):
+    title: ClassVar[str] = "groups of {k} micro-batches, and no replica of the pipeline has more than {most}"
+    help: ClassVar[str] = "give `kfkb` a k of at most {most}, or none: then it is chosen"
+    k: int
     most: int

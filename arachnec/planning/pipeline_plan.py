@@ -18,7 +18,7 @@ from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers, quantity
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
@@ -40,6 +40,7 @@ from arachnec.planning.pipeline_errors import (
     DegreeNotListed,
     DegreesForOtherStages,
     GroupDoesNotFit,
+    GroupLargerThanBatch,
     NoStages,
     PipelineDoesNotFit,
 )
@@ -99,8 +100,10 @@ def pipelined(module: Module, options: Options) -> Module:
         # where the schedule runs fewer ahead to fit, recomputing more may let it run more ahead
         further = offered if options.schedule in ADAPTING else []
         offered = [*(fewest_blocks(plan) for plan in offered), *further]
-    if not offered and options.schedule == "kfkb" and options.k is not None:
-        demand_group(options.k, plans)
+    if options.k is not None:
+        demand_batch(options.k, module, plans)
+        if not offered:
+            demand_group(options.k, plans)
     if not offered:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
@@ -114,6 +117,13 @@ def pipelined(module: Module, options: Options) -> Module:
         for made, plan in zip(modules, offered, strict=True)
     ]
     return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
+
+
+def demand_batch(k: int, module: Module, plans: Sequence[_Plan]) -> None:
+    """Raises UserError where no replica has so many in the first iteration; a later one may have fewer."""
+    most = max(len(batches) for plan in plans for batches in plan.replicas)
+    if k > most and not any(integer(clip.attrs.get("iteration", 0)) for clip in module.clips):
+        raise UserError(GroupLargerThanBatch(None, k, most))
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:

@@ -30,6 +30,14 @@ class NotCuttable(Diagnostic):
 
 
 @dataclass(frozen=True)
+class AlreadyCut(Diagnostic):
+    title: ClassVar[str] = "@{whole} is cut into stages already"
+    label: ClassVar[str] = "one of them"
+    help: ClassVar[str] = "a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`"
+    whole: str
+
+
+@dataclass(frozen=True)
 class TooManyStages(Diagnostic):
     title: ClassVar[str] = "`stages{{p={stages}}}` of @{stage}, which has {layers} blocks"
     label: ClassVar[str] = "{layers} blocks"
@@ -89,7 +97,10 @@ class PartsStayOnDevices(Diagnostic):
 
 
 def demand_cuttable(stage: Stage) -> None:
-    """Raises UserError for a stage without figures for its parts, or with a part in host memory."""
+    """Raises UserError for a part of a stage, and for a stage without figures for its parts or with one in host
+    memory."""
+    if "part_of" in stage.attrs:
+        raise UserError(AlreadyCut(stage.span, str(stage.attrs["part_of"])))
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
         raise UserError(PartsStayOnDevices(stage.span, str(placed[0])))

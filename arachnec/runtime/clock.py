@@ -28,12 +28,21 @@ class Clock:
         self._runtime = runtime
         self._zero = runtime.timer()
         self._marks: list[tuple[str, str, Timer, Timer]] = []
+        self._passed = 0
 
     @contextmanager
     def measure(self, op: str, target: str) -> Iterator[None]:
         started = self._runtime.timer()
         yield
         self._marks.append((op, target, started, self._runtime.timer()))
+
+    def under_way(self) -> tuple[str, str] | None:
+        """Of what was measured, the operation and target that the device is in; None where it has passed all. Nobody
+        waits; one other thread may ask."""
+        marks = self._marks
+        while self._passed < len(marks) and marks[self._passed][3].passed():
+            self._passed += 1
+        return marks[self._passed][:2] if self._passed < len(marks) else None
 
     def intervals(self) -> list[Interval]:
         """All that was measured, in order. Waits for the device."""

@@ -277,6 +277,10 @@ class Timer(Protocol):
         """Milliseconds from ``start`` to this."""
         ...
 
+    def passed(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostTimer:
@@ -285,6 +289,9 @@ class HostTimer:
     def since(self, start: HostTimer) -> float:
         return (self.seconds - start.seconds) * 1e3
 
+    def passed(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class EventTimer:
@@ -292,3 +299,6 @@ class EventTimer:
 
     def since(self, start: EventTimer) -> float:
         return float(start.event.elapsed_time(self.event))
+
+    def passed(self) -> bool:
+        return bool(self.event.query())

@@ -163,18 +163,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
         except BaseException:
             encoded = pickle.dumps((True, traceback.format_exc()))
         pipe.send_bytes(encoded)
-        _drop_groups()
     dist.destroy_process_group()
-
-
-def _drop_groups() -> None:
-    """End the groups that a function left: the threads of each wake up a hundred times a second."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 _POOLS: dict[int, RankPool] = {}

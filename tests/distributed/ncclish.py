@@ -430,6 +430,13 @@ class NcclishGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    def _set_group_name(self, name: str) -> None:
+        self._torch_name = name  # torch's own would tell it to a backend, and there is none below
+
+    @property
+    def group_name(self) -> str:
+        return self._torch_name
+
     def _pair(self, peer: int) -> _Communicator:
         """torch makes a communicator of two at the first send or receive of a pair, whatever ``device_id`` says."""
         assert _device is not None

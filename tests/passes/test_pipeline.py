@@ -302,19 +302,18 @@ def test_instruments_see_before_after_and_failed() -> None:
 
 
 def test_the_parts_of_a_pipeline_are_the_pipeline_with_the_same_numbers() -> None:
-    pipeline, recorder = parse("decide,decide,keep,cut"), Recorder()
+    pipeline, recorder = parse("decide,keep,cut"), Recorder()
     model = pipeline.run_model_part(MODULE, [recorder])
     for _ in range(2):
         assert pipeline.run_iteration_part(model, [recorder]) == pipeline.run(MODULE)
     numbers = [event.split(" of ")[0] for event in recorder.events if event.startswith("before")]
     assert numbers == [
         "before 0 decide",
-        "before 1 decide",
-        *["before 2 keep", "before 3 cut"] * 2,
+        *["before 1 keep", "before 2 cut"] * 2,
     ]
 
 
-@pytest.mark.parametrize("text", ["keep,decide", "decide,keep,cut,decide", "keep, decide ,cut"])
+@pytest.mark.parametrize("text", ["keep,decide", "keep,cut,decide", "keep, decide ,cut"])
 def test_a_pass_of_the_model_behind_one_of_an_iteration_is_refused_where_it_stands(text: str) -> None:
     with pytest.raises(UserError, match="pass `decide` is of scope `model` and stands after") as error:
         parse(text)
@@ -323,6 +322,15 @@ def test_a_pass_of_the_model_behind_one_of_an_iteration_is_refused_where_it_stan
     assert text[diagnostic.span.column - 1 :].startswith("decide")
     ordered = diagnostic.text(diagnostic.help).rpartition(": ")[2]
     assert str(parse(ordered)) == ordered
+
+
+@pytest.mark.parametrize("text", ["decide,decide", "decide,keep, decide"])
+def test_a_pass_of_the_model_stands_once(text: str) -> None:
+    with pytest.raises(UserError, match="pass `decide` stands twice") as error:
+        parse(text)
+    (diagnostic,) = error.value.diagnostics
+    assert diagnostic.span is not None
+    assert diagnostic.span.column - 1 == text.rindex("decide")
 
 
 def test_a_pipeline_in_the_wrong_order_made_without_text_is_refused_when_it_runs() -> None:

@@ -55,6 +55,7 @@ from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.step_progress import StepProgress
 from arachnec.spmd.block_forward import InputsAway
 
 POLL_S = 2e-4
@@ -165,11 +166,12 @@ def run_iteration(
     clock: Clock,
     before_step: Callable[[Mapping[str, Tensor]], None] | None = None,
     ahead: Ahead | None = None,
+    progress: StepProgress | None = None,
 ) -> Run:
     """Execute one rank's program.
 
     ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
-    what to do of the next program while gradients are on their way.
+    what to do of the next program while gradients are on their way; ``progress`` is told of every instruction.
     """
     drop_gradients(context.parameters)
     run = Run()
@@ -177,9 +179,11 @@ def run_iteration(
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
     gradients = _gradients(context, iteration.module, iteration.program)
-    walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead)
+    walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+        if progress is not None:
+            progress.at(index)
         with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
             for post in posts:
                 run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
@@ -189,6 +193,8 @@ def run_iteration(
                 walk.execute(instruction)
                 if context.host_copies is not None:
                     context.host_copies.settle()
+    if progress is not None:
+        progress.at(len(iteration.program.instructions))
     walk.end_step()
     handoffs.finish()
     run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
@@ -226,6 +232,7 @@ class _Walk:
     cascades: Mapping[str, Cascade]
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
+    progress: StepProgress | None
     shares: list[Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
@@ -270,8 +277,10 @@ class _Walk:
         return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
-        with clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, cascade.clips, self.iteration.step + 1)
+        step, progress = self.iteration.step + 1, self.progress
+        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, step)
+        with ahead, clock.measure("encode", cascade.name):
+            encoded = self._encoded(cascade.stage, cascade.clips, step)
             return self.context.runtime.to_host(encoded)
 
     @cached_property

@@ -26,10 +26,10 @@ STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters
 
 @dataclass(frozen=True)
 class UnexpectedState(Diagnostic):
-    title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, and {expected} was counted before launch"
+    title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
     help: ClassVar[str] = (
-        "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or choose "
-        "an optimizer that does; checkpoints written before are whole"
+        "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
+        "another optimizer; checkpoints written before are whole"
     )
     optimizer: str
     key: str

@@ -36,8 +36,8 @@ class Optimizer:
     same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
     updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
     (``gathered``), which all these ranks do together. With ``host`` the whole state lies in the host's memory, and
-    the parameters on the device; ``on_host``: both do. ``recipe`` is that of the whole model, where this rank has pieces
-    of it or the model file has an optimizer of its own.
+    the parameters on the device; ``on_host``: both do. ``recipe`` is that of the whole model, where this rank has
+    pieces of it or the model file has an optimizer of its own.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ OPTIONS = (
             ("start", "that reading weights, a checkpoint or compiling may take; default: from the plan's bytes"),
             ("plan", "that a step may wait for its plan; default: 600"),
             ("step", "that a step may take; default: ten times the planned or the slowest step, at least 60"),
+            ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
         )
     ),
 )
@@ -72,13 +73,14 @@ class RunOptions:
     start_timeout: float | None = None
     plan_timeout: float | None = None
     step_timeout: float | None = None
+    stall_timeout: float | None = None
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
         return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
 
     def timeouts(self) -> Timeouts:
-        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout)
+        return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)
 
     def training(self, compiled: Training) -> Training:
         """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""

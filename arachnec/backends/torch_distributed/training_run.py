@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,66 +13,46 @@ from typing import ClassVar, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import (
     DTYPES,
     build_model,
     drop_gradients,
-    trained_parameters,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
-from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
-from arachnec.backends.torch_distributed.host_optimizer import HostMasters
-from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, Run, program_of, run_iteration
-from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
-from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.plans import Plans
+from arachnec.backends.torch_distributed.rank_setup import set_up_rank
+from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.shared_weights import META, shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
-from arachnec.backends.torch_distributed.streamed_weights import own_model
-from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
-from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
-    MEASURED,
-    MEASURED_PROGRAM,
     MODEL,
     Executable,
     batch_sizes,
     data_digest,
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
-from arachnec.ir.nodes import Module, Program
-from arachnec.ir.parameter_cells import replicas
-from arachnec.ir.printer import print_module
-from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.launch.timeouts import GROUP_TIMEOUT
-from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
+from arachnec.ir.nodes import Instruction, Module, Program, quantity
+from arachnec.launch.progress import Progress
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
-from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
-from arachnec.runtime.host_copies import HostCopies
-from arachnec.runtime.link_watch import HandoffNotes, LinkWatch, Notes, measured_speeds
+from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
-from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups, wanted_groups
-from arachnec.runtime.rank_threads import RankThreads
-from arachnec.views.executable_page import PAGE, executable_page
-from arachnec.views.timeline import planned, read_measured
-from arachnec.views.timeline_svg import draw
+from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.step_progress import StepProgress
 
 
 @dataclass(frozen=True)
@@ -87,12 +67,15 @@ class NotFinite(Diagnostic):
 
 
 class Enter(Protocol):
-    """Says which phase the run is in now, for how many seconds at most, and the option that sets this limit."""
+    """Says which phase the run is in now, for how many seconds at most, the option that sets this limit, and what the
+    rank does in it."""
 
-    def __call__(self, phase: str, limit: float | None = None, option: str = "") -> None: ...
+    def __call__(
+        self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None
+    ) -> None: ...
 
 
-def unwatched(phase: str, limit: float | None = None, option: str = "") -> None:
+def unwatched(phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
     """Nobody minds how long a phase takes."""
 
 
@@ -130,7 +113,12 @@ def train(
     finally:
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
-    _finish(executable, options, trainer, steps)
+    write_measured(executable, trainer.module, steps[-1], trainer.intervals)
+    if dist.get_rank() == 0:
+        training = options.training(executable.training)
+        attention = attention_by_grid(trainer.module, training.dtype, device)
+        summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
+        report.write_json(options.report or executable.folder / "run.json", summary)
     trainer.close_groups()
 
 
@@ -148,83 +136,23 @@ class Trainer:
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
-        model_file, runtime = executable.model_file(), DeviceRuntime.of(device)
+        model_file = executable.model_file()
         self._executable = executable
         self._plans = Plans(executable, rank, world, state_beyond_plan(executable, model_file, training))
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
-        pipeline = PipelineRank.of(model_file, training, first, executable.clips, rank)
-        stage, own = dealt_out_stage(first), None if pipeline is None else pipeline.own
-        dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
-        cells: CellParameters | None = None
-        if not dealt_out:
-            model = (
-                shared_model(model_file, training, device)
-                if own is None
-                else own_model(model_file, training, device, own)
-            )
-        else:
-            model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
-        encoders = shared_encoders(model_file, training, device)
-        parameters = trained_parameters(model)
-        recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
-        demand_whole_tensors(first, recipe)
-        keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
-        gradient_groups = ProcessGroups(GROUP_TIMEOUT)
-        gradient_groups.ensure(wanted_gradient_groups(first), device=device)
-        sharded = world > 1 and any("sharded" in stage.attrs for stage in first.stages)
-        copies = _host_copies(first, runtime, cells)
-        masters = copies is not None and any(optimizer_in_host(s) and not layers_in_host(s) for s in first.stages)
-        place = None if pipeline is None else pipeline.place
-        if stage is not None and sharded and pipeline is None:
-            place = replicas(rank, stage.cell, stage.ranks)
-        threads = RankThreads()
-        self._context = RankContext(
-            rank=rank,
-            runtime=runtime,
-            model_file=model_file,
-            model=model,
-            parameters=parameters,
-            encoders=encoders,
-            sequence=None,
-            optimizer=Optimizer(
-                parameters if cells is None else cells.pieces,
-                training,
-                sharded=sharded if pipeline is None else place is not None,
-                group=None if place is None else gradient_groups.get(place),
-                host=HostMasters(copies) if masters and copies is not None else None,
-                on_host=cells is not None and cells.copies is not None,
-                recipe=recipe,
-            ),
-            groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
-            gradient_groups=gradient_groups,
-            host_groups=ProcessGroups(GROUP_TIMEOUT),
-            connections=HandoffConnections(timeout=GROUP_TIMEOUT),
-            threads=threads,
-            loads=LoadAhead(threads.loads, encoders, runtime),
-            training=training,
-            cells=cells,
-            pipeline=pipeline,
-            host_copies=copies,
-            notes=HandoffNotes() if self._plans.follows_links else None,
+        self._context = set_up_rank(
+            model_file, training, first, executable.clips, device, follows_links=self._plans.follows_links
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
-        layers: Mapping[str, Mapping[str, int | None]]
-        layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated
-        gathering = {}
-        if cells is not None and pipeline is None:
-            layers, gathering = cells.layers, {name: stage.gathering for name, stage in cells.stages.items()}
-        updated = updated_parameters(layers, first, model, self._context.optimizer, gathering)
-        self._context = replace(self._context, updated=updated)
-        self._context.groups.ensure(family_groups(first), device=device)
         self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(
             model_file,
-            model,
+            self._context.model,
             executable.clips,
             dtype,
             partial(build_model, model_file, training, META),
@@ -266,8 +194,10 @@ class Trainer:
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
+        progress = self._progress(number, clock)
+        self._enter_step(number, progress)
         started = time.perf_counter()
-        run = run_iteration(context, own, clock, _saver(save_gradients), self._ahead)
+        run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         if iteration in self._begun:
@@ -314,16 +244,36 @@ class Trainer:
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
 
-    def _enter_step(self, number: int) -> None:
+    def _enter_step(self, number: int, progress: StepProgress | None = None) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
-        first = number % self._executable.header.iterations not in self._begun
         limit = self.timeouts.of_step(
             report.planned_ms(self.module),
             self._longest_ms,
-            first=self.timeouts.of_start(self.module) if first else 0.0,
-            applies=planned_for_cpu(self._executable) or self.device.type != "cpu",
+            first=self.timeouts.of_start(self.module) if self._is_first(number) else 0.0,
+            applies=self._planned_times_apply,
         )
-        self._enter(f"step {number}", limit, "--step-timeout")
+        self._enter(f"step {number}", limit, "--step-timeout", progress)
+
+    def _progress(self, number: int, clock: Clock) -> StepProgress:
+        planned = report.planned_ms(self.module)
+        slower = self._longest_ms / planned if planned else 1.0
+        compiles = self._is_first(number) and self.device.type != "cpu"
+        first = self.timeouts.of_start(self.module) if compiles else 0.0
+
+        def limit(instruction: Instruction) -> float:
+            time = instruction.attrs.get("time")
+            ms = 0.0 if time is None else quantity(time)
+            return self.timeouts.of_instruction(ms, slower, first=first, applies=self._planned_times_apply)
+
+        return StepProgress(self.module, self._context.rank, number, self._clips, clock, limit)
+
+    def _is_first(self, number: int) -> bool:
+        """Whether the step's plan was never carried out before."""
+        return number % self._executable.header.iterations not in self._begun
+
+    @property
+    def _planned_times_apply(self) -> bool:
+        return planned_for_cpu(self._executable) or self.device.type != "cpu"
 
     def _plan(self, number: int) -> Module:
         """The program of step ``number``; the next one's is made meanwhile."""
@@ -455,50 +405,6 @@ class Trainer:
         self._context.optimizer.round_parameters()
         self._context.optimizer.done = position.steps
         return position.steps
-
-
-def _host_copies(module: Module, runtime: DeviceRuntime, cells: CellParameters | None) -> HostCopies | None:
-    """The copies with the host's memory; None where nothing of the model lies there."""
-    if cells is not None and cells.copies is not None:
-        return cells.copies
-    return HostCopies(runtime) if any(in_host(stage) for stage in module.stages) else None
-
-
-def _saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
-    if path is None:
-        return None
-
-    def save(gradients: Mapping[str, Tensor]) -> None:
-        if dist.get_rank() != 0:
-            return
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
-
-    return save
-
-
-def _finish(executable: Executable, options: RunOptions, trainer: Trainer, steps: Sequence[report.StepReport]) -> None:
-    """Write the last step's program and what was measured of it, as data and to be looked at, and the report."""
-    device = trainer.device
-    rows = gather_text(msgspec.json.encode(trainer.intervals).decode())
-    if dist.get_rank() != 0:
-        return
-    intervals = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
-    folder = executable.folder
-    training = options.training(executable.training)
-    attention = attention_by_grid(trainer.module, training.dtype, device)
-    summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
-    report.write_json(options.report or folder / "run.json", summary)
-    place = folder / MEASURED
-    report.write_json(place, report.Measured(steps[-1].step, steps[-1].iteration, intervals))
-    (folder / MEASURED_PROGRAM).write_text(print_module(trainer.module), encoding="utf-8")
-    measured = read_measured(place)
-    picture = draw(trainer.module, planned(trainer.module), measured)
-    place.with_suffix(".svg").write_text(picture, encoding="utf-8")
-    page = executable_page(trainer.module, measured, pipeline=executable.header.pipeline, clips=executable.clips)
-    (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def _describe(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 def whole_parameters(
     parameters: Mapping[str, Tensor], cells: CellParameters | None, pipeline: PipelineRank | None
 ) -> Mapping[str, Tensor]:
-    """All parameters of the model that train, by name, whole; on the meta device where this rank has not all of them."""
+    """All parameters of the model that train, by name, whole; on the meta device where this rank has not all."""
     if pipeline is not None:
         return trained_parameters(pipeline.cuts.model)
     if cells is None:

@@ -94,6 +94,14 @@ class WrongOrder(Diagnostic):
 
 
 @dataclass(frozen=True)
+class RepeatedPass(Diagnostic):
+    title: ClassVar[str] = "pass `{name}` stands twice, and decides once for the model"
+    label: ClassVar[str] = "the second"
+    help: ClassVar[str] = "remove one of the two"
+    name: str
+
+
+@dataclass(frozen=True)
 class BrokenModule(Diagnostic):
     title: ClassVar[str] = "pass `{name}` gave a module that is not right: {count}"
     help: ClassVar[str] = "the errors are listed after this one; `arachnec passes` says what the pass should give"

@@ -39,7 +39,7 @@ class Pipeline:
         """The pipeline that ``text`` says; passes are found in ``registry``, else among the installed ones.
 
         Raises UserError, with the place in ``text``, for an unknown pass, option or value, and for a pass of scope
-        ``model`` behind one of scope ``iteration``.
+        ``model`` that stands twice or behind one of scope ``iteration``.
         """
         steps = list(_parse(text, installed() if registry is None else registry))
         passes = tuple(step for step, _ in steps)
@@ -159,7 +159,11 @@ def _blame(step: Pass, error: UserError) -> Exception:
 
 
 def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
-    """What is decided once for the model stands before what is planned for each iteration."""
+    """What is decided once for the model stands once, and before what is planned for each iteration."""
+    names = [step.name for step in passes]
+    again = next((i for i, step in enumerate(passes) if step.scope is Scope.MODEL and step.name in names[:i]), None)
+    if again is not None:
+        raise UserError(pipeline_errors.RepeatedPass(spans[again] if spans else None, name=names[again]))
     late = next(
         (i for i in range(1, len(passes)) if passes[i].scope is Scope.MODEL and passes[i - 1].scope is Scope.ITERATION),
         None,
@@ -264,9 +268,11 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
             ) from None
     try:
         return kind(**values)
-    except ValueError as error:  # from the pass's own __post_init__
-        end = body_at + len(body) if body else at + len(name)
-        raise UserError(pipeline_errors.RefusedOptions(_span(text, at, end), name=name, reason=str(error))) from None
+    except (ValueError, UserError) as error:  # from the pass's own __post_init__
+        span = _span(text, at, body_at + len(body) if body else at + len(name))
+        if isinstance(error, UserError):
+            raise UserError(*(dataclasses.replace(problem, span=span) for problem in error.diagnostics)) from None
+        raise UserError(pipeline_errors.RefusedOptions(span, name=name, reason=str(error))) from None
 
 
 def did_you_mean(word: str, known: list[str], fallback: str) -> str:

@@ -15,11 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from arachnec.launch.failure import Failure, follows_from_another
+from arachnec.launch.progress import START, Place, Position, held_up_by
 from arachnec.launch.watchdog import Limits, Member, Watchdog
 from tests.distributed.executor_cases import RUNS
 from tests.warm_python import warm_python
 
 FAST = Limits(poll=0.05, beat=0.1, lapse=0.6, hold=0.0)
+LAST = Place(12, "step 3", "gradients.py:88", doing="backward %c1 (clip b)")
 ENDS_S = 20.0  # on a busy machine
 KEEPS_A_STORE = """
 import time
@@ -48,10 +50,10 @@ class Run:
     def ended(self) -> int:
         return self.codes.get(timeout=ENDS_S)
 
-    def pretend(self, member: Member, stands: str) -> None:
+    def pretend(self, member: Member, stands: Place) -> None:
         """A rank that is known to the store and does nothing."""
         self.master.set(f"member/{member.rank}", msgspec.json.encode(member).decode())
-        self.master.set(f"at/{member.rank}", stands)
+        self.master.set(f"at/{member.rank}", msgspec.json.encode(stands).decode())
 
 
 @pytest.fixture
@@ -74,23 +76,23 @@ def dead_process() -> int:
 def test_a_rank_without_a_sign_of_life_is_named_by_the_one_before_it(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 3, gradients.py:88")
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), LAST)
     run.watch(0, 2)
     assert run.ended() == 2
     told = capfd.readouterr().err
     assert "rank 1 of 2 on host gpu-7 has given no sign of life for" in told
-    assert "it was last seen in step 3, gradients.py:88" in told
+    assert "it was last seen in step 3: backward %c1 (clip b), gradients.py:88" in told
 
 
 def test_a_sibling_whose_process_is_gone_is_named_before_it_lapses(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), "3 start, elsewhere")
+    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), Place(3, "start", "elsewhere"))
     run.watch(0, 2, Limits(poll=0.05, lapse=60.0))
     assert run.ended() == 2
     assert "rank 1 of 2 on host here was killed or crashed: its process is gone" in capfd.readouterr().err
 
 
 def test_one_that_is_done_may_go(run: Run) -> None:
-    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), "3 start, elsewhere")
+    run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), Place(3, "start", "elsewhere"))
     run.master.set("done/1", "")
     run.watch(0, 2)
     with pytest.raises(queue.Empty):
@@ -100,7 +102,7 @@ def test_one_that_is_done_may_go(run: Run) -> None:
 def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_rank_stands(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 5, handoffs.py:60")
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), Place(12, "step 5", "handoffs.py:60"))
     run.watch(0, 2, Limits(poll=0.05, beat=0.1, lapse=60.0)).enter("step 5", 0.3, "--step-timeout")
     assert run.ended() == 2
     told = capfd.readouterr().err
@@ -108,6 +110,85 @@ def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_ra
     assert "its limit is 0.3 s" in told
     assert "raise the limit with --step-timeout" in told
     assert "rank 1: step 5, handoffs.py:60" in told
+
+
+class Stands:
+    """A rank that has been in one instruction for a while, in which it waits for some others."""
+
+    def __init__(self, seconds: float, *others: int) -> None:
+        self.seconds, self.others = seconds, others
+
+    def place(self) -> Place:
+        return Place(position=Position(5, 3), doing="forward %c0 (clip a)", seconds=self.seconds, limit=60.0)
+
+    def awaited(self, rank: int, position: Position) -> dict[int, Position]:
+        return dict.fromkeys(self.others, position) if rank == 0 else {}
+
+
+def stands_at(instruction: int, seconds: float = 100.0) -> Place:
+    return Place(12, "step 5", "x.py:1", Position(5, instruction), "backward %c1 (clip b)", seconds, 60.0)
+
+
+STILL = Limits(poll=0.05, beat=0.05, lapse=60.0)
+
+
+def test_a_rank_that_nobody_holds_up_is_told_with_its_instruction_and_clip(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.watch(0, 2, STILL).enter("step 5", 1000.0, "--step-timeout", Stands(100.0))
+    assert run.ended() == 2
+    told = capfd.readouterr().err
+    assert "is silent: in step 5 it has been in forward %c0 (clip a) for 100 s" in told
+    assert "its limit is 60 s; if it was only slow, raise that with --stall-timeout" in told
+    assert "rank 0: step 5: forward %c0 (clip a), " in told
+
+
+def test_where_all_came_to_one_instruction_the_network_between_them_is_suspected(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), stands_at(3))
+    run.watch(0, 2, STILL).enter("step 5", 1000.0, "--step-timeout", Stands(100.0, 1))
+    assert run.ended() == 2
+    assert "where rank 1 came too: the network between them may be cut" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        pytest.param(100.0, stands_at(2), id="another-is-behind-and-speaks-for-itself"),
+        pytest.param(100.0, stands_at(3, seconds=1.0), id="the-other-came-just-now"),
+        pytest.param(100.0, Place(1, "start", "x.py:1"), id="the-other-has-not-begun"),
+        pytest.param(59.0, stands_at(3), id="not-for-long"),
+    ],
+)
+def test_a_rank_that_waits_for_another_is_not_told(run: Run, own: float, other: Place) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), other)
+    dog = run.watch(0, 2, STILL)
+    dog.enter("step 5", 1000.0, "--step-timeout", Stands(own, 1))
+    assert dog._look(told_to_end=False) is None
+    dog._next_beat = 0.0
+    assert dog._look(told_to_end=False) is None
+    assert run.codes.empty()
+
+
+def test_a_step_that_takes_too_long_says_who_holds_it_up(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), stands_at(2))
+    run.watch(0, 2, STILL).enter("step 5", 0.1, "--step-timeout", Stands(1.0, 1))
+    assert run.ended() == 2
+    assert "its limit is 0.1 s; it waits for rank 1, in backward %c1 (clip b)" in capfd.readouterr().err
+
+
+def test_who_holds_up_is_found_over_several_ranks() -> None:
+    waits = {0: {1: 5, 2: 5}, 1: {2: 5}, 2: {3: 5}, 3: {}}
+
+    def awaited(rank: int, position: Position) -> dict[int, Position]:
+        return {other: Position(5, at) for other, at in waits[rank].items()}
+
+    places = {0: stands_at(5), 1: stands_at(5), 2: stands_at(4), 3: stands_at(3)}
+    assert held_up_by(0, places, awaited) == 3
+    assert held_up_by(3, places, awaited) == 3
+    assert held_up_by(0, {rank: place for rank, place in places.items() if rank != 3}, awaited) == 3  # never seen
+    assert Place().position == START < places[3].position
 
 
 def test_a_failure_ends_every_rank_and_each_agent_tells_it_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +201,7 @@ def test_a_failure_ends_every_rank_and_each_agent_tells_it_once(run: Run, capfd:
 
 
 def test_what_a_rank_raises_because_another_died_is_not_told(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    run.pretend(Member(1, "gpu-7", 1, "another agent"), "12 step 3, gradients.py:88")
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), LAST)
     dog = run.watch(0, 2, replace(FAST, beat=5.0))
     error = RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
     threading.Thread(target=dog.failed, args=(error,), daemon=True).start()  # a real one would not come back

@@ -1,0 +1,167 @@
+"""What a rank is doing in a step: its instruction, the clips of it, and the ranks that it waits for.
+
+The thread that trains only writes down the number of its instruction. The watchdog's thread asks for the rest. On a
+device the host is ahead of what runs: the first instruction that the device has not passed counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.nodes import Cascade, Instruction, Module, Program
+from arachnec.launch.progress import Place, Position
+from arachnec.runtime.clock import Clock
+
+TOGETHER = ("encode", "forward", "backward", "weight", "norm")  # all of the group are in it at once
+COMPUTES = ("forward", "backward", "weight")
+NAMED_CLIPS = 4
+
+
+class StepProgress:
+    """``limit``: how many seconds an instruction may take."""
+
+    def __init__(
+        self,
+        module: Module,
+        rank: int,
+        step: int,
+        clips: Mapping[int, VideoClip],
+        clock: Clock,
+        limit: Callable[[Instruction], float],
+    ) -> None:
+        self._module = module
+        self._rank = rank
+        self._step = step
+        self._clips = clips
+        self._clock = clock
+        self._limit = limit
+        self._at = (-1, time.monotonic())
+        self._device_at = self._at
+        self._ahead: tuple[str, float] | None = None
+
+    def at(self, index: int) -> None:
+        """The host has come to an instruction; behind the last it waits for the other ranks."""
+        self._at = (index, time.monotonic())
+
+    @contextmanager
+    def encoding_ahead(self, cascade: Cascade, step: int) -> Iterator[None]:
+        """Inside, the host does something of a later step, and waits for nobody."""
+        clips = named([self._clips[clip].id for clip in cascade.clips])
+        self._ahead = f"encode %{cascade.name} of step {step} ({clips})", time.monotonic()
+        yield
+        self._ahead = None
+
+    def place(self) -> Place:
+        if (ahead := self._ahead) is not None:
+            doing, began = ahead
+            limit = self._limit(Instruction("encode", ""))
+            return Place(
+                position=Position(self._step, self._at[0]), doing=doing, seconds=time.monotonic() - began, limit=limit
+            )
+        index, since = self._of_device() or self._at
+        seconds = time.monotonic() - since
+        position = Position(self._step, index)
+        instructions = self._program(self._rank).instructions
+        if index < 0:
+            return Place(position=position, doing="its preparation", seconds=seconds)
+        if index >= len(instructions):
+            limit = self._limit(Instruction("step", ""))
+            return Place(position=position, doing="the end of the step", seconds=seconds, limit=limit)
+        instruction = instructions[index]
+        return Place(
+            position=position,
+            doing=described(instruction, self._module, self._clips),
+            seconds=seconds,
+            limit=self._limit(instruction),
+        )
+
+    def awaited(self, rank: int, position: Position) -> dict[int, Position]:
+        """The positions that other ranks must have come to for ``rank`` to leave ``position``."""
+        if position.step != self._step or position.instruction < 0 or rank not in self._programs:
+            return {}
+        if rank == self._rank and self._ahead is not None:
+            return {}
+        awaited: dict[int, Position] = {}
+        for other, index in self._waits(rank, position.instruction):
+            awaited[other] = max(awaited.get(other, Position(self._step, 0)), Position(self._step, index))
+        return awaited
+
+    def _of_device(self) -> tuple[int, float] | None:
+        """The instruction that the device is in, and since when it was seen there; None where it is not behind."""
+        under_way = self._clock.under_way()
+        if under_way is None:
+            return None
+        op, target = under_way
+        instructions = self._program(self._rank).instructions
+        if op == "reduce":  # what takes time is to wait for it, before the step
+            index = next((i for i, step in enumerate(instructions) if step.op in ("norm", "step")), None)
+        elif op == "wait":
+            readers = {cascade.name for cascade in self._module.cascades if target in cascade.inputs}
+            index = next((i for i, s in enumerate(instructions) if s.op in COMPUTES and s.target in readers), None)
+        else:
+            index = next((i for i, step in enumerate(instructions) if (step.op, step.target) == under_way), None)
+        if index is None or index >= self._at[0]:
+            return None
+        if index != self._device_at[0]:
+            self._device_at = (index, time.monotonic())
+        return self._device_at
+
+    def _waits(self, rank: int, index: int) -> list[tuple[int, int]]:
+        """Other ranks, and the place in their programs that they must have come to."""
+        instructions = self._program(rank).instructions
+        if index >= len(instructions):
+            return [(other, len(p.instructions)) for other, p in self._programs.items() if other != rank]
+        own, before = instructions[index], instructions[:index]
+        waits: list[tuple[int, int]] = []
+        if own.op in TOGETHER:
+            waits += self._of_group(rank, own, 0)
+        if own.op in COMPUTES:
+            inputs = next((c.inputs for c in self._module.cascades if c.name == own.target), ())
+            for receive in before:
+                if receive.op == "receive" and receive.target in inputs:
+                    sender = receive.peers[0]
+                    waits.append((sender, self._place(sender, "send", receive.target, rank) + 1))
+        if own.op in COMPUTES:
+            waits += [wait for gather in before if gather.op == "gather" for wait in self._of_group(rank, gather, 1)]
+        if own.op in ("norm", "step"):
+            waits += [wait for reduce in before if reduce.op == "reduce" for wait in self._of_group(rank, reduce, 1)]
+        if own.op == "free":
+            sends = [step for step in before if step.op == "send"]
+            waits += [(s.peers[0], self._place(s.peers[0], "receive", s.target, rank) + 1) for s in sends]
+        return waits
+
+    def _of_group(self, rank: int, own: Instruction, passed: int) -> list[tuple[int, int]]:
+        return [(other, self._place(other, own.op, own.target) + passed) for other in own.peers if other != rank]
+
+    def _place(self, rank: int, op: str, target: str, peer: int | None = None) -> int:
+        """Where a rank's program has this instruction; -1 where it has none, which nobody waits for."""
+        for index, step in enumerate(self._program(rank).instructions):
+            if step.op == op and step.target == target and peer in (None, *step.peers):
+                return index
+        return -1
+
+    def _program(self, rank: int) -> Program:
+        return self._programs.get(rank, Program(rank, ()))
+
+    @cached_property
+    def _programs(self) -> dict[int, Program]:
+        return {program.rank: program for program in self._module.programs}
+
+
+def described(instruction: Instruction, module: Module, clips: Mapping[int, VideoClip]) -> str:
+    """An instruction in words, with the clips of its cascade by their names."""
+    cascade = next((c for c in module.cascades if c.name == instruction.target), None)
+    if cascade is None:
+        return f"{instruction.op} @{instruction.target}"
+    peer = {"send": " to rank {}", "receive": " from rank {}"}.get(instruction.op, "").format(*instruction.peers[:1])
+    return f"{instruction.op} %{cascade.name}{peer} ({named([clips[clip].id for clip in cascade.clips])})"
+
+
+def named(clips: list[str | int]) -> str:
+    """Clips by name, the first few of them."""
+    more = f" and {len(clips) - NAMED_CLIPS} more" if len(clips) > NAMED_CLIPS else ""
+    return f"{'clip' if len(clips) == 1 else 'clips'} {', '.join(map(str, clips[:NAMED_CLIPS]))}{more}"
