@@ -1,0 +1,145 @@
+"""Training with other options than the default: what ranks train is what a plain loop of PyTorch trains, over a
+checkpoint and another number of ranks too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from arachnec.backends.torch_distributed import checkpoint
+from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
+from arachnec.checkpoint.folder import Position, committed
+from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
+from arachnec.models.file import load_model_file
+from tests.distributed.executor_cases import DOUBLE, Work, clip, executable, plain_loop, train_on
+from tests.distributed.harness import RankError, run_ranks
+
+CLIPS = (clip("a", 3), clip("b", 5), clip("c", 2))
+ONE = [Work((0,), (0,), 0.0), Work((1,), (0,), 1.0), Work((2,), (0,), 2.0)]
+TWO = [Work((0,), (1,), 0.0), Work((1,), (0, 1), 1.0), Work((2,), (0,), 0.0)]
+TRAINING = Training(
+    lr=0.05,
+    clip_norm=0.1,
+    optimizer=TorchClass("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    groups=(Group(match=("*norm*", "*bias"), arguments={"weight_decay": 0.0, "lr": 0.02}),),
+    schedule=Schedule(2, TorchClass("CosineAnnealingLR", {"T_max": 5})),
+)
+
+
+def plain(folder: Path, clips: Sequence[VideoClip], steps: int) -> dict[str, Tensor]:
+    """``TRAINING`` as a loop of PyTorch."""
+    model_file = load_model_file(folder / "model.py")
+    torch.manual_seed(0)
+    model = model_file.build()
+    own = dict(model.named_parameters())
+    light = [value for name, value in own.items() if "norm" in name or name.endswith("bias")]
+    rest = [value for value in own.values() if not any(value is other for other in light)]
+    optimizer = torch.optim.SGD(
+        [{"params": light, "weight_decay": 0.0, "lr": 0.02}, {"params": rest}],
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.1,
+    )
+    schedulers = torch.optim.lr_scheduler
+    rising = schedulers.LinearLR(optimizer, start_factor=1 / 2, total_iters=1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        _, gradients = plain_loop(folder, clips, step=step, model=model)
+        used = [value for value in own.values() if value.grad is not None]
+        torch.nn.utils.clip_grad_norm_(used, 0.1)
+        assert gradients
+        optimizer.step()
+        if step < 1:
+            rising.step()
+        elif step == 1:
+            falling = schedulers.CosineAnnealingLR(optimizer, 5)
+        else:
+            falling.step()
+    return {name: value.detach() for name, value in own.items()}
+
+
+def masters(folder: Path) -> dict[str, Tensor]:
+    """The weights in the newest checkpoint."""
+    files = committed(folder)[0].glob("*.safetensors")
+    return {
+        name.removeprefix("master/"): value
+        for file in files
+        for name, value in load_file(file).items()
+        if name.startswith("master/")
+    }
+
+
+def test_ranks_train_as_a_plain_loop_does_over_a_checkpoint_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    two, one = (
+        executable(tmp_path / str(n), [CLIPS], works, n, training=TRAINING, more=DOUBLE)
+        for n, works in ((2, TWO), (1, ONE))
+    )
+    kept = tmp_path / "kept"
+    train_on(2, two, steps=3, checkpoint=kept)
+    train_on(1, one, steps=2, checkpoint=kept, resume=True)
+    expected = plain(two, CLIPS, 5)
+    trained = masters(kept)
+    assert set(trained) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(trained[name].view(value.shape), value, rtol=1e-9, atol=1e-12)
+
+
+def stepped(training: Training, sharded: bool, steps: Sequence[int], folder: Path | None, resume: bool) -> Any:
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1))
+    parameters = dict(module.named_parameters())
+    optimizer = Optimizer(parameters, training, sharded=sharded)
+    if resume and folder is not None:
+        assert checkpoint.load(folder, optimizer.tensors(), Position(2, 0, "model")) is not None
+        optimizer.round_parameters()
+        optimizer.done = 2
+    for seed in steps:
+        generator = torch.Generator().manual_seed(seed)
+        for value in parameters.values():
+            value.grad = torch.randn(value.shape, generator=generator)
+        optimizer.step(norm=norm_over(None, global_norm(optimizer.gradients())) if sharded else None)
+        for coming in optimizer.gathered(parameters) if sharded else ():
+            coming.wait()
+    if folder is not None and not resume:
+        checkpoint.save(folder, optimizer.tensors(), Position(2, 0, "model"))
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("NAdam", True), ("SGD", True), ("Adafactor", False)])
+def test_state_of_three_ranks_resumes_on_two(name: str, sharded: bool, tmp_path: Path) -> None:
+    """Scalars that are no step, a state without a step, and one that is no cut of a parameter."""
+    training = msgspec.structs.replace(TRAINING, groups=(), optimizer=TorchClass(name, {}))
+    whole = stepped(training, False, (1, 2, 3, 4), None, False)
+    run_ranks(3, stepped, training, sharded, (1, 2), tmp_path, False)
+    for rank in run_ranks(2, stepped, training, sharded, (3, 4), tmp_path, True):
+        for key, value in rank.items():
+            torch.testing.assert_close(value, whole[key], rtol=1e-5, atol=1e-6)
+
+
+def test_options_that_take_more_memory_than_was_proved_are_refused_at_run(tmp_path: Path) -> None:
+    from arachnec.ir.tables import STAGE  # noqa: F401
+
+    folder = executable(tmp_path, [CLIPS], TWO, 2)
+    program = folder / "program.cascade"
+    assert "memory = 4" in program.read_text()
+    for file in ("program.cascade", "traced.cascade", "model.cascade"):
+        path = folder / file
+        path.write_text(path.read_text().replace("memory = 4.0 GiB", "memory = 0.0061 GiB"))
+    header = folder / "executable.json"
+    told = msgspec.json.decode(header.read_bytes())
+    import hashlib
+
+    for name in told["fingerprint"]:
+        told["fingerprint"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    header.write_bytes(msgspec.json.encode(told))
+    train_on(2, folder)
+    with pytest.raises(RankError, match="more than was proved"):
+        train_on(2, folder, ema=0.9, settings=("optimizer=Adadelta",))
