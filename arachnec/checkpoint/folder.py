@@ -25,7 +25,8 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a run stands, and what it is a run of.
 
     ``steps`` optimizer steps and ``clips`` clips are done; the next step's data follow from them. ``model`` is the
-    digest of the model file, ``data`` that of the clips and their global batches.
+    digest of the model file, ``data`` that of the clips and their global batches, ``init`` that of the weights which
+    stay frozen, and which no checkpoint holds.
     """
 
     steps: int
@@ -33,6 +34,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     clips: int = 0
     data: str = ""
+    init: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

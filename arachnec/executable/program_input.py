@@ -14,7 +14,7 @@ from arachnec.executable.folder import Executable, iteration_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
-from arachnec.ir.tables import FIGURES, STAGE, TIED
+from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED
 from arachnec.ir.values import Attributes, Value
 
 
@@ -80,7 +80,10 @@ def _shape(clip: Clip) -> tuple[int, ...]:
 
 def _cluster(right: Cluster | None, given: Cluster | None) -> Iterator[Diagnostic]:
     if right is not None and given is not None:
-        yield from _attributes(f"cluster @{right.name}", right.attrs, given.attrs)
+        measured = dict.fromkeys(LINK_SPEEDS)
+        yield from _attributes(
+            f"cluster @{right.name}", right.attrs.updated(**measured), given.attrs.updated(**measured)
+        )
 
 
 def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diagnostic]:

@@ -291,3 +291,8 @@ FIGURES = (
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
 TIED = "tied_layers"  # where layers share parameters, one more
+
+# Speeds of a cluster's links, which a profile and a run measure. They price a plan; no proof rests on them.
+LINK_SPEEDS = (
+    "intra", "inter", "latency", "inter_latency", "all_reduce", "collectives", "host", "host_link", "pcie", "measured",
+)  # fmt: skip

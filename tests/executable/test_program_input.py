@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.cost.profile import LinkProfile, Profile
 from arachnec.executable.folder import read_executable
 from arachnec.executable.program_input import OtherClips, OtherFigure, OtherStages, demand_own_input
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Quantity
+from arachnec.passes.annotate import with_measured_links
 from tests.distributed.executor_cases import Work, clip, executable
 
 CLIPS = (clip("a", 3), clip("b", 5))
@@ -104,3 +106,12 @@ def test_a_plan_need_not_repeat_which_layers_are_tied(folder: Path) -> None:
     *others, stage = compiled.model.stages
     tied = replace(stage, attrs=stage.attrs.updated(tied_layers=(((0, 1), 12),)))
     demand_own_input(replace(compiled, model=replace(compiled.model, stages=(*others, tied))), compiled.program, 0)
+
+
+def test_a_plan_may_rest_on_links_that_a_profile_measured(folder: Path) -> None:
+    compiled = read_executable(folder)
+    assert compiled.program.cluster is not None
+    links = LinkProfile(latency=3.0, intra=0.2, all_reduce=0.1)
+    measured = with_measured_links(compiled.program.cluster, Profile("here", "cpu", [], links))
+    assert measured != compiled.program.cluster
+    demand_own_input(compiled, replace(compiled.program, cluster=measured), 0)

@@ -187,6 +187,8 @@ def _difference(kept: Position, wanted: Position) -> str:
         return "it was made with other clips, or in other batches"
     if kept.seed != wanted.seed:
         return f"it draws with seed {kept.seed}, this run with {wanted.seed}"
+    if kept.init != wanted.init:
+        return "its frozen weights, which it does not hold, came from another --init folder, or from none"
     return ""
 
 

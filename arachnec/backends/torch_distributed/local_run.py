@@ -13,6 +13,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.models.initial_weights import model_folder
+from arachnec.models.weight_files import weight_files
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import terminal
 
@@ -29,6 +31,8 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
         demand_folder(place)
     if options.checkpoint is not None:
         demand_folder(options.checkpoint)
+    if options.init is not None:
+        weight_files(model_folder(options.init))
     cluster = executable.program.cluster
     assert cluster is not None
     world = ranks or cluster.world

@@ -17,8 +17,9 @@ from arachnec.launch.timeouts import Timeouts
 F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
-READ = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+READ = click.Path(path_type=Path)
+PRETRAINED = click.Path(path_type=Path)
 FLAGS = ("lr", "clip_norm", "dtype", "ema", "seed")  # training options with an option of their own
 TRAINING = (
     click.option("--train", type=READ, help="Training options, a TOML file: docs/training_options.md."),
@@ -33,6 +34,7 @@ OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
     click.option("--report", type=FILE, help="Write what was measured here, as JSON."),
+    click.option("--init", type=PRETRAINED, help="Begin with the weights in this folder: Diffusers', or safetensors."),
     click.option("--checkpoint", type=FOLDER, help="Keep checkpoints in this folder."),
     click.option(
         "--every", type=click.IntRange(min=1), help="Steps between checkpoints; default: only after the last."
@@ -59,6 +61,7 @@ class RunOptions:
     steps: int | None = None
     save_gradients: Path | None = None
     report: Path | None = None
+    init: Path | None = None
     checkpoint: Path | None = None
     every: int | None = None
     keep: int = 2
@@ -77,7 +80,8 @@ class RunOptions:
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
-        return self.steps, self.every, self.keep, self.resume, self.checkpoint is None, self.save_gradients is None
+        none = self.checkpoint is None, self.save_gradients is None, self.init is None
+        return self.steps, self.every, self.keep, self.resume, *none
 
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)

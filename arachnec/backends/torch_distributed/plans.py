@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question, cluster_for
 from arachnec.backends.torch_distributed.other_options import demand_room
 from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.cluster.topology import with_measured
 from arachnec.executable.folder import Executable
 from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
@@ -108,8 +106,7 @@ class Plans:
     def _proved(self, key: Key) -> Module:
         text = self._compiled if self._is_compiled(key) else self._shared(key)
         module = checked_program(text or "", f"iteration {key[0]}")
-        given = module if module.cluster is None else replace(module, cluster=with_measured(module.cluster, {}))
-        demand_own_input(self._executable, given, key[0], self._cluster)
+        demand_own_input(self._executable, module, key[0], self._cluster)
         demand_room(module, self._more_state)
         return module
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,14 @@ def set_up_rank(
     clips: Sequence[VideoClip],
     device: torch.device,
     *,
+    init: Path | None = None,
     follows_links: bool = False,
 ) -> RankContext:
     """Everything that stays from step to step. Collective.
 
-    ``clips`` are examples that the model takes; ``follows_links`` notes what handoffs take. Raises ``UserError`` where
-    the model cannot be built or the ranks' models differ.
+    ``clips`` are examples that the model takes, ``init`` is a folder of weights to begin with; ``follows_links`` notes
+    what handoffs take. Raises ``UserError`` where the model cannot be built, the ranks' models differ, or ``init`` has
+    another model's weights.
     """
     rank, runtime = dist.get_rank(), DeviceRuntime.of(device)
     pipeline = PipelineRank.of(model_file, training, first, clips, rank)
@@ -62,12 +65,12 @@ def set_up_rank(
     dealt_out = pipeline.dealt_out if pipeline is not None else () if stage is None else (stage,)
     cells: CellParameters | None = None
     if dealt_out:
-        model, cells = CellParameters.of(model_file, training, device, dealt_out, own)
+        model, cells = CellParameters.of(model_file, training, device, dealt_out, own, init)
     elif own is None:
-        model = shared_model(model_file, training, device)
+        model = shared_model(model_file, training, device, init)
     else:
-        model = own_model(model_file, training, device, own)
-    encoders = shared_encoders(model_file, training, device)
+        model = own_model(model_file, training, device, own, init)
+    encoders = shared_encoders(model_file, training, device, init)
     parameters = trained_parameters(model)
     recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
     demand_whole_tensors(first, recipe)

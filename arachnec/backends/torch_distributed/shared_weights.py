@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from arachnec.backends.cascade_step import build_encoders, build_model
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
+from arachnec.models.initial_weights import encoder_weights, initial_weights
 from arachnec.runtime.agreement import agree
 
 Modules = Mapping[str, nn.Module]
@@ -27,21 +29,40 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def shared_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
-    """The model of ``build_model`` on every rank, with the weights of rank 0's. Collective.
+def shared_model(
+    model_file: ModelFile, training: Training, device: torch.device, init: Path | None = None
+) -> nn.Module:
+    """The model of ``build_model`` on every rank, with the weights of rank 0's, or those in ``init``. Collective.
 
-    Raises ``UserError`` where the ranks' models have other tensors.
+    Raises ``UserError`` where the ranks' models have other tensors, or ``init`` has other weights.
     """
 
     def build(home: torch.device) -> Modules:
-        return {"model": build_model(model_file, training, home)}
+        model = build_model(model_file, training, home)
+        if init is not None and home == CPU and dist.get_rank() == 0:
+            initial_weights(init, model).fill(model)
+        return {"model": model}
 
     return shared_modules(build, device)["model"]
 
 
-def shared_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
-    """The encoders of ``build_encoders`` on every rank, with the weights of rank 0's. Collective."""
-    return dict(shared_modules(lambda home: build_encoders(model_file, training, home), device))
+def shared_encoders(
+    model_file: ModelFile, training: Training, device: torch.device, init: Path | None = None
+) -> dict[str, nn.Module]:
+    """The encoders of ``build_encoders`` on every rank, with the weights of rank 0's, or those in ``init``. Collective.
+
+    Raises as ``shared_model``.
+    """
+
+    def build(home: torch.device) -> Modules:
+        encoders = build_encoders(model_file, training, home)
+        if init is not None and home == CPU and dist.get_rank() == 0:
+            for name, encoder in encoders.items():
+                if (weights := encoder_weights(init, name, encoder)) is not None:
+                    weights.fill(encoder)
+        return encoders
+
+    return dict(shared_modules(build, device))
 
 
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:

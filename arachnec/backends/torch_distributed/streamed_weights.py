@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from arachnec.backends.torch_distributed.shared_weights import (
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
+from arachnec.models.initial_weights import InitialWeights, initial_weights
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
 from arachnec.runtime.agreement import agree
 
@@ -35,10 +37,12 @@ END = -1  # in the place of a parameter's number
 CANNOT = (NotImplementedError, RuntimeError, TypeError, UserError)  # build on the meta device; a mistake shows again
 
 
-def own_model(model_file: ModelFile, training: Training, device: torch.device, own: Collection[str]) -> nn.Module:
+def own_model(
+    model_file: ModelFile, training: Training, device: torch.device, own: Collection[str], init: Path | None = None
+) -> nn.Module:
     """The model of ``build_model`` with the parameters that are this rank's ``own``, by name. Collective.
 
-    The others are zeros without memory, and do not train. Raises ``UserError`` as ``streamed_model`` does.
+    The others are zeros without memory, and do not train. ``init`` and ``UserError`` as in ``streamed_model``.
     """
     kept: dict[str, Tensor] = {}
 
@@ -46,7 +50,7 @@ def own_model(model_file: ModelFile, training: Training, device: torch.device, o
         if name in own:
             kept[name] = value.clone()
 
-    model = streamed_model(model_file, training, device, lambda model: take)
+    model = streamed_model(model_file, training, device, lambda model: take, init)
     for name, parameter in list(model.named_parameters()):
         here = kept.pop(name, None)
         put_in_place(parameter, absent(parameter, device) if here is None else here)
@@ -61,24 +65,30 @@ def absent(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def streamed_model(
-    model_file: ModelFile, training: Training, device: torch.device, taking: Callable[[nn.Module], Take]
+    model_file: ModelFile,
+    training: Training,
+    device: torch.device,
+    taking: Callable[[nn.Module], Take],
+    init: Path | None = None,
 ) -> nn.Module:
     """The model of ``build_model``, with its buffers, its parameters as they were built without memory. Collective.
 
     ``taking`` makes of this model what sees every parameter by name, on ``device``, and copies what this rank keeps. It
-    may see all of them a second time, and the later values count. Raises ``UserError`` where the ranks' models have
-    other tensors.
+    may see all of them a second time, and the later values count. Those in the folder ``init`` come from there: rank 0
+    reads one at a time, and nobody else reads. Raises ``UserError`` where the ranks' models have other tensors, or
+    ``init`` has other weights.
     """
     build = partial(build_model, model_file, training)
-    construction = None
+    construction, weights = None, None
     if dist.get_rank() == 0:
         model, construction = _watched(build)
+        weights = None if init is None else initial_weights(init, model)
     else:
         model = without_memory(lambda home: {"model": build(home)})["model"]
     agree({"the tensors of the model": digest_of({"model": model})})
     exchange = _Exchange(model, device, taking(model))
     if dist.get_rank() == 0:
-        source = _sent(build, model, construction, exchange)
+        source = _sent(build, model, construction, exchange, weights)
     else:
         exchange.receive()
         source = model
@@ -103,19 +113,30 @@ def _watched(build: Callable[[torch.device], nn.Module]) -> tuple[nn.Module, Con
 
 
 def _sent(
-    build: Callable[[torch.device], nn.Module], model: nn.Module, construction: Construction | None, exchange: _Exchange
+    build: Callable[[torch.device], nn.Module],
+    model: nn.Module,
+    construction: Construction | None,
+    exchange: _Exchange,
+    weights: InitialWeights | None,
 ) -> nn.Module:
     """Rank 0's part. Returns the model that has the buffers."""
     source = model
+
+    def send(name: str, value: Tensor) -> None:
+        read = None if weights is None else weights.value(name, value.dtype)
+        exchange.send(name, value if read is None else read)
+
     try:
         if construction is not None:
-            source = streamed_build(lambda: build(CPU), construction, exchange.send)
+            source = streamed_build(lambda: build(CPU), construction, send)
     except OtherConstruction:
         source, construction = build(CPU), None
     if construction is None:
         for name, value in source.named_parameters():
-            exchange.send(name, value.detach())
+            send(name, value.detach())
     exchange.end()
+    if weights is not None:
+        weights.fill_buffers(source)
     return source
 
 

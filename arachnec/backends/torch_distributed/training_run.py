@@ -23,6 +23,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
+from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -97,7 +98,7 @@ def train(
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note()):
+    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
         if note is not None:
             events.emit(report.Note(note))
     steps: list[report.StepReport] = []
@@ -144,7 +145,13 @@ class Trainer:
         first = self._plan(0)
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         self._context = set_up_rank(
-            model_file, training, first, executable.clips, device, follows_links=self._plans.follows_links
+            model_file,
+            training,
+            first,
+            executable.clips,
+            device,
+            init=options.init,
+            follows_links=self._plans.follows_links,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._clips = dict(enumerate(executable.clips))
@@ -159,6 +166,7 @@ class Trainer:
             executable.fused_graphs(),
         )
         folder, keep = options.checkpoint, options.keep
+        self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self.done = self._resume(options)
         self._ahead: Ahead | None = None
@@ -173,6 +181,10 @@ class Trainer:
     def note(self) -> str | None:
         """What a person should know before the first step."""
         return says_low(self.module, self._context.parameters)
+
+    def init_notes(self, init: Path | None) -> list[str]:
+        """What a person should know of the weights that the run begins with."""
+        return init_notes(init, self._context.model, self._context.encoders)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -322,7 +334,8 @@ class Trainer:
         rounds, rest = divmod(steps, len(batches))
         clips = rounds * sum(batches) + sum(batches[:rest])
         digest = data_digest(executable.traced, executable.clips)
-        return Position(steps, self._context.training.seed, executable.digests[MODEL], clips, digest)
+        seed = self._context.training.seed
+        return Position(steps, seed, executable.digests[MODEL], clips, digest, self._frozen)
 
     def close(self) -> None:
         """End the planner and the threads."""

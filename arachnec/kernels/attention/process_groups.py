@@ -142,17 +142,17 @@ def _split(
 ) -> dict[frozenset[int], dist.ProcessGroup]:
     """The one group of the batch that this rank is in, if any, split from that of all ranks. Collective."""
     named = "backend" in inspect.signature(dist.split_group).parameters  # not by every torch; else the parent's
-    options: dict[str, Any] = {"backend": _backend(device)} if named else {}
+    name = _backend(device)
+    options: dict[str, Any] = {"backend": f"{device.type}:{name}"} if named and name and device is not None else {}
     group = dist.split_group(split_ranks=[sorted(key) for key in batch], timeout=timeout, **options)
     return {key: group for key in batch if group is not None and dist.get_rank() in key}
 
 
 def _backend(device: torch.device | None) -> str | None:
-    """That of the group of all ranks for this kind of device alone; None for all of its backends.
+    """The name of that of the group of all ranks for this kind of device alone; None for all of its backends.
 
     A group for GPUs with a backend for CPUs beside it would have a mesh of gloo's connections, which nobody uses.
     """
     if device is None:
         return None
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return f"{device.type}:{backends[device.type]}" if device.type in backends else None
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(",")).get(device.type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,14 +48,16 @@ class CellParameters:
         device: torch.device,
         stages: Sequence[DealtStage],
         own: Collection[str] | None = None,
+        init: Path | None = None,
     ) -> tuple[nn.Module, CellParameters]:
-        """The model, its parameters dealt out as the stages say; ``own`` is what is whole on this rank. Collective."""
+        """The model, its parameters dealt out as the stages say; ``own`` is what is whole on this rank, ``init`` the
+        folder of the weights that it begins with. Collective."""
         groups, hosts = ProcessGroups(GROUP_TIMEOUT), ProcessGroups(GROUP_TIMEOUT)
         cells = [own_cell(rank, stage.cell) for stage in stages for rank in stage.ranks]
         groups.ensure(list(dict.fromkeys(cells)), device=device)
         hosts.ensure([stage.ranks for stage in stages], device=CPU)
         copies = HostCopies(DeviceRuntime.of(device)) if any(stage.in_host for stage in stages) else None
-        model, flats = dealt_out_model(model_file, training, device, stages, own, copies)
+        model, flats = dealt_out_model(model_file, training, device, stages, own, copies, init)
         here = {stage.name: stage for stage in stages if stage.name in flats}
         dealt = {name: _stage_cells(stage, model, flats[name], groups, hosts) for name, stage in here.items()}
         sharded = {slot.name for of in flats.values() for flat in of for slot in flat.layout.slots}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,12 @@ def dealt_out_model(
     stages: Sequence[DealtStage],
     own: Collection[str] | None = None,
     copies: HostCopies | None = None,
+    init: Path | None = None,
 ) -> tuple[nn.Module, dict[str, list[FlatLayer]]]:
     """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank.
 
     With ``copies`` the shards of stages that are ``in_host`` lie there. What no stage deals out is whole on the ranks
-    whose ``own`` it is. Of all else nothing is kept. Collective.
-
-    Raises ``UserError`` where the ranks' models have other tensors.
+    whose ``own`` it is. Of all else nothing is kept. ``init`` and ``UserError`` as in ``streamed_model``. Collective.
     """
     made: dict[str, _Shards] = {}
     kept: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def dealt_out_model(
 
         return take
 
-    model = streamed_model(model_file, training, device, taking)
+    model = streamed_model(model_file, training, device, taking, init)
     parameters = dict(model.named_parameters())
     flats = {
         name: [

@@ -1,0 +1,39 @@
+"""What a run remembers, and says, of the weights that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from arachnec.backends.torch_distributed.interpreter import RankContext
+from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
+from arachnec.models.weight_files import weight_files
+from arachnec.runtime.agreement import gather_text
+
+
+def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
+    """Of the weights in ``init``, where some of them stay frozen: a checkpoint holds only what trains. Else empty.
+
+    Collective: rank 0 alone reads.
+    """
+    model = context.model if context.pipeline is None else context.pipeline.cuts.model
+    if init is None or all(parameter.requires_grad for parameter in model.parameters()):
+        return ""
+    return gather_text(weight_files(model_folder(init)).fingerprint() if dist.get_rank() == 0 else "")[0]
+
+
+def init_notes(init: Path | None, model: nn.Module, encoders: Iterable[str]) -> list[str]:
+    """What a person should know of the weights before the first step."""
+    if init is None or dist.get_rank() != 0:
+        return []
+    notes = []
+    if differences := config_differences(init, model):
+        notes.append(f"the config.json of {init} says other things than the model's: {'; '.join(differences)}")
+    built = [name for name in encoders if not encoder_folder(init, name).is_dir()]
+    if built:
+        folders = ", ".join(f"{ENCODER_FOLDERS.get(name, name)}/" for name in built)
+        notes.append(f"{init} has no {folders}: the weights of {', '.join(built)} are those that encoders() makes")
+    return notes

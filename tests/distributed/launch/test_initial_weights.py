@@ -1,0 +1,153 @@
+"""``run --init``: however a model lies on its ranks, they begin with the weights of the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
+from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.executable.training_options import Training
+from arachnec.models.file import load_model_file
+from arachnec.models.weight_files import write_weights
+from tests.distributed.harness import RankError, run_ranks
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Adapted(nn.Module):
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(6, 2, bias=False)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), Adapted(nn.Linear(6, 6)), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.layers[0].weight
+        self.register_buffer("scale", torch.rand(5))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vae = nn.Linear(4, 4)
+
+    def load(self, clip, device):
+        return torch.zeros(1, 4, device=device)
+
+
+def build():
+    return Layers()
+
+
+def encoders():
+    return {"vae": Encoder()}
+
+
+def sample(clip, generator):
+    return {}, torch.zeros(1)
+
+
+def loss(prediction, target):
+    return prediction
+"""
+PLAIN = {  # what a file of this model has: one name of the tied weight, no adapter, no table
+    **{f"layers.{n}.{kind}": (6, 6) if kind == "weight" else (6,) for n in range(3) for kind in ("weight", "bias")},
+    "scale": (5,),
+}
+IN_MODEL = {"layers.1.weight": "layers.1.base_layer.weight", "layers.1.bias": "layers.1.base_layer.bias"}
+STAGE = DealtStage("dit", ("layers.0", "layers.1", "layers.2"), None, (0, 1), 2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A pipeline's folder, its model in three shards, and a model file beside it."""
+    torch.manual_seed(7)
+    values = {name: torch.rand(shape) for name, shape in PLAIN.items()}
+    (tmp_path / "transformer").mkdir()
+    sizes = {name: value.nbytes for name, value in values.items()}
+    written = write_weights(tmp_path / "transformer", list(values), sizes, values.__getitem__, shard_bytes=200)
+    assert len(written) == 4
+    (tmp_path / "vae").mkdir()
+    save_file({"weight": torch.full((4, 4), 0.5), "bias": torch.ones(4)}, tmp_path / "vae" / "model.safetensors")
+    save_file({IN_MODEL.get(name, name): value for name, value in values.items()}, tmp_path / "expected.safetensors")
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def weights_of(folder: Path, kind: str, dtype: Any) -> dict[str, Tensor]:
+    """What this rank has of the model, by name; of a model in cells its pieces."""
+    file, training = load_model_file(folder / "model.py"), Training(dtype=dtype, seed=3)
+    own = {"layers.1.base_layer.weight", "layers.1.lora_A.weight"} if dist.get_rank() else {"layers.0.weight"}
+    if kind == "replicated":
+        model = shared_model(file, training, CPU, folder)
+        assert model.head.weight is model.layers[0].weight  # type: ignore[union-attr,index]
+        return dict(model.state_dict())
+    if kind == "stages":
+        model = own_model(file, training, CPU, own, folder)
+        return {name: value for name, value in model.state_dict().items() if name in own | {"scale"}}
+    model, flats = dealt_out_model(file, training, CPU, [STAGE], init=folder)
+    return {
+        f"{piece.slot.name}/{piece.start}": flat.shard[piece.place : piece.place + piece.size].clone()
+        for flat in flats["dit"]
+        for piece in flat.layout.pieces(dist.get_rank())
+    } | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["replicated", "stages", "cells"])
+def test_ranks_begin_with_the_weights_of_the_folder(folder: Path, kind: str, dtype: str) -> None:
+    from safetensors.torch import load_file
+
+    expected = load_file(folder / "expected.safetensors")
+    compared = set()
+    for values in run_ranks(2, weights_of, folder, kind, dtype):
+        for key, value in values.items():
+            name, _, start = key.partition("/")
+            if name in expected:
+                stored = expected[name].to(value.dtype)
+                stored = stored if not start else stored.reshape(-1)[int(start) :][: value.numel()]
+                assert torch.equal(value, stored), key
+                compared.add(name)
+    assert compared == (
+        set(expected) if kind != "stages" else {"layers.0.weight", "layers.1.base_layer.weight", "scale"}
+    )
+
+
+def test_what_no_file_has_stays_as_it_was_built(folder: Path) -> None:
+    torch.manual_seed(3)
+    built = load_model_file(folder / "model.py").build()
+    for values in run_ranks(2, weights_of, folder, "replicated", "fp32"):
+        assert torch.equal(values["layers.1.lora_A.weight"], built.layers[1].lora_A.weight)  # type: ignore[union-attr,index]
+
+
+def encoder_of(folder: Path) -> Tensor:
+    encoder: Any = shared_encoders(load_model_file(folder / "model.py"), Training(), CPU, folder)["vae"]
+    return encoder.vae.weight.detach().clone()
+
+
+def test_encoders_begin_with_those_of_their_own_folders(folder: Path) -> None:
+    assert all((value == 0.5).all() for value in run_ranks(2, encoder_of, folder))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "stages", "cells"])
+def test_weights_of_another_model_end_the_run_before_any_is_sent(folder: Path, kind: str) -> None:
+    save_file({"blocks.0.weight": torch.ones(2)}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    with pytest.raises(RankError, match="are not those of Layers"):
+        run_ranks(2, weights_of, folder, kind, "fp32")
