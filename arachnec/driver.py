@@ -87,10 +87,15 @@ def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | N
     from arachnec.backends.cascade_step import in_training_precision, trained_parameters
     from arachnec.optimizers.proved_state import recipe_for, with_optimizer
     from arachnec.passes.trace import trace_model
+    from arachnec.tracing.sample import meta_encoders
+    from arachnec.tracing.timesteps_read import demand_timesteps_read
 
     training = training or Training()
     clips = [clip for clips in manifest.iterations for clip in clips]
     traced = trace_model(in_training_precision(model_file, training), clips)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
     model = traced.counter.model
     recipe = recipe_for(trained_parameters(model), model_file, training)
     stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)

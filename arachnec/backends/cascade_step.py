@@ -14,7 +14,7 @@ from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.batch import make_batch, prediction_of
+from arachnec.models.batch import clip_in_step, make_batch, prediction_of
 from arachnec.models.file import ModelFile, own_errors
 from arachnec.models.precision import in_precision
 
@@ -53,6 +53,11 @@ def build_encoders(model_file: ModelFile, training: Training, device: torch.devi
     torch.manual_seed(training.seed)
     encoders = model_file.encoders()
     return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
+
+
+def in_step(training: Training, clip: VideoClip, step: int) -> VideoClip:
+    """A clip as the options have it in one step, for its encoders and its sample."""
+    return clip_in_step(clip, training.seed, step, training.caption_dropout, training.timesteps)
 
 
 def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
@@ -95,6 +100,7 @@ def batch_of(
 ) -> tuple[dict[str, Any], Tensor]:
     """The forward's keyword arguments and the target of a micro-batch of equal clips."""
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+    clips = [in_step(training, clip, step) for clip in clips]
     return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
 
 

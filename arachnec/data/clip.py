@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arachnec.data.timesteps import UNIFORM, Timesteps
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,6 +21,7 @@ class VideoClip:
     to them from its frame ``start`` on. ``text_tokens`` is the caption's length in tokens. ``path`` is a video, or a
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders.
+    ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     """
 
     id: str | int
@@ -30,6 +33,7 @@ class VideoClip:
     path: Path | None = None
     start: int = 0
     encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    timesteps: Timesteps = field(default=UNIFORM, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 
@@ -49,7 +50,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
-    first of the ``groups`` that it fits.
+    first of the ``groups`` that it fits. In a step a clip has no caption with probability ``caption_dropout``.
     """
 
     lr: float = 1e-4
@@ -60,6 +61,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: TorchClass = OWN_OPTIMIZER
     groups: tuple[Group, ...] = ()
     schedule: Schedule = Schedule()
+    caption_dropout: float = 0.0
+    timesteps: Timesteps = UNIFORM
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,18 @@ class BadTraining(Diagnostic):
 
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
-    warmup = training.schedule.warmup
+    warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
     rules = (
         ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),
         ("clip-norm", training.clip_norm, training.clip_norm >= 0, "give a norm, or 0 for no clipping"),
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
         ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
         ("schedule.warmup", warmup, warmup >= 0, "give a number of steps, or 0 for none"),
+        ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
+        ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
+        ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),
+        ("timesteps.shift", drawn.shift, 0 < drawn.shift < math.inf, "a shift is above zero; 1 shifts nothing"),
+        ("timesteps.base_tokens", drawn.base_tokens or 1, (drawn.base_tokens or 1) > 0, "give a number of tokens"),
     )
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)
     if bad:

@@ -62,7 +62,7 @@ class Recipe:
             assert self.user is not None
             values = [value for run, _ in parameters for value in run]
             return self.user([value if isinstance(value, nn.Parameter) else nn.Parameter(value) for value in values])
-        runs = [{"params": list(run), **group.arguments} for run, group in parameters]
+        runs: list[Any] = [{"params": list(run), **group.arguments} for run, group in parameters]
         kind: Callable[..., Optimizer] = self.kind
         return kind(runs or [nn.Parameter(torch.empty(0))])
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
-from arachnec.backends.cascade_step import trained_parameters
+from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
 from arachnec.backends.torch_distributed.host_optimizer import HostMasters
@@ -41,6 +41,8 @@ from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.timesteps_read import demand_timesteps_read
 
 
 def set_up_rank(
@@ -71,6 +73,9 @@ def set_up_rank(
     else:
         model = own_model(model_file, training, device, own, init)
     encoders = shared_encoders(model_file, training, device, init)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
     parameters = trained_parameters(model)
     recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
     demand_whole_tensors(first, recipe)
@@ -107,7 +112,7 @@ def set_up_rank(
         host_groups=ProcessGroups(GROUP_TIMEOUT),
         connections=HandoffConnections(timeout=GROUP_TIMEOUT),
         threads=threads,
-        loads=LoadAhead(threads.loads, encoders, runtime),
+        loads=LoadAhead(threads.loads, encoders, runtime, in_step=lambda clip, step: in_step(training, clip, step)),
         training=training,
         cells=cells,
         pipeline=pipeline,
