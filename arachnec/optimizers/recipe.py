@@ -64,7 +64,8 @@ class Recipe:
             return self.user([value if isinstance(value, nn.Parameter) else nn.Parameter(value) for value in values])
         runs: list[Any] = [{"params": list(run), **group.arguments} for run, group in parameters]
         kind: Callable[..., Optimizer] = self.kind
-        return kind(runs or [nn.Parameter(torch.empty(0))])
+        fused = bool(runs) and all(run.get("fused") for run in runs)  # torch asks it of the class, too
+        return kind(runs or [nn.Parameter(torch.empty(0))], **({"fused": True} if fused else {}))
 
 
 def recipe_of(

@@ -58,7 +58,7 @@ class KeptState:
             self._demand(name, master)
         for key, value in like.items():
             if key not in held or held[key] is None:
-                held[key] = self._empty(value, master)
+                held[key] = self._empty(name, value, master)
         own = self._scalars.setdefault(name, {})
         elements: dict[str, Tensor] = {}
         scalars: dict[str, Tensor] = {}
@@ -119,10 +119,12 @@ class KeptState:
     def _is_scalar(self, like: Tensor) -> bool:
         return like.numel() == 1 if self.recipe.elementwise else like.ndim == 0
 
-    def _empty(self, like: Any, master: Tensor) -> Any:
+    def _empty(self, name: str, like: Any, master: Tensor) -> Any:
         if not isinstance(like, Tensor):
             return like
-        device = like.device if like.ndim == 0 and like.device.type == "cpu" else master.device
+        arguments = self.groups[self._numbers[name]].arguments
+        counted_there = arguments.get("fused") or arguments.get("capturable")
+        device = torch.device("cpu") if like.ndim == 0 and not counted_there else master.device
         if self.recipe.elementwise and not self._is_scalar(like):
             return torch.zeros(master.shape, dtype=like.dtype, device=device)
         return torch.zeros(like.shape, dtype=like.dtype, device=device)

@@ -90,7 +90,8 @@ class Optimizer:
         """Update from ``gradients(parts)``, and return the global norm before clipping: a scalar, on the device.
 
         ``norm`` is that of all ranks together where this one has not all gradients. A parameter without a gradient is
-        left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        left as it is, as ``torch.optim`` does. Where the norm is not finite nothing changes. The host does not wait for
+        the device, unless torch's optimizer cannot look at the norm there.
         """
         given = self.gradients(parts)
         norm = global_norm(given) if norm is None else norm
@@ -105,16 +106,23 @@ class Optimizer:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
         self._kept.settle(self._masters)
         self._set_rates()
-        self._torch.step()
+        finite = norm.isfinite()
+        if getattr(self._torch, "_step_supports_amp_scaling", False):
+            self._torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self._torch.step()
+            self._kept.updated(self._masters)
+        elif finite:
+            self._torch.step()
+            self._kept.updated(self._masters)
         self.done += 1
-        self._kept.updated(self._masters)
         for master in self._masters.values():
             master.grad = None
         self.round_parameters()
         decay = self._training.ema
         if decay:
+            weight = (1.0 - decay) * finite
             for name, average in self.ema.items():
-                average.lerp_(self._masters[name], 1.0 - decay)
+                average.lerp_(self._masters[name], weight.to(average))
         return norm
 
     def tensors(self) -> dict[str, Tensor | Part]:
@@ -180,13 +188,12 @@ class Optimizer:
         return pieces_of((self._masters[n] for n in group.names if n in self._masters), UPDATED_BYTES, _dtype)
 
     def _fused(self, group: ParameterGroup) -> ParameterGroup:
-        """In one pass over memory; on devices torch's own choice, which needs no state there before the first step."""
-        kind, arguments = self._recipe.kind, group.arguments
-        here = all(master.device.type == "cpu" for master in self._masters.values())
-        if kind not in (torch.optim.Adam, torch.optim.AdamW) or not here or arguments.get("fused") is not None:
+        """In one pass over memory, and on its device it sees whether the norm is finite."""
+        arguments = group.arguments
+        asked = any(arguments.get(key) is not None for key in ("foreach", "fused"))
+        if self._recipe.kind not in (torch.optim.Adam, torch.optim.AdamW) or asked or arguments.get("differentiable"):
             return group
-        unasked = not any(arguments.get(key) for key in ("foreach", "capturable", "differentiable"))
-        return replace(group, arguments={**arguments, "fused": True}) if unasked else group
+        return replace(group, arguments={**arguments, "fused": True})
 
 
 @torch.no_grad()

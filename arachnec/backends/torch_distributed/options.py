@@ -42,6 +42,13 @@ OPTIONS = (
     click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that stay."),
     click.option("--resume", is_flag=True, help="Continue from the newest whole checkpoint; without one begin at 0."),
     *TRAINING,
+    click.option(
+        "--max-skipped",
+        type=click.IntRange(min=1),
+        default=5,
+        show_default=True,
+        help="Steps in a row, skipped because a gradient is not finite, that end the run.",
+    ),
     *(
         click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
         for phase, what in (
@@ -77,11 +84,12 @@ class RunOptions:
     plan_timeout: float | None = None
     step_timeout: float | None = None
     stall_timeout: float | None = None
+    max_skipped: int = 5
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
         none = self.checkpoint is None, self.save_gradients is None, self.init is None
-        return self.steps, self.every, self.keep, self.resume, *none
+        return self.steps, self.every, self.keep, self.resume, self.max_skipped, *none
 
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)

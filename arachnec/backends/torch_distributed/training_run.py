@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
+from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.checkpoint.folder import Position
@@ -43,7 +44,7 @@ from arachnec.executable.folder import (
     batch_sizes,
     data_digest,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.launch.progress import Progress
 from arachnec.runtime.agreement import agree, gather, gather_text
@@ -54,17 +55,6 @@ from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.step_progress import StepProgress
-
-
-@dataclass(frozen=True)
-class NotFinite(Diagnostic):
-    title: ClassVar[str] = "step {step} has loss {loss} and gradient norm {norm}: training has diverged"
-    help: ClassVar[str] = (
-        "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with --resume"
-    )
-    step: int
-    loss: float
-    norm: float
 
 
 class Enter(Protocol):
@@ -133,6 +123,8 @@ class Trainer:
         self._enter = enter
         self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
         self._begun: set[int] = set()  # iterations whose plan was carried out before
+        self._skipped = 0  # steps in a row
+        self._most_skipped = options.max_skipped
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
@@ -377,14 +369,17 @@ class Trainer:
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(NotFinite(None, own.step, loss, norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
+        self._skipped = 0 if finite else self._skipped + 1
+        if not finite:
+            self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
             iteration=iteration,
-            loss=loss,
-            gradient_norm=norm,
+            loss=loss if math.isfinite(loss) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
             step_ms=step_ms,
             planned_ms=report.planned_ms(own.module),
             imbalance=report.imbalance(everyone[:, 2].tolist()),
@@ -395,7 +390,14 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
             from_host=int(everyone[:, 6].sum()),
             to_host=int(everyone[:, 7].sum()),
+            skipped=not finite,
+            not_finite=notes,
         )
+
+    def _tell_skipped(self, step: int, cause: str) -> None:
+        if self._skipped >= self._most_skipped:
+            raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
+        events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
     def _state(self) -> State:
         """Everything that the next step depends on, as tensors, and parts of tensors."""

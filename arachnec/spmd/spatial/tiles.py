@@ -1,0 +1,141 @@
+"""A VAE that encodes tiles, on several ranks: each runs the tiles that are its own.
+
+Such a VAE calls its ``encoder`` once a tile, and once a chunk of time of each. Calls that are given nothing but their
+pixels begin a tile; those that are given a cache go on with the tile before. The VAE's code runs twice: first every
+rank runs the calls of its tiles, then all calls give what somebody has made, and the VAE blends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from arachnec.spmd.spatial.peers import Peers
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a VAE's ``encoder``: of which tile, how many pixels it reads, the shape of what it gives."""
+
+    tile: int
+    pixels: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    given: pytree.TreeSpec  # the first of its leaves is the tensor of this shape, the others are caches
+
+
+def tiling_vae(encoder: nn.Module) -> nn.Module | None:
+    """The module that is switched to tiles, by the names that all of Diffusers' VAEs use; None where there is none."""
+    return next(
+        (
+            module
+            for module in encoder.modules()
+            if getattr(module, "use_tiling", False) is True and isinstance(getattr(module, "encoder", None), nn.Module)
+        ),
+        None,
+    )
+
+
+@torch.no_grad()
+def calls_of(encoder: nn.Module, loaded: Tensor) -> tuple[Call, ...]:
+    """The calls for a clip, of an encoder and a clip on the meta device; none where it has one tile."""
+    vae = tiling_vae(encoder)
+    if vae is None:
+        return ()
+    calls: list[Call] = []
+
+    def record(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tile = (calls[-1].tile if calls else -1) + (len(tensors) == 1)
+        output = run(*args, **kwargs)
+        (first, *_), given = pytree.tree_flatten(output)
+        calls.append(Call(tile, tensors[0].numel(), tuple(first.shape), first.dtype, given))
+        return output
+
+    with _called(vae, record):
+        encoder(loaded)
+    return tuple(calls) if calls and calls[-1].tile > 0 else ()
+
+
+@torch.no_grad()
+def encode_tiles(encoder: nn.Module, loaded: Tensor, peers: Peers, ranks: int, calls: Sequence[Call]) -> Tensor:
+    """``encoder(loaded)`` by so many ranks; the whole result on each. Collective: all have the same ``calls``."""
+    vae = tiling_vae(encoder)
+    assert vae is not None
+    owners = owners_of(calls, ranks)
+    own: list[Tensor] = []
+    numbers = iter(range(len(calls)))
+
+    def run_own(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = next(numbers)
+        if owners[number] == peers.index:
+            output = run(*args, **kwargs)
+            own.append(pytree.tree_leaves(output)[0])
+            return output
+        call = calls[number]
+        return _given(call, torch.zeros(call.shape, dtype=call.dtype, device=loaded.device))
+
+    with _called(vae, run_own):
+        encoder(loaded)
+    outputs = iter(_everyones(own, peers, ranks, calls, owners, loaded.device))
+    with _called(vae, lambda *_, **__: next(outputs)):
+        whole: Tensor = encoder(loaded)
+    return whole
+
+
+def owners_of(calls: Sequence[Call], ranks: int) -> list[int]:
+    """For every call the rank that runs it. Tiles are dealt out whole, the largest first, to who has least."""
+    pixels: dict[int, int] = defaultdict(int)
+    for call in calls:
+        pixels[call.tile] += call.pixels
+    load, owner = [0] * ranks, {}
+    for tile in sorted(pixels, key=lambda tile: (-pixels[tile], tile)):
+        owner[tile] = load.index(min(load))
+        load[owner[tile]] += pixels[tile]
+    return [owner[call.tile] for call in calls]
+
+
+def _everyones(
+    own: Sequence[Tensor], peers: Peers, ranks: int, calls: Sequence[Call], owners: Sequence[int], device: torch.device
+) -> Iterator[Any]:
+    """What every call gives, in their order. Collective."""
+    dtype = calls[0].dtype
+    sizes = [math.prod(call.shape) for call in calls]
+    mine = torch.cat([torch.empty(0, dtype=dtype, device=device), *(tensor.reshape(-1) for tensor in own)])
+    counts = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    received = peers.exchange(
+        [mine.new_empty(0) if rank == peers.index else mine for rank in range(ranks)],
+        [(0,) if rank == peers.index else (count,) for rank, count in enumerate(counts)],
+    )
+    pieces = []
+    for rank in range(ranks):
+        lengths = [size for size, owner in zip(sizes, owners, strict=True) if owner == rank]
+        pieces.append(iter(torch.split(mine if rank == peers.index else received[rank], lengths)))
+    for call, owner in zip(calls, owners, strict=True):
+        yield _given(call, next(pieces[owner]).view(call.shape))
+
+
+def _given(call: Call, tensor: Tensor) -> Any:
+    """What a call returns, without its caches: nobody reads them."""
+    return pytree.tree_unflatten([tensor, *[None] * (call.given.num_leaves - 1)], call.given)
+
+
+@contextmanager
+def _called(vae: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Whoever calls the VAE's ``encoder`` calls this, with what it would have called."""
+    module = vae.encoder
+    assert isinstance(module, nn.Module)
+    run = module.forward
+    module.__dict__["forward"] = lambda *args, **kwargs: call(run, *args, **kwargs)
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
