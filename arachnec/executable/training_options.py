@@ -42,6 +42,14 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
+class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where every step is written: a file of JSON lines, a folder of TensorBoard, a project of Weights & Biases."""
+
+    jsonl: str | None = None
+    tensorboard: str | None = None
+    wandb: str | None = None
+
+
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
 
@@ -63,6 +71,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule = Schedule()
     caption_dropout: float = 0.0
     timesteps: Timesteps = UNIFORM
+    logging: Logging = Logging()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -37,6 +37,7 @@ ARGUMENTS = {
     "loss": ("prediction", "target"),
     "encoders": (),
     "optimizer": ("parameters",),
+    "on_step": ("step", "metrics"),
 }
 PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
@@ -112,6 +113,7 @@ class ModelFile:
     path: Path
     digest: str
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None
 
     def span(self, name: str) -> Span | None:
         """Where the file defines ``name``."""

@@ -22,7 +22,7 @@ from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, P
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
-from arachnec.optimizers.schedules import Rates
+from arachnec.optimizers.schedules import Rates, demand_schedule
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 WHOLE = 2**63  # bytes of a piece, which a layer never has
@@ -177,6 +177,10 @@ class Optimizer:
     def rate(self) -> float:
         """The learning rate of the first group in the latest update."""
         return float(self._torch.param_groups[0].get("lr", 0.0))
+
+    def demand_lasting(self, steps: int) -> None:
+        """Raises ``UserError`` for a schedule that ends before so many updates."""
+        demand_schedule(self._training.schedule, [group.arguments for group in self._recipe.groups], steps)
 
     def _set_rates(self) -> None:
         rates = self._rates.at(self.done)

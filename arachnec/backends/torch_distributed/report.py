@@ -43,6 +43,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     to_host: int = 0
     skipped: bool = False  # the gradient was not finite: no parameter changed
     not_finite: list[ClipNote] = []  # the clips whose loss was not finite
+    lr: float = 0.0  # learning rate of the optimizer's first group
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):

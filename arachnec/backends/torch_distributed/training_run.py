@@ -36,6 +36,7 @@ from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.step_log import StepLog
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.folder import (
@@ -92,16 +93,20 @@ def train(
         if note is not None:
             events.emit(report.Note(note))
     steps: list[report.StepReport] = []
+    end = trainer.done + count
+    log = StepLog()
     try:
-        end = trainer.done + count
+        log = trainer.step_log(end)
         for step in range(trainer.done, end):
             last = step == end - 1
             saving = options.save_gradients if last else None
             steps.append(trainer.step(step, save_gradients=saving, last=last))
             events.emit(steps[-1])
+            log.tell(steps[-1])
             trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
         trainer.finish_saving()
     finally:
+        log.close()
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     write_measured(executable, trainer.module, steps[-1], trainer.intervals)
@@ -177,6 +182,12 @@ class Trainer:
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
+
+    def step_log(self, end: int) -> StepLog:
+        """What is told of every step up to ``end``. Raises ``UserError`` where its schedule ends before."""
+        context = self._context
+        context.optimizer.demand_lasting(end)
+        return StepLog.open(context.training, context.model_file.on_step, context.rank)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured.
@@ -392,6 +403,7 @@ class Trainer:
             to_host=int(everyone[:, 7].sum()),
             skipped=not finite,
             not_finite=notes,
+            lr=self._context.optimizer.rate,
         )
 
     def _tell_skipped(self, step: int, cause: str) -> None:
