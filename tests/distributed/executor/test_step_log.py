@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from arachnec.backends.torch_distributed.report import StepReport
 from arachnec.backends.torch_distributed.step_log import StepLog
@@ -96,6 +97,11 @@ def test_the_model_file_is_told_once_a_step_and_a_schedule_that_ends_too_early_i
     )
     steps = train_on(2, folder, steps=3)["steps"]
     assert place.read_text().splitlines() == [f"{step['step']} {step['lr']}" for step in steps]
-    assert max(step["lr"] for step in steps) == pytest.approx(0.3)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=3)
+    for step in steps:
+        assert step["lr"] == pytest.approx(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
     with pytest.raises(RankError, match="it ends before step"):
         train_on(2, folder, steps=5)
