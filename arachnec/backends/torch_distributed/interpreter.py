@@ -274,21 +274,24 @@ class _Walk:
             return
         ranks, clips = instruction.peers, cascade.clips
         own = own_clips(clips, ranks, self.context.rank)
-        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        known = self.iteration.clips
+        encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
         if len(own) < len(clips):
             rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
             encoded = gather_tokens(encoded, 0, rows)
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
-        loads, known = self.context.loads, self.iteration.clips
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
+    def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
+        loads = self.context.loads
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
+        assert self.ahead is not None
+        clips = [self.ahead.clips[clip] for clip in cascade.clips]
         step, progress = self.iteration.step + 1, self.progress
-        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, step)
+        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, clips, step)
         with ahead, clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, cascade.clips, step)
+            encoded = self._encoded(cascade.stage, clips, step)
             return self.context.runtime.to_host(encoded)
 
     @cached_property
