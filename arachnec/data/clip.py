@@ -22,7 +22,6 @@ class VideoClip:
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``values`` are the
     tensors that a dataset gave with it, by its own names; empty for a clip that only has a size.
-    name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     """
 
