@@ -58,7 +58,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
-    first of the ``groups`` that it fits. In a step a clip has no caption with probability ``caption_dropout``.
+    first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches. In a step a clip has no
+    caption with probability ``caption_dropout``.
     """
 
     lr: float = 1e-4
@@ -69,6 +70,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: TorchClass = OWN_OPTIMIZER
     groups: tuple[Group, ...] = ()
     schedule: Schedule = Schedule()
+    accumulate: int = 1
     caption_dropout: float = 0.0
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
@@ -109,6 +111,7 @@ def verified(training: Training) -> Training:
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
         ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
         ("schedule.warmup", warmup, warmup >= 0, "give a number of steps, or 0 for none"),
+        ("accumulate", training.accumulate, training.accumulate >= 1, "give a number of global batches, 1 or more"),
         ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
         ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),

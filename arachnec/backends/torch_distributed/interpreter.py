@@ -117,8 +117,21 @@ class RankContext:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What an iteration is of an optimizer step over several: whether it ``begins`` it, whether it ``ends`` it with the
+    update, and the part of the step's clips that are its own."""
+
+    begins: bool = True
+    ends: bool = True
+    part: float = 1.0
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class Iteration:
-    """What a rank is to do in one step."""
+    """What a rank is to do in one iteration."""
 
     module: Module
     program: Program
@@ -127,6 +140,7 @@ class Iteration:
     step: int
     posts: tuple[tuple[Instruction, ...], ...]
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
+    share: Share = WHOLE
 
     @classmethod
     def of(
@@ -182,12 +196,14 @@ def run_iteration(
     ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
     what to do of the next program while gradients are on their way; ``progress`` is told of every instruction.
     """
-    drop_gradients(context.parameters)
+    share = iteration.share
+    if share.begins:
+        drop_gradients(context.parameters)
     run = Run()
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
-    gradients = _gradients(context, iteration.module, iteration.program)
+    gradients = _gradients(context, iteration.module, iteration.program, goes_on=not share.begins)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -210,7 +226,9 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
+def _gradients(
+    context: RankContext, module: Module, program: Program, *, goes_on: bool
+) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     layers = layers_in(module, context.model)
     synchronisation = GradientSynchronisation(
@@ -228,7 +246,7 @@ def _gradients(context: RankContext, module: Module, program: Program) -> Gradie
         synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=place)
     if context.cells is None:
         return synchronisation
-    return context.cells.gradients(context.gradient_groups, synchronisation, size)
+    return context.cells.gradients(context.gradient_groups, synchronisation, size, goes_on=goes_on)
 
 
 @dataclass
@@ -244,6 +262,7 @@ class _Walk:
     progress: StepProgress | None
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
+    settled: bool = False  # what was updated before is here
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -251,11 +270,13 @@ class _Walk:
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op in ("norm", "step"):
-            if self.ahead is not None:
-                self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
-            with clock.measure("reduce", instruction.target):
-                self.gradients.wait()
-            if not self.stepped and self.run.norm is None:
+            if self.iteration.share.ends:
+                if self.ahead is not None:
+                    self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
+                with clock.measure("reduce", instruction.target):
+                    self.gradients.wait()
+            if self.iteration.share.begins and not self.settled:
+                self.settled = True
                 for updated in self.context.updated.values():
                     updated.wait()  # a rank without a forward has waited for none
             return
@@ -323,6 +344,7 @@ class _Walk:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        share *= self.iteration.share.part
         if cascade.stage in self.context.updated:
             self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
@@ -372,7 +394,7 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 message = self._message(self.staged.before(cascade))
                 made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
@@ -381,10 +403,14 @@ class _Walk:
             return
         with (
             self._sharded(instruction, cascade),
-            self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+            self.gradients.inside_backward(self._inside(cascade)),
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
+        """The all-reduces that start inside a backward: none before an update's last iteration."""
+        return self._reduces_inside.get(cascade.name, ()) if self.iteration.share.ends else ()
 
     def _cells(self, cascade: Cascade) -> StageCells | None:
         """How the cascade's stage is dealt out; None where it is whole."""
@@ -407,15 +433,20 @@ class _Walk:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
     def _gather(self, instruction: Instruction) -> None:
-        """A layer's forward waits for it."""
+        """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""
+        if not self.iteration.share.begins:
+            return
         group = self.context.gradient_groups.get(instruction.peers)
         self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.gradients.start(instruction)  # `step` waits for it
+        if self.iteration.share.ends:
+            self.gradients.start(instruction)  # `step` waits for it
 
     def _norm(self, instruction: Instruction) -> None:
         """Of the gradients of all these ranks, of which this one has a share."""
+        if not self.iteration.share.ends:
+            return
         own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
         if pipeline is not None:
             own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
@@ -424,7 +455,7 @@ class _Walk:
 
     def _step(self, instruction: Instruction) -> None:
         """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
-        if self.stepped:
+        if self.stepped or not self.iteration.share.ends:
             return
         self.stepped = True
         self._show_gradients()
@@ -433,7 +464,7 @@ class _Walk:
 
     def end_step(self) -> None:
         """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
-        if not self.stepped:
+        if not self.stepped and self.iteration.share.ends:
             self._show_gradients()
 
     def _show_gradients(self) -> None:

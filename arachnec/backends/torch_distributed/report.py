@@ -107,6 +107,31 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: 
     )
 
 
+def accumulated(step: int, reports: Sequence[StepReport]) -> StepReport:
+    """An optimizer step over several batches: losses are shares of the objective, times follow each other."""
+    last = reports[-1]
+    if len(reports) == 1:
+        return msgspec.structs.replace(last, step=step)
+    losses = [r.loss for r in reports if r.loss is not None]
+    ms = sum(r.step_ms for r in reports)
+    return msgspec.structs.replace(
+        last,
+        step=step,
+        loss=sum(losses) if len(losses) == len(reports) else None,
+        step_ms=ms,
+        planned_ms=sum(r.planned_ms for r in reports),
+        imbalance=sum(r.imbalance * r.step_ms for r in reports) / ms,
+        tokens_per_s=sum(r.tokens_per_s * r.step_ms for r in reports) / ms,
+        exposed_planning_ms=sum(r.exposed_planning_ms for r in reports),
+        peak_memory_gib=max(r.peak_memory_gib for r in reports),
+        cascades=sum(r.cascades for r in reports),
+        peak_reserved_gib=max(r.peak_reserved_gib for r in reports),
+        from_host=sum(r.from_host for r in reports),
+        to_host=sum(r.to_host for r in reports),
+        not_finite=[note for r in reports for note in r.not_finite],
+    )
+
+
 def write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

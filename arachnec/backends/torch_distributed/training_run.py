@@ -24,7 +24,7 @@ from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
-from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
@@ -81,7 +81,7 @@ def train(
     compiled = executable.program
     with explained_memory(DeviceRuntime.of(device), compiled, program_of(compiled, dist.get_rank())):
         trainer = Trainer(executable, options, device, enter)
-    count = options.steps or executable.header.iterations
+    count = options.steps or trainer.steps_of(executable.header.iterations)
     events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
@@ -148,7 +148,8 @@ class Trainer:
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
-        self._planned = self._plan(self.done)
+        self._each = training.accumulate  # batches of an optimizer step
+        self._planned = self._plan(self.done * self._each)
         assert self._planned is not None, "a run has a first batch"
         first = self._planned.module
         enter("start", self.timeouts.of_start(first), "--start-timeout")
@@ -193,6 +194,10 @@ class Trainer:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
 
+    def steps_of(self, batches: int) -> int:
+        """Optimizer steps that so many batches make."""
+        return -(-batches // self._each)
+
     def step_log(self, end: int) -> StepLog:
         """What is told of every step up to ``end``. Raises ``UserError`` where its schedule ends before."""
         context = self._context
@@ -204,17 +209,31 @@ class Trainer:
 
         A rank that has to wait at its end encodes for the step after it, unless it is the ``last``.
         """
-        planned = self._plan(number)
-        if planned is None:
-            return None
+        begin = number * self._each
+        plans = [self._plan(begin + place) for place in range(self._each)]
+        batches = [planned for planned in plans if planned is not None]
+        counts = [len(planned.module.clips) for planned in batches]
+        reports: list[report.StepReport] = []
+        for place, planned in enumerate(batches):
+            share = Share(place == 0, planned is batches[-1], counts[place] / sum(counts))
+            following = None if share.ends else batches[place + 1]
+            if share.ends and not last:
+                following = self._following(begin + self._each)
+            reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
+        self._watch_links(number)
+        return report.accumulated(number, reports) if reports else None
+
+    def _iterate(
+        self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None
+    ) -> report.StepReport:
+        """Carry out one batch, of the optimizer step that it has a share of."""
         self._planned, self.module = planned, planned.module
         self._enter_step(planned)
-        self._prepare(self.module)
+        self._prepare(self.module, share)
         context = self._context
         given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
-        own = self._iteration(planned, given)
+        own = replace(self._iteration(planned, given), share=share)
         self._load(planned)
-        following = None if last else self._following(number + 1)
         self._ahead = None if following is None else self._look_ahead(following)
         if following is not None:
             self._load(following)
@@ -230,7 +249,6 @@ class Trainer:
         if planned.key in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(planned.key)
-        self._watch_links(number)
         return self._report(own, planned.number, run, elapsed, exposed)
 
     def _watch_links(self, number: int) -> None:
@@ -247,7 +265,7 @@ class Trainer:
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow(watch.planned, number + 2)
+            self._plans.follow(watch.planned, (number + 1) * self._each + 1)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
@@ -347,8 +365,8 @@ class Trainer:
 
     def _position(self, steps: int) -> Position:
         planned = self._planned
-        drawn = planned is not None and planned.step + 1 == steps
-        mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps)
+        drawn = planned is not None and planned.step // self._each + 1 == steps
+        mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps * self._each)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
         return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source)
 
@@ -371,11 +389,12 @@ class Trainer:
             groups.close()
         context.connections.close()
 
-    def _prepare(self, module: Module) -> None:
+    def _prepare(self, module: Module, share: Share) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
         context = self._context
-        drop_gradients(context.parameters)
-        keep_gradients(context.parameters, module)
+        if share.begins:
+            drop_gradients(context.parameters)
+            keep_gradients(context.parameters, module)
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
@@ -394,9 +413,10 @@ class Trainer:
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
-        self._skipped = 0 if finite else self._skipped + 1
-        if not finite:
-            self._tell_skipped(own.step, cause_of_skip(notes, norm))
+        if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
+            self._skipped = 0 if finite else self._skipped + 1
+        if own.share.ends and not finite:
+            self._tell_skipped(own.step // self._each, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
@@ -413,7 +433,7 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
             from_host=int(everyone[:, 6].sum()),
             to_host=int(everyone[:, 7].sum()),
-            skipped=not finite,
+            skipped=own.share.ends and not finite,
             not_finite=notes,
             lr=self._context.optimizer.rate,
         )

@@ -22,7 +22,16 @@ from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
-from tests.distributed.executor_cases import DOUBLE, Work, clip, executable, plain_loop, train_on
+from tests.distributed.executor import test_cells
+from tests.distributed.executor_cases import (
+    DOUBLE,
+    Work,
+    assert_same_gradients,
+    clip,
+    executable,
+    plain_loop,
+    train_on,
+)
 from tests.distributed.harness import run_ranks
 
 CLIPS = (clip("a", 3), clip("b", 5), clip("c", 2))
@@ -139,3 +148,51 @@ def test_options_that_take_more_memory_than_was_proved_are_held_to_what_is_left(
     demand_room(compiled.program, 3.9)  # of 4 GiB
     with pytest.raises(UserError, match="more than was proved"):
         demand_room(compiled.program, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "dealt_out"), [(1, False), (1, True), (2, False), (2, True)], ids=["whole", "sharded", "cells", "both"]
+)
+def test_an_update_of_several_batches_has_the_gradient_of_all_their_clips(
+    cell: int, dealt_out: bool, tmp_path: Path
+) -> None:
+    training = msgspec.structs.replace(TRAINING, groups=(), schedule=Schedule(), accumulate=2)
+    folder = test_cells.executable(tmp_path, test_cells.BOTH, 4, cell, training=training, dealt_out=dealt_out)
+    saved = tmp_path / "g.safetensors"
+    reports = train_on(4, folder, steps=2, save_gradients=saved)["steps"]
+    model_file = load_model_file(folder / "model.py")
+    torch.manual_seed(0)
+    model = model_file.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    for step, told in enumerate(reports):
+        optimizer.zero_grad()
+        drawn = [plain_loop(folder, test_cells.CLIPS, step=number, model=model) for number in (2 * step, 2 * step + 1)]
+        assert told["loss"] == pytest.approx(sum(loss for loss, _ in drawn) / 2, rel=1e-9)
+        gradients = {name: value.clone() / 2 for name, value in drawn[-1][1].items()}  # both are in it
+        for name, value in model.named_parameters():
+            value.grad = gradients[name].clone() if value.grad is not None else None
+        used = [value for value in model.parameters() if value.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(used, 0.1)
+        assert told["gradient_norm"] == pytest.approx(float(norm), rel=1e-6)
+        optimizer.step()
+    assert [told["step"] for told in reports] == [0, 1]
+    assert_same_gradients(saved, gradients, 1e-9)
+
+
+def test_batches_of_unequal_size_count_by_their_clips(tmp_path: Path) -> None:
+    training = Training(accumulate=2)
+    first, second = CLIPS[:2], CLIPS[2:]
+    works = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
+    folder = executable(tmp_path, [first, second], works, 2, training=training, pipeline="data-parallel", more=DOUBLE)
+    saved = tmp_path / "g.safetensors"
+    (told,) = train_on(2, folder, save_gradients=saved)["steps"]
+    loss = 0.0
+    gradients: dict[str, Tensor] = {}
+    for step, clips in enumerate((first, second)):
+        own, given = plain_loop(folder, clips, step=step)
+        loss += own * len(clips) / 3
+        gradients = {
+            name: gradients.get(name, torch.zeros(())) + value * (len(clips) / 3) for name, value in given.items()
+        }
+    assert told["loss"] == pytest.approx(loss, rel=1e-9)
+    assert_same_gradients(saved, gradients, 1e-9)
