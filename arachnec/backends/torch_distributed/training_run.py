@@ -41,6 +41,8 @@ from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.shuffled_batches import ShuffledBatches
+from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
@@ -143,6 +145,10 @@ class Trainer:
         model_file = executable.model_file()
         self._executable = executable
         more_state = state_beyond_plan(executable, model_file, training)
+        if training.shuffle:
+            if batches is not None:
+                raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+            batches = ShuffledBatches(executable, training.seed)
         self._plans = Plans(executable, rank, world, batches, more_state=more_state)
         resumed = resumed or _newest(options)
         self.done = 0 if resumed is None else resumed.position.steps
