@@ -161,13 +161,15 @@ def compile(
     """
     from arachnec.backends.cascade_step import trained_parameters
     from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
+    from arachnec.optimizers.recipe import demand_torch_takes
 
+    training = training or Training()
+    demand_torch_takes(training)
     model_file = load_model_file(Path(model))
     manifest = read_manifest(Path(data), batch=batch)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
-    training = training or Training()
     started = time.perf_counter()
     trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)

@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,7 +233,37 @@ def _list(value: Any, key: str, lines: Lines) -> Sequence[Any]:
 
 
 def _bad(lines: Lines, key: str, value: object, reason: str, remedy: str) -> BadTrainValue:
-    return bad_value(key, value, reason, remedy, lines.span(key.rpartition(".")[2]))
+    return bad_value(key, value, reason, remedy, place(lines, key))
+
+
+def place(lines: Lines, key: str) -> Span | None:
+    """Where ``schedule.T_max`` stands: behind the head of its table, or the head itself; None without a file."""
+    table, _, name = key.rpartition(".")
+    if lines.file is None or not table:
+        return lines.span(key)
+    rows = lines.text.splitlines()
+    head = next((i for i, row in enumerate(rows) if re.match(rf"\s*\[\[?\s*{re.escape(table)}\s*\]", row)), None)
+    if head is None:
+        return lines.span(table)
+    for number, row in enumerate(rows[head + 1 :], head + 2):
+        if re.match(r"\s*\[", row):
+            break
+        if match := re.match(rf"\s*({re.escape(name)})\b", row):
+            return Span(lines.file, number, match.start(1) + 1, number, match.end(1) + 1)
+    return Span(lines.file, head + 1, 1, head + 1, len(rows[head]) + 1)
+
+
+def located(error: UserError, file: Path | None) -> UserError:
+    """What is wrong with options that torch was given, at their lines of the training file."""
+    if file is None or not file.is_file():
+        return error
+    lines = Lines(str(file), file.read_text(encoding="utf-8", errors="replace"))
+    unplaced = [isinstance(d, BadTrainValue) and d.span is None for d in error.diagnostics]
+    diagnostics = (
+        replace(d, span=place(lines, d.key)) if missing and isinstance(d, BadTrainValue) else d
+        for d, missing in zip(error.diagnostics, unplaced, strict=True)
+    )
+    return UserError(*diagnostics)
 
 
 def _at(tables: Any, path: str) -> Any:

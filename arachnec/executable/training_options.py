@@ -58,8 +58,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
-    first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips come
-    in another order in every epoch. In a step a clip has no caption with probability ``caption_dropout``.
+    first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
+    come in another order in every epoch. In a step a clip has no caption with probability ``caption_dropout``.
     """
 
     lr: float = 1e-4

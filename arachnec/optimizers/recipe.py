@@ -19,6 +19,7 @@ from arachnec.executable.training_options import OWN_OPTIMIZER, Group, Training,
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.optimizers.classes import ELEMENTWISE, constructed, optimizer_class
+from arachnec.optimizers.schedules import demand_schedule
 
 UserOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -89,6 +90,21 @@ def recipe_of(
             optimizer = constructed(kind, standing, key, common | group.arguments)
             groups.append(ParameterGroup(names, _arguments(optimizer.param_groups[0])))
     return Recipe(tuple(groups), kind)
+
+
+def demand_torch_takes(training: Training) -> None:
+    """Raises ``UserError`` for an optimizer, a group or a schedule that torch has not, or whose arguments it refuses.
+
+    Before there is a model: what a class asks of its parameters is seen later.
+    """
+    kind = optimizer_class(training.optimizer.name)
+    common = {"lr": training.lr, **training.optimizer.arguments}
+    standing = [nn.Parameter(torch.empty(1, 1, device="meta"))]
+    groups = [_arguments(constructed(kind, standing, "optimizer", common).param_groups[0])]
+    for group in training.groups:
+        optimizer = constructed(kind, standing, "groups", common | group.arguments)
+        groups.append(_arguments(optimizer.param_groups[0]))
+    demand_schedule(training.schedule, groups)
 
 
 def _dealt(parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> list[tuple[str, ...]]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.executable.train_file import training_of
+from arachnec.executable.train_file import located, training_of
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.optimizers.recipe import demand_torch_takes
 
 FILE = """
 lr = 2e-4
@@ -95,3 +96,28 @@ def test_a_mistake_is_one_message_at_its_line(tmp_path: Path, text: str, line: i
 def test_a_setting_that_is_none_is_refused(setting: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         training_of(Training(), None, (setting,))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("[schedule]\nname = 'StepLR'", 2, "`schedule.name` is 'StepLR': it needs `step_size`"),
+        ("lr = 1.0\n[schedule]\nstep_size = 3\nname = 'StepLRs'", 4, "torch has none of that name"),
+        ("[optimizer]\nname = 'SGD'\nmomentun = 0.9", 3, "SGD takes no `momentun`"),
+        ("[optimizer]\nname = 'SGD'\nmomentum = -1.0", 1, "SGD refuses its arguments: Invalid momentum value: -1.0"),
+        ("[schedule]\nname = 'LambdaLR'", 2, "it takes a function"),
+        ("optimizer = 'LBFGS'", 1, "it computes the loss again"),
+        ("[[groups]]\nmatch = '*'\nweight_decai = 1", 3, "takes no `weight_decai`"),
+    ],
+)
+def test_what_torch_does_not_take_is_told_at_its_line_before_anything_runs(
+    tmp_path: Path, text: str, line: int, expected: str
+) -> None:
+    training = read(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        demand_torch_takes(training)
+    (diagnostic,) = located(caught.value, tmp_path / "train.toml").diagnostics
+    assert expected in diagnostic.text(diagnostic.title)
+    assert diagnostic.text(diagnostic.help)
+    assert diagnostic.span is not None
+    assert diagnostic.span.line == line

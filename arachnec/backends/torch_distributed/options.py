@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.executable.train_file import training_of
+from arachnec.executable.train_file import located, training_of
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
 from arachnec.launch.timeouts import Timeouts
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -122,8 +123,11 @@ def training_options(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(**given: Any) -> Any:
-        own = {name: given.pop(name) for name in ("train", "settings", *FLAGS)}
-        return function(training=RunOptions(**own).training(Training()), **given)
+        own = RunOptions(**{name: given.pop(name) for name in ("train", "settings", *FLAGS)})
+        try:
+            return function(training=own.training(Training()), **given)
+        except UserError as error:
+            raise located(error, own.train) from None
 
     for option in reversed(TRAINING):
         wrapped = option(wrapped)
