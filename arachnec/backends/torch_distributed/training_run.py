@@ -157,11 +157,10 @@ class Trainer:
         model_file = executable.model_file()
         self._executable = executable
         more_state = state_beyond_plan(executable, model_file, training)
-        if training.shuffle:
-            if batches is not None:
-                raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
-            batches = ShuffledBatches(executable, training.seed)
-        self._plans = Plans(executable, rank, world, batches, more_state=more_state)
+        if training.shuffle and batches is not None:
+            raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+        drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
+        self._plans = Plans(executable, rank, world, drawn, more_state=more_state)
         resumed = resumed or _newest(options)
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
@@ -197,7 +196,8 @@ class Trainer:
         self._resume(resumed)
         epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
         log = options.checkpoint or executable.folder
-        self._audit = AuditLog(log, epoch, self.done) if rank == 0 else None
+        self._audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
+        self._seen: list[AuditLine] = []  # of the batches of a step that has not ended
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
@@ -375,7 +375,8 @@ class Trainer:
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
             if self._audit is not None:
-                self._audit.sync(steps - 1)
+                for batch in range((steps - 1) * self._each, steps * self._each):
+                    self._audit.sync(batch)
             self._checkpoints.save(self._state(), self._position(steps))
         else:
             self._checkpoints.poll()
@@ -436,13 +437,9 @@ class Trainer:
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
+        self._seen.append(AuditLine(own.step, [own.clips[clip.id].id for clip in own.module.clips], False, notes))
         if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
-            self._skipped = 0 if finite else self._skipped + 1
-        if self._audit is not None:
-            seen = [own.clips[clip.id].id for clip in own.module.clips]
-            self._audit.add(AuditLine(own.step // self._each, seen, not finite, notes))
-        if own.share.ends and not finite:
-            self._tell_skipped(own.step // self._each, cause_of_skip(notes, norm))
+            self._end_step(own.step // self._each, finite, norm)
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
@@ -463,6 +460,17 @@ class Trainer:
             not_finite=notes,
             lr=self._context.optimizer.rate,
         )
+
+    def _end_step(self, step: int, finite: bool, norm: float) -> None:
+        """Keep account of a step and its batches, and say whether it was skipped."""
+        self._skipped = 0 if finite else self._skipped + 1
+        notes = [note for line in self._seen for note in line.not_finite]
+        if self._audit is not None:
+            for line in self._seen:
+                self._audit.add(msgspec.structs.replace(line, skipped=not finite))
+        self._seen.clear()
+        if not finite:
+            self._tell_skipped(step, cause_of_skip(notes, norm))
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self._most_skipped:
