@@ -176,7 +176,8 @@ def test_an_update_of_several_batches_has_the_gradient_of_all_their_clips(
         assert told["gradient_norm"] == pytest.approx(float(norm), rel=1e-6)
         optimizer.step()
     assert [told["step"] for told in reports] == [0, 1]
-    assert_same_gradients(saved, gradients, 1e-6 if dealt_out else 1e-9)  # dealt out, sums are kept in fp32
+    rounding = 1e-9 if cell == 1 and not dealt_out else 1e-6  # a norm over ranks, and sums that are dealt out, are fp32
+    assert_same_gradients(saved, gradients, rounding)
 
 
 def test_batches_of_unequal_size_count_by_their_clips(tmp_path: Path) -> None:
