@@ -22,6 +22,7 @@ class ClipNote(msgspec.Struct, frozen=True):
 
     clip: str | int
     ranks: list[int]
+    reason: str = ""
 
 
 class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
@@ -43,6 +44,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     to_host: int = 0
     skipped: bool = False  # the gradient was not finite: no parameter changed
     not_finite: list[ClipNote] = []  # the clips whose loss was not finite
+    set_aside: list[ClipNote] = []  # the clips that could not be used; the loss is the mean of the others
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):
