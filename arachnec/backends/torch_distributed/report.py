@@ -128,6 +128,12 @@ def busy_ms(intervals: Sequence[Interval]) -> float:
     return sum(i.end - i.start for i in intervals if i.op in BUSY)
 
 
+def planned_busy_ms(module: Module, ranks: int) -> list[float]:
+    """What each rank is planned to compute, by rank."""
+    planned = {p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in BUSY) for p in module.programs}
+    return [planned.get(rank, 0.0) for rank in range(ranks)]
+
+
 def peak_memory_gib(runtime: DeviceRuntime) -> float:
     """Allocated on the device in this step where its allocator counts, else resident since the process began."""
     allocated = runtime.peak_memory()

@@ -52,6 +52,7 @@ from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.slow_ranks import SlowRanks
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -143,6 +144,7 @@ class Trainer:
         self._begun: set[PlanKey] = set()  # plans that were carried out before
         self._skipped = 0  # steps in a row
         self._most_skipped = options.max_skipped
+        self._slow = SlowRanks()
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
@@ -407,6 +409,7 @@ class Trainer:
             names = [own.clips[clip.id].id for clip in own.module.clips]
             trained = [name for name in names if name not in unused]
             self._audit.add(AuditLine(own.step, trained, not finite, notes, aside))
+        self._tell_slow(own.module, everyone[:, 2].tolist())
         if not finite:
             self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
@@ -429,6 +432,12 @@ class Trainer:
             not_finite=notes,
             set_aside=aside,
         )
+
+    def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
+        self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
+        for rank, factor in slow.items():
+            text = f"rank {rank} computes {factor:.1f} times as slowly as the others: see to its host and device"
+            events.emit(report.Note(text))
 
     def _left_out(self, own: Iteration, run: Run) -> list[report.ClipNote]:
         """The clips of the step that were set aside. Raises ``UserError`` where that are all."""
