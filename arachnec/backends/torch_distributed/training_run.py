@@ -33,6 +33,7 @@ from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
+from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
@@ -55,6 +56,7 @@ from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.slow_ranks import SlowRanks
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -150,6 +152,7 @@ class Trainer:
         self._begun: set[PlanKey] = set()  # plans that were carried out before
         self._skipped = 0  # steps in a row
         self._most_skipped = options.max_skipped
+        self._slow = SlowRanks()
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
@@ -236,13 +239,16 @@ class Trainer:
         counts = [len(planned.module.clips) for planned in batches]
         reports: list[report.StepReport] = []
         for place, planned in enumerate(batches):
-            share = Share(place == 0, planned is batches[-1], counts[place] / sum(counts))
+            share = Share()
+            if len(batches) > 1:
+                aside = sum(len(done.set_aside) for done in reports)
+                share = Share(place == 0, planned is batches[-1], counts[place] / sum(counts), sum(counts), aside)
             following = None if share.ends else batches[place + 1]
             if share.ends and not last:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
         self._watch_links(number)
-        return report.accumulated(number, reports) if reports else None
+        return report.accumulated(number, reports, sum(counts)) if reports else None
 
     def _iterate(
         self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None
@@ -435,9 +441,16 @@ class Trainer:
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
+        aside, clips = self._left_out(own, run), len(own.module.clips)
+        if not own.share.clips:
+            loss *= clips / max(1, clips - len(aside))
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
-        self._seen.append(AuditLine(own.step, [own.clips[clip.id].id for clip in own.module.clips], False, notes))
+        unused = {note.clip for note in aside}
+        names = [own.clips[clip.id].id for clip in own.module.clips]
+        trained = [name for name in names if name not in unused]
+        self._seen.append(AuditLine(own.step, trained, False, notes, aside))
+        self._tell_slow(own.module, everyone[:, 2].tolist())
         if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
             self._end_step(own.step // self._each, finite, norm)
         step_ms = float(everyone[:, 1].max())
@@ -459,6 +472,7 @@ class Trainer:
             skipped=own.share.ends and not finite,
             not_finite=notes,
             lr=self._context.optimizer.rate,
+            set_aside=aside,
         )
 
     def _end_step(self, step: int, finite: bool, norm: float) -> None:
@@ -471,6 +485,24 @@ class Trainer:
         self._seen.clear()
         if not finite:
             self._tell_skipped(step, cause_of_skip(notes, norm))
+
+    def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
+        self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
+        for rank, factor in slow.items():
+            text = f"rank {rank} computes {factor:.1f} times as slowly as the others: see to its host and device"
+            events.emit(report.Note(text))
+
+    def _left_out(self, own: Iteration, run: Run) -> list[report.ClipNote]:
+        """The clips of the step that were set aside. Raises ``UserError`` where that are all."""
+        total = run.left_out.total()
+        if not total:
+            return []
+        notes = notes_of_left_out(run.left_out.clips, self._context.loads.unreadable)
+        for note in notes:
+            events.emit(report.Note(f"step {own.step}: clip {note.clip} is set aside: {note.reason}"))
+        if round(total) >= len(own.module.clips):
+            raise UserError(NothingLeft(None, own.step, f"clip {notes[0].clip}: {notes[0].reason}"))
+        return notes
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self._most_skipped:
