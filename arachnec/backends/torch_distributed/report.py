@@ -110,7 +110,7 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: 
 
 
 def accumulated(step: int, reports: Sequence[StepReport], clips: int) -> StepReport:
-    """An optimizer step over several batches, of so many ``clips``: losses are shares of the objective, times add up."""
+    """An optimizer step over several batches, of so many ``clips``: losses are shares, times add up."""
     last = reports[-1]
     if len(reports) == 1:
         return msgspec.structs.replace(last, step=step)
