@@ -35,6 +35,7 @@ from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
+from arachnec.backends.torch_distributed.set_aside import LeftOut, stand_in, usable
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
@@ -118,8 +119,23 @@ class RankContext:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What an iteration is of an optimizer step over several: whether it ``begins`` it, whether it ``ends`` it with the
+    update, and the part of the step's ``clips`` that are its own. Of those before ``left_out`` were set aside."""
+
+    begins: bool = True
+    ends: bool = True
+    part: float = 1.0
+    clips: int = 0  # 0: the iteration's own
+    left_out: int = 0
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class Iteration:
-    """What a rank is to do in one step."""
+    """What a rank is to do in one iteration."""
 
     module: Module
     program: Program
@@ -128,6 +144,7 @@ class Iteration:
     step: int
     posts: tuple[tuple[Instruction, ...], ...]
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
+    share: Share = WHOLE
 
     @classmethod
     def of(
@@ -158,6 +175,7 @@ class Run:
     losses: dict[str, Tensor] = field(default_factory=dict)
     shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
     rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
         """The clips, by name, whose loss on this rank is not finite. Waits for the device."""
@@ -183,12 +201,14 @@ def run_iteration(
     ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
     what to do of the next program while gradients are on their way; ``progress`` is told of every instruction.
     """
-    drop_gradients(context.parameters)
+    share = iteration.share
+    if share.begins:
+        drop_gradients(context.parameters)
     run = Run()
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
-    gradients = _gradients(context, iteration.module, iteration.program)
+    gradients = _gradients(context, iteration.module, iteration.program, goes_on=not share.begins)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -211,7 +231,9 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
+def _gradients(
+    context: RankContext, module: Module, program: Program, *, goes_on: bool
+) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     layers = layers_in(module, context.model)
     synchronisation = GradientSynchronisation(
@@ -229,7 +251,7 @@ def _gradients(context: RankContext, module: Module, program: Program) -> Gradie
         synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=place)
     if context.cells is None:
         return synchronisation
-    return context.cells.gradients(context.gradient_groups, synchronisation, size)
+    return context.cells.gradients(context.gradient_groups, synchronisation, size, goes_on=goes_on)
 
 
 @dataclass
@@ -243,8 +265,11 @@ class _Walk:
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
     progress: StepProgress | None
+    kept: dict[str, list[int]] = field(default_factory=dict)  # of a cascade's clips, those that can be used
+    corrected: bool = False
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
+    settled: bool = False  # what was updated before is here
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -252,11 +277,15 @@ class _Walk:
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op in ("norm", "step"):
-            if self.ahead is not None:
-                self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
-            with clock.measure("reduce", instruction.target):
-                self.gradients.wait()
-            if not self.stepped and self.run.norm is None:
+            self.run.left_out.tell()
+            if self.iteration.share.ends:
+                if self.ahead is not None:
+                    self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
+                with clock.measure("reduce", instruction.target):
+                    self.gradients.wait()
+                self._correct_weights()
+            if self.iteration.share.begins and not self.settled:
+                self.settled = True
                 for updated in self.context.updated.values():
                     updated.wait()  # a rank without a forward has waited for none
             return
@@ -283,8 +312,15 @@ class _Walk:
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
     def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
-        loads = self.context.loads
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
+        """Clip by clip; no number for one that cannot be read."""
+        encoder, rows = self.context.encoders[stage], []
+        for clip in clips:
+            loaded = self.context.loads.take_readable(step, stage, clip)
+            if loaded is None:
+                rows.append(stand_in(encoder, clip, self.context.device))
+            else:
+                rows.append(encode_loaded(encoder, [loaded]))
+        return torch.cat(rows)
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         assert self.ahead is not None
@@ -316,6 +352,7 @@ class _Walk:
         """What a forward reads, in a thread of its own."""
         here = {name: self.run.values[name].wait() for name in cascade.inputs}
         encoded = encoded_inputs(self.iteration.module, cascade, here)
+        encoded, self.kept[cascade.name] = usable(encoded, len(cascade.clips))
         context = self.context
         batch = batch_of(context.model_file, self._clips(cascade), encoded, context.training, self.iteration.step)
         return context.runtime.to_device(batch)
@@ -323,17 +360,37 @@ class _Walk:
     def _forward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
-        share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        kept, count, degree = self.kept[cascade.name], len(cascade.clips), max(1, len(instruction.peers))
+        share = self.iteration.share.part * len(kept) / len(self.iteration.module.clips) / degree
         if cascade.stage in self.context.updated:
             self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
+        self._leave_out(cascade, degree)
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
-            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen) * share
+            whole = None if len(kept) == count else kept
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
         self.run.losses[cascade.name] = objective
         self.run.shares[cascade.name] = objective.detach()
+
+    def _leave_out(self, cascade: Cascade, degree: int) -> None:
+        """Note the clips of a cascade that take no part. Each of its ranks has an equal share of them."""
+        kept = self.kept[cascade.name]
+        names = [clip.id for number, clip in enumerate(self._clips(cascade)) if number not in kept]
+        self.run.left_out.clips += names
+        self.run.left_out.share += len(names) / degree
+
+    def _correct_weights(self) -> None:
+        """The mean is that of the clips that took part."""
+        if self.corrected:
+            return
+        self.corrected = True
+        share = self.iteration.share
+        factor = self.run.left_out.factor(share.clips or len(self.iteration.module.clips), share.left_out)
+        if factor != 1.0:
+            self.context.optimizer.scale_gradients(self.gradients.parts, factor)
 
     def _predicted(self, cascade: Cascade, target: Tensor, prediction: Tensor) -> None:
         clips = len(cascade.clips)
@@ -345,11 +402,13 @@ class _Walk:
     ) -> None:
         context = self.context
         message = self._message(self.staged.before(cascade))
+        whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, made = self.staged.forward(
-                cascade, context.model, context.model_file, kwargs, target, message, share
+                cascade, context.model, context.model_file, kwargs, target, message, share, whole
             )
         if objective is not None:
+            self._leave_out(cascade, max(1, len(instruction.peers)))
             self.run.shares[cascade.name] = objective.detach()
         if made is not None:
             self.run.values[cascade.name] = context.runtime.to_host(made)
@@ -373,7 +432,7 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 message = self._message(self.staged.before(cascade))
                 made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
@@ -382,10 +441,14 @@ class _Walk:
             return
         with (
             self._sharded(instruction, cascade),
-            self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+            self.gradients.inside_backward(self._inside(cascade)),
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
+        """The all-reduces that start inside a backward: none before an update's last iteration."""
+        return self._reduces_inside.get(cascade.name, ()) if self.iteration.share.ends else ()
 
     def _cells(self, cascade: Cascade) -> StageCells | None:
         """How the cascade's stage is dealt out; None where it is whole."""
@@ -408,15 +471,20 @@ class _Walk:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
     def _gather(self, instruction: Instruction) -> None:
-        """A layer's forward waits for it."""
+        """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""
+        if not self.iteration.share.begins:
+            return
         group = self.context.gradient_groups.get(instruction.peers)
         self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.gradients.start(instruction)  # `step` waits for it
+        if self.iteration.share.ends:
+            self.gradients.start(instruction)  # `step` waits for it
 
     def _norm(self, instruction: Instruction) -> None:
         """Of the gradients of all these ranks, of which this one has a share."""
+        if not self.iteration.share.ends:
+            return
         own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
         if pipeline is not None:
             own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
@@ -425,7 +493,7 @@ class _Walk:
 
     def _step(self, instruction: Instruction) -> None:
         """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
-        if self.stepped:
+        if self.stepped or not self.iteration.share.ends:
             return
         self.stepped = True
         self._show_gradients()
@@ -434,6 +502,9 @@ class _Walk:
 
     def end_step(self) -> None:
         """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.iteration.share.ends:
+            return
+        self._correct_weights()
         if not self.stepped:
             self._show_gradients()
 
