@@ -83,9 +83,19 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
 
 
 def trace_file(model_file: ModelFile, manifest: Manifest) -> Trace:
+    """The model, traced for the manifest's clips; of each shape one clip's file is held against what the manifest says,
+    where the file is here. Raises ``UserError``.
+    """
     from arachnec.passes.trace import trace_model
 
-    return trace_model(model_file, [clip for clips in manifest.iterations for clip in clips])
+    clips = [clip for clips in manifest.iterations for clip in clips]
+    trace = trace_model(model_file, clips)
+    for clip in {clip.shape: clip for clip in clips if clip.path is not None and clip.path.is_file()}.values():
+        for encoder in trace.counter.encoders.values():
+            check = getattr(encoder, "check", None)
+            if check is not None:
+                check(clip)
+    return trace
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:

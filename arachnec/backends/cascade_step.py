@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import make_batch, prediction_of
-from arachnec.models.file import ModelFile, own_errors
+from arachnec.models.file import ModelFile, own_errors, ran_out_of_memory
 from arachnec.models.precision import in_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,6 +28,38 @@ class NoGradient(Diagnostic):
     title: ClassVar[str] = "no gradient can follow from `loss`: {found}"
     help: ClassVar[str] = "loss(prediction, target) returns one scalar tensor that depends on the prediction"
     found: str
+
+
+@dataclass(frozen=True)
+class CannotRun(Diagnostic):
+    title: ClassVar[str] = "the model cannot run on clip {clips}: {reason}"
+    help: ClassVar[str] = (
+        "what sample() gave for it has other shapes or types than for the clips the model was traced with: compare them"
+    )
+    clips: str
+    reason: str
+
+
+@contextmanager
+def naming(clips: Sequence[VideoClip]) -> Iterator[None]:
+    """What an operation of a traced graph refuses is a ``UserError`` that names the clips, and no graph's traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error) or not _of_a_graph(error):
+            raise
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise UserError(CannotRun(None, ", ".join(str(clip.id) for clip in clips), reason)) from error
+
+
+def _of_a_graph(error: Exception) -> bool:
+    """Whether an operation written in a graph raised it, and nothing that this calls: collectives have other reasons."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    while files and files[-1].endswith("/torch/_ops.py"):
+        files.pop()
+    return bool(files) and files[-1].startswith("<eval_with_key>")
 
 
 def build_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:

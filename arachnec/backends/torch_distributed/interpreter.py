@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
-from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
+from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded, naming
 from arachnec.backends.finite_losses import finite_rows, not_finite
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
@@ -328,7 +328,8 @@ class _Walk:
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
-        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
+        clips = naming(self._clips(cascade))
+        with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen) * share
         self.run.losses[cascade.name] = objective
