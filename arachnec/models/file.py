@@ -320,6 +320,8 @@ def _remedy(error: BaseException) -> str:
             "give the file by its whole path: an executable carries the model file and the modules of its folder, and "
             "no other files"
         )
+    if "Target modules" in str(error) or "target_modules" in str(error):
+        return "LoRA's target_modules name layers as model.named_modules() does: to_q, or blocks.0.attn1.to_q"
     if "meta tensor" in str(error):
         return "the model is planned under torch.device('meta'), without numbers: see docs/your_model.md"
     return "correct the model file; it runs alone with `python FILE`"
