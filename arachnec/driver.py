@@ -175,7 +175,7 @@ def compile(
         planning_ms=model_ms + iteration_ms,
         tracing_ms=tracing_ms,
         warnings=trace.warnings,
-        limits=trace.limits,
+        limits=(*trace.limits, *trace.unknowns),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Graph, Stage
 from arachnec.models.batch import prediction_of
 from arachnec.spmd.specialisation import Graphs
@@ -46,6 +46,17 @@ class Trace:
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
         return self.counter(clip)
+
+    @property
+    def unknowns(self) -> tuple[str, ...]:
+        """What compiling did not try, in a line; none where every clip shape ran through the whole model."""
+        count = len(self.counter.untried)
+        if not count:
+            return ()
+        return (
+            f"{counted(count, 'clip shape')} ran up to the first block only: what the model does behind it is first "
+            "tried in their step",
+        )
 
 
 class _Reached(BaseException):
