@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +14,9 @@ from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.batch import make_batch, prediction_of
-from arachnec.models.file import ModelFile, own_errors, ran_out_of_memory
+from arachnec.models.batch import clip_in_step, make_batch, prediction_of
+from arachnec.models.cast_samples import CastSamples
+from arachnec.models.file import ModelFile, own_errors
 from arachnec.models.precision import in_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,38 +29,6 @@ class NoGradient(Diagnostic):
     found: str
 
 
-@dataclass(frozen=True)
-class CannotRun(Diagnostic):
-    title: ClassVar[str] = "the model cannot run on clip {clips}: {reason}"
-    help: ClassVar[str] = (
-        "what sample() gave for it has other shapes or types than for the clips the model was traced with: compare them"
-    )
-    clips: str
-    reason: str
-
-
-@contextmanager
-def naming(clips: Sequence[VideoClip]) -> Iterator[None]:
-    """What an operation of a traced graph refuses is a ``UserError`` that names the clips, and no graph's traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if ran_out_of_memory(error) or not _of_a_graph(error):
-            raise
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(CannotRun(None, ", ".join(str(clip.id) for clip in clips), reason)) from error
-
-
-def _of_a_graph(error: Exception) -> bool:
-    """Whether an operation written in a graph raised it, and nothing that it calls: collectives have other reasons."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    while files and files[-1].endswith("/torch/_ops.py"):
-        files.pop()
-    return bool(files) and files[-1].startswith("<eval_with_key>")
-
-
 def build_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
     """The model with the weights that ``seed`` gives, in the precision of ``training``."""
     torch.manual_seed(training.seed)
@@ -71,6 +38,15 @@ def build_model(model_file: ModelFile, training: Training, device: torch.device)
     return model.to(device)
 
 
+def in_training_precision(model_file: ModelFile, training: Training) -> ModelFile:
+    """The model file as it is trained: its model and its samples in the precision of ``training``."""
+    if training.dtype == "fp32":
+        return model_file
+    dtype = DTYPES[training.dtype]
+    cast = CastSamples(model_file, dtype)
+    return replace(model_file, build=lambda: in_precision(model_file.build(), dtype), sample=cast.sample)
+
+
 def build_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
     """The frozen encoders by name; none where the model file has none."""
     if model_file.encoders is None:
@@ -78,6 +54,11 @@ def build_encoders(model_file: ModelFile, training: Training, device: torch.devi
     torch.manual_seed(training.seed)
     encoders = model_file.encoders()
     return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
+
+
+def in_step(training: Training, clip: VideoClip, step: int) -> VideoClip:
+    """A clip as the options have it in one step, for its encoders and its sample."""
+    return clip_in_step(clip, training.seed, step, training.caption_dropout, training.timesteps)
 
 
 def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
@@ -120,6 +101,7 @@ def batch_of(
 ) -> tuple[dict[str, Any], Tensor]:
     """The forward's keyword arguments and the target of a micro-batch of equal clips."""
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+    clips = [in_step(training, clip, step) for clip in clips]
     return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
 
 

@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": ()}
+ARGUMENTS = {
+    "build": (),
+    "sample": ("clip", "generator"),
+    "loss": ("prediction", "target"),
+    "encoders": (),
+    "optimizer": ("parameters",),
+    "on_step": ("step", "metrics"),
+}
 PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
 
@@ -106,6 +113,8 @@ class ModelFile:
     encoders: Callable[[], dict[str, torch.nn.Module]] | None
     path: Path
     digest: str
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None
     modules: tuple[str, ...] = ()
 
     def span(self, name: str) -> Span | None:

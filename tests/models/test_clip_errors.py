@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from arachnec.backends.cascade_step import naming
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.clip_errors import naming
 
 CLIPS = [VideoClip("a", 1, 8, 8, 0), VideoClip("b", 1, 8, 8, 0)]
 
