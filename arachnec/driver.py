@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
+from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import iteration_of, write_executable
 from arachnec.executable.training_options import Training
@@ -84,7 +85,11 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
 
 
 def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | None = None) -> Trace:
-    """The model as the options train it: in their precision, with the state of their optimizer."""
+    """The model as the options train it: in their precision, with the state of their optimizer.
+
+    Of each clip shape one clip's file is held against what the manifest says, where the file is here. Raises
+    ``UserError``.
+    """
     from arachnec.backends.cascade_step import in_training_precision, trained_parameters
     from arachnec.optimizers.proved_state import recipe_for, with_optimizer
     from arachnec.passes.trace import trace_model
@@ -94,6 +99,7 @@ def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | N
     training = training or Training()
     clips = [clip for clips in manifest.iterations for clip in clips]
     traced = trace_model(in_training_precision(model_file, training), clips)
+    _hold_against_headers(traced, clips)
     demand_timesteps_read(
         model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
     )
@@ -101,6 +107,14 @@ def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | N
     recipe = recipe_for(trained_parameters(model), model_file, training)
     stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
     return replace(traced, stages=tuple(stages))
+
+
+def _hold_against_headers(traced: Trace, clips: Sequence[VideoClip]) -> None:
+    for clip in {clip.shape: clip for clip in clips if clip.path is not None and clip.path.is_file()}.values():
+        for encoder in traced.counter.encoders.values():
+            check = getattr(encoder, "check", None)
+            if check is not None:
+                check(clip)
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -189,7 +203,7 @@ def compile(
         tracing_ms=tracing_ms,
         training=training,
         warnings=trace.warnings,
-        limits=trace.limits,
+        limits=(*trace.limits, *trace.unknowns),
     )
 
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.cast_samples import CastSamples
 from arachnec.backends.finite_losses import poisoning
 from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import clip_in_step, make_batch, prediction_of
+from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile, own_errors
 from arachnec.models.precision import in_precision
 

@@ -49,6 +49,7 @@ from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
@@ -368,7 +369,8 @@ class _Walk:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
         self._leave_out(cascade, degree)
-        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
+        clips = naming(self._clips(cascade))
+        with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
             whole = None if len(kept) == count else kept
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
