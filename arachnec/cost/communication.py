@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
-from arachnec.cost.compute import passes_of
+from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
@@ -144,8 +144,11 @@ class Communication:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            gathered = evaluated(stage, "output", cascade) * GIB
-            return Volumes(attention.ulysses, attention.ring, gathered=gathered, gathers=1)
+            gathered, split = evaluated(stage, "output", cascade) * GIB, (attention.ulysses, attention.ring)
+            if not is_divided(cascade, stage, attention.ulysses * attention.ring):
+                return Volumes(*split, gathered=gathered, gathers=1)
+            gathered += evaluated(stage, "halo", cascade) * GIB
+            return Volumes(*split, gathered=gathered, gathers=cascade.batch * (1 + count_in(stage, "exchanges")))
         forward, backward = passes_of(cascade, stage, recompute)
         return volumes(
             ulysses=attention.ulysses,

@@ -5,7 +5,7 @@ The model is built on the meta device, so that tracing allocates no weights; ``d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Stage
 from arachnec.spmd.rewrite import gather_warnings, shard_block
+from arachnec.spmd.spatial.division import divided_stage
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from arachnec.tracing.cost import encoder_stage, trained_stage
 from arachnec.tracing.dims import S
@@ -126,6 +127,17 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
     shared = [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here, not at launch
     counter = TokenCounter(model, captured, source, encoders)
     trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
-    frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())
+    frozen, whole = _encoder_stages(encoders, clips, counter)
     graphs = tuple(block_graph(block) for block in captured.blocks)
-    return Trace((*frozen, trained), graphs, captured, counter, gather_warnings(captured, shared))
+    return Trace((*frozen, trained), graphs, captured, counter, (*gather_warnings(captured, shared), *whole))
+
+
+def _encoder_stages(
+    encoders: Mapping[str, nn.Module], clips: Sequence[VideoClip], counter: TokenCounter
+) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    """A stage for every encoder, and why there are some whose clips no ranks can share."""
+    divided = [
+        divided_stage(encoder_stage(name, encoder, clips, counter), encoder, clips, counter)
+        for name, encoder in encoders.items()
+    ]
+    return tuple(stage for stage, _ in divided), tuple(reason for _, reason in divided if reason is not None)
