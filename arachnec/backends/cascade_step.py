@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from arachnec.backends.finite_losses import poisoning
 from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -88,22 +89,31 @@ def batch_of(
     return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
 
 
-def batch_loss(model: nn.Module, model_file: ModelFile, kwargs: Mapping[str, Any], target: Tensor) -> Tensor:
-    """The mean loss of one prepared micro-batch, a scalar with its graph."""
+def batch_loss(
+    model: nn.Module,
+    model_file: ModelFile,
+    kwargs: Mapping[str, Any],
+    target: Tensor,
+    predicted: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The mean loss of one prepared micro-batch, a scalar with its graph; ``predicted`` sees the prediction."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
-    return loss_of(model_file, prediction_of(output), target)
+    prediction = prediction_of(output)
+    if predicted is not None:
+        predicted(prediction)
+    return loss_of(model_file, prediction, target)
 
 
 def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean loss of a prediction, a scalar with its graph."""
+    """The mean loss of a prediction, a scalar with its graph. One that is not finite has no finite gradient."""
     loss = model_file.loss(prediction, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))
     if not loss.requires_grad:
         raise UserError(NoGradient(model_file.span("loss"), "its result depends on no parameter that trains"))
-    return loss.reshape(())
+    return poisoning(loss.reshape(()))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

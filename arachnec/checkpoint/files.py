@@ -40,10 +40,20 @@ class ForeignCheckpoint(Diagnostic):
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
+    """Elements [first, end) of a flattened tensor, in a file."""
+
     file: str
     first: int
     end: int
+
+
+@dataclass(frozen=True)
+class StoredRuns:
+    """Where a tensor of ``size`` elements lies in the files of a checkpoint."""
+
+    size: int
+    runs: tuple[Run, ...]
 
 
 def write_file(path: Path, parts: Mapping[str, Part]) -> FileRecord:
@@ -74,16 +84,25 @@ def fill(folder: Path, files: Sequence[str], wanted: Mapping[str, Part]) -> None
 
     Raises ``UserError`` for what they do not hold, or hold in another size.
     """
-    runs = _runs(folder, files, {name: part.size for name, part in wanted.items()})
+    fill_from(folder, stored_runs(folder, files), wanted)
+
+
+@torch.no_grad()
+def fill_from(folder: Path, stored: Mapping[str, StoredRuns], wanted: Mapping[str, Part]) -> None:
+    """``fill`` with the places of all tensors known."""
     by_file: dict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
     for name, part in wanted.items():
+        held = stored.get(name, StoredRuns(part.size, ()))
+        if held.size != part.size:
+            difference = f"its {name} has {held.size} elements, not {part.size}"
+            raise UserError(ForeignCheckpoint(None, str(folder), difference))
         place, end = part.first, part.first + part.values.numel()
-        for run in sorted(runs.get(name, ()), key=lambda run: run.first):
+        for run in held.runs:
             if run.first <= place < min(run.end, end):
                 until = min(run.end, end)
                 by_file[run.file].append((name, place - run.first, until - run.first, place - part.first))
                 place = until
-        if place < end or name not in runs:
+        if place < end or name not in stored:
             raise UserError(ForeignCheckpoint(None, str(folder), f"it has no {name}"))
     for file, copies in by_file.items():
         with safe_open(folder / file, "pt") as opened:
@@ -92,20 +111,20 @@ def fill(folder: Path, files: Sequence[str], wanted: Mapping[str, Part]) -> None
                 values[place : place + end - first].copy_(opened.get_slice(name)[first:end])
 
 
-def _runs(folder: Path, files: Sequence[str], sizes: Mapping[str, int]) -> dict[str, list[_Run]]:
-    """Where the wanted tensors lie in the files."""
-    runs: dict[str, list[_Run]] = defaultdict(list)
+def stored_runs(folder: Path, files: Sequence[str]) -> dict[str, StoredRuns]:
+    """Where every tensor lies in these files, by their headers. Raises ``UserError`` for one that cannot be read."""
+    sizes: dict[str, int] = {}
+    runs: dict[str, list[Run]] = defaultdict(list)
     for file in files:
         try:
             with safe_open(folder / file, "pt") as opened:
                 metadata = msgspec.json.decode((opened.metadata() or {}).get(RUNS, ""), type=dict[str, tuple[int, int]])
-                lengths = {name: opened.get_slice(name).get_shape() for name in opened.keys() if name in sizes}  # noqa: SIM118
+                lengths = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, msgspec.MsgspecError) as error:
             raise UserError(ForeignCheckpoint(None, str(folder), f"{file} cannot be read: {error}")) from None
         for name, shape in lengths.items():
             first, size = metadata.get(name, (0, -1))
-            if len(shape) != 1 or first < 0 or size != sizes[name]:
-                difference = f"its {name} has {size} elements, not {sizes[name]}"
-                raise UserError(ForeignCheckpoint(None, str(folder), difference))
-            runs[name].append(_Run(file, first, first + shape[0]))
-    return runs
+            if len(shape) != 1 or first < 0 or size != sizes.setdefault(name, size):
+                raise UserError(ForeignCheckpoint(None, str(folder), f"{file} says other things of {name} than others"))
+            runs[name].append(Run(file, first, first + shape[0]))
+    return {name: StoredRuns(sizes[name], tuple(sorted(of, key=lambda run: run.first))) for name, of in runs.items()}

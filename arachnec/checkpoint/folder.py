@@ -26,7 +26,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``steps`` optimizer steps and ``clips`` clips are done; the next step's data follow from them. ``model`` is the
     digest of the model file, ``data`` that of the clips and their global batches, ``init`` that of the weights which
-    stay frozen, and which no checkpoint holds.
+    stay frozen, and which no checkpoint holds. ``source`` is what a dataset without a manifest said of its place.
     """
 
     steps: int
@@ -35,6 +35,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clips: int = 0
     data: str = ""
     init: str = ""
+    source: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

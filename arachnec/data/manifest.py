@@ -81,7 +81,7 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     _refuse_many(rows)
     for row in rows:
         group = _iteration(row, grouped)
-        for clip in _clips(row):
+        for clip in clips_of_row(row):
             if str(clip.id) in seen:
                 raise UserError(DuplicateId(row.span("id"), clip.id, seen[str(clip.id)] + 1))
             seen[str(clip.id)] = row.number
@@ -115,7 +115,8 @@ def _iteration(row: Row, grouped: bool) -> object:
     return value
 
 
-def _clips(row: Row) -> Iterator[VideoClip]:
+def clips_of_row(row: Row) -> Iterator[VideoClip]:
+    """The clips of a row: one, or as many equal ones as it says. Raises ``UserError`` for a value that cannot be."""
     path = _path(row)
     sizes = {key: _integer(row, key) for key in ("frames", "height", "width")}
     start = _integer(row, "start") or 0

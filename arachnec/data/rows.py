@@ -149,7 +149,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             raise UserError(
                 BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
             )
-        yield _normalised(Row(number, values, path, line, text))
+        yield normalised(Row(number, values, path, line, text))
         number += 1
 
 
@@ -182,7 +182,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 reason = f"{len(fields)} fields under {len(names)} names"
                 raise UserError(BadRow(span, "complete", reason, "give every row as many fields as the first line"))
             values = {name: _csv_value(name, field) for name, field in zip(names, fields, strict=True)}
-            yield _normalised(Row(number, values, path, line, lines[line - 1]))
+            yield normalised(Row(number, values, path, line, lines[line - 1]))
     except csv.Error as error:
         line = reader.line_num
         span = Span(str(path), line, 1, line, 2)
@@ -218,10 +218,11 @@ def _parquet(path: Path) -> Iterator[Row]:
         # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
         present = {key: None if value != value else value for key, value in values.items()}
         integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
-        yield _normalised(Row(number, integral, path, number + 1, ""))
+        yield normalised(Row(number, integral, path, number + 1, ""))
 
 
-def _normalised(row: Row) -> Row:
+def normalised(row: Row) -> Row:
+    """The row by canonical keys, without what is None. Raises ``UserError`` for an unknown or repeated key."""
     values: dict[str, Any] = {}
     for key, value in row.values.items():
         name = _canonical(key, row.span(key))

@@ -149,7 +149,7 @@ def write_executable(
         TRACED: print_module(traced),
         MODEL_IR: print_module(replace(model or traced, name="model", clips=())),
         MODEL: model_file.path.read_text(encoding="utf-8"),
-        CLIPS: "".join(msgspec.json.encode(_row(clip)).decode() + "\n" for clip in clips),
+        CLIPS: "".join(msgspec.json.encode(row_of(clip)).decode() + "\n" for clip in clips),
     }
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
     header = Header(
@@ -324,11 +324,14 @@ def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
             row = msgspec.json.decode(line, type=ClipRow)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(NotExecutable(None, str(folder), f"{CLIPS}, line {number}: {error}")) from None
-        place = None if row.path is None else Path(row.path)
-        clips.append(
-            VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
-        )
+        clips.append(clip_of(row))
     return tuple(clips)
+
+
+def clip_of(row: ClipRow) -> VideoClip:
+    """The clip that a row describes."""
+    place = None if row.path is None else Path(row.path)
+    return VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
 
 
 def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
@@ -344,7 +347,8 @@ def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tup
     return clips
 
 
-def _row(clip: VideoClip) -> ClipRow:
+def row_of(clip: VideoClip) -> ClipRow:
+    """A clip as a row, without tensors."""
     place = None if clip.path is None else str(clip.path.absolute())
     return ClipRow(clip.id, clip.frames, clip.height, clip.width, clip.text_tokens, clip.caption, place, clip.start)
 

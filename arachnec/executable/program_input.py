@@ -6,7 +6,7 @@ what was traced, so that a program edited by hand cannot leave a clip out, freez
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,13 +46,21 @@ class OtherStages(Diagnostic):
     right: str
 
 
-def demand_own_input(executable: Executable, program: Module, number: int, cluster: Cluster | None = None) -> None:
-    """Raises ``UserError`` where ``program`` is not of iteration ``number`` of the executable.
+def demand_own_input(
+    executable: Executable,
+    program: Module,
+    number: int,
+    cluster: Cluster | None = None,
+    clips: Sequence[Clip] | None = None,
+) -> None:
+    """Raises ``UserError`` where ``program`` is not of iteration ``number`` of the executable, or not of ``clips``
+    where these were drawn.
 
     ``cluster`` is the one it runs on where that is not the executable's: its stages are then not those of the folder,
     because what is dealt out over ranks is dealt out over others.
     """
-    problems = [*_clips(executable.traced, program, number)]
+    batch = iteration_of(executable.traced, number).clips if clips is None else clips
+    problems = [*_clips(batch, program, number)]
     problems += _cluster(cluster or executable.model.cluster, program.cluster)
     if cluster is None or cluster == executable.model.cluster:
         problems += _stages(executable.model.stages, program.stages)
@@ -60,8 +68,8 @@ def demand_own_input(executable: Executable, program: Module, number: int, clust
         raise UserError(*problems)
 
 
-def _clips(traced: Module, program: Module, number: int) -> Iterator[Diagnostic]:
-    wanted = {clip.id: clip for clip in iteration_of(traced, number).clips}
+def _clips(batch: Sequence[Clip], program: Module, number: int) -> Iterator[Diagnostic]:
+    wanted = {clip.id: clip for clip in batch}
     given = {clip.id: clip for clip in program.clips}
     for clip in program.clips:
         own = wanted.get(clip.id)

@@ -7,7 +7,7 @@ device the host is ahead of what runs: the first instruction that the device has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -48,10 +48,10 @@ class StepProgress:
         self._at = (index, time.monotonic())
 
     @contextmanager
-    def encoding_ahead(self, cascade: Cascade, step: int) -> Iterator[None]:
-        """Inside, the host does something of a later step, and waits for nobody."""
-        clips = named([self._clips[clip].id for clip in cascade.clips])
-        self._ahead = f"encode %{cascade.name} of step {step} ({clips})", time.monotonic()
+    def encoding_ahead(self, cascade: Cascade, clips: Sequence[VideoClip], step: int) -> Iterator[None]:
+        """Inside, the host does something of a later step, with that step's clips, and waits for nobody."""
+        names = named([clip.id for clip in clips])
+        self._ahead = f"encode %{cascade.name} of step {step} ({names})", time.monotonic()
         yield
         self._ahead = None
 

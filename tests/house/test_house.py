@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes", "codegen"),
     ("views",),
     ("backends",),
-    ("profiling",),
+    ("profiling", "export"),
     ("report",),
     ("driver",),
     ("commands",),

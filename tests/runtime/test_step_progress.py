@@ -69,7 +69,7 @@ def test_a_place_names_the_instruction_and_its_clips(module: Module) -> None:
     progress.at(index_of(module, 1, "forward", "c2"))
     place = progress.place()
     assert (place.doing, place.limit, place.position.step) == ("forward %c2 (clip a)", 60.0, 7)
-    with progress.encoding_ahead(module.cascades[1], 8):
+    with progress.encoding_ahead(module.cascades[1], [CLIPS[clip] for clip in module.cascades[1].clips], 8):
         assert progress.place().doing == "encode %c1 of step 8 (clip b)"
         assert progress.awaited(1, Position(7, index_of(module, 1, "step", "dit"))) == {}
     progress.at(100)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,9 @@ import msgspec
 from arachnec.cluster.topology import mix_of, with_measured
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
-from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
+from arachnec.ir.values import Attributes
 
 if TYPE_CHECKING:
     from arachnec.passes.infra.pipeline import Pipeline
@@ -56,14 +57,37 @@ class PlanningFailed(Diagnostic):
     message: str
 
 
+class PlannedClip(msgspec.Struct, frozen=True):
+    """A clip to plan for, by its id in the IR."""
+
+    id: int
+    frames: int
+    height: int
+    width: int
+    text: int
+    tokens: int
+    name: str
+
+    @classmethod
+    def of(cls, clip: Clip) -> PlannedClip:
+        name = str(clip.attrs.get("name", clip.id))
+        return cls(clip.id, clip.frames, clip.height, clip.width, clip.text, clip.tokens, name)
+
+    def clip(self, iteration: int) -> Clip:
+        attrs = Attributes.of(name=self.name, iteration=iteration)
+        return Clip(self.id, self.frames, self.height, self.width, self.text, self.tokens, attrs)
+
+
 class Question(msgspec.Struct, frozen=True):
     """The plan of an iteration, on links of these GB/s between two ranks where others than the cluster's were measured.
 
-    ``version`` counts the measurements that plans were made for."""
+    ``version`` counts the measurements that plans were made for. ``clips`` are those of the iteration; without, they
+    are those that the executable has for it."""
 
     iteration: int
     version: int = 0
     links: list[tuple[int, int, float]] = []
+    clips: list[PlannedClip] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -100,10 +124,18 @@ class IterationPlanner:
     executable: Executable
     world: int
 
-    def plan(self, number: int, links: Mapping[tuple[int, int], float] | None = None) -> Module:
-        """The lowered module of one iteration, on ``links`` as they were measured. Raises ``UserError`` for what cannot
-        be planned on so many ranks."""
-        iteration = iteration_of(self._model, number)
+    def plan(
+        self,
+        number: int,
+        links: Mapping[tuple[int, int], float] | None = None,
+        clips: Sequence[PlannedClip] | None = None,
+    ) -> Module:
+        """The lowered module of one iteration, on ``links`` as they were measured; of the executable's own ``clips``
+        where none are given. Raises ``UserError`` for what cannot be planned on so many ranks."""
+        model = self._model
+        if clips is not None:
+            model = replace(model, clips=tuple(clip.clip(number) for clip in clips))
+        iteration = iteration_of(model, number)
         if links and iteration.cluster is not None:
             iteration = replace(iteration, cluster=with_measured(iteration.cluster, links))
         return self._pipeline.run_iteration_part(iteration)
@@ -195,10 +227,10 @@ def key_of(message: Question | Answer) -> tuple[int, int]:
     return message.iteration, message.version
 
 
-def answer(plan: Callable[[int, Mapping[tuple[int, int], float]], Module], question: Question) -> Answer:
+def answer(planner: IterationPlanner, question: Question) -> Answer:
     links = {(a, b): speed for a, b, speed in question.links}
     try:
-        return Answer(*key_of(question), text=print_module(plan(question.iteration, links)))
+        return Answer(*key_of(question), text=print_module(planner.plan(question.iteration, links, question.clips)))
     except UserError as error:
         return Answer(*key_of(question), error="\n".join(render(d) for d in error.diagnostics))
 
@@ -211,7 +243,7 @@ def main(folder: str, world: str) -> None:
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
     for line in sys.stdin:
-        reply = answer(planner.plan, msgspec.json.decode(line, type=Question))
+        reply = answer(planner, msgspec.json.decode(line, type=Question))
         try:
             answers.write(msgspec.json.encode(reply) + b"\n")
             answers.flush()

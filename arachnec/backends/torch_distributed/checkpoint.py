@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, write_file
 from arachnec.checkpoint.folder import (
+    Commit,
     Position,
     committed,
     earlier_format,
@@ -138,11 +139,22 @@ def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> No
     checkpoints.close()
 
 
-def load(folder: Path, state: State, wanted: Position) -> Position | None:
-    """Read the newest whole and undamaged checkpoint into ``state`` in place; None where there is none. Collective.
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint that is whole and undamaged."""
 
-    ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
-    clips or another seed, or of an earlier format.
+    path: Path
+    commit: Commit
+
+    @property
+    def position(self) -> Position:
+        return self.commit.position
+
+
+def newest(folder: Path) -> Whole | None:
+    """The newest whole and undamaged checkpoint; None where there is none. Collective.
+
+    Raises ``UserError`` where there are only those of an earlier format.
     """
     path = _newest_intact(folder)
     if path is None:
@@ -151,11 +163,28 @@ def load(folder: Path, state: State, wanted: Position) -> Position | None:
         return None
     commit = read_commit(path)
     assert commit is not None
-    if difference := _difference(commit.position, wanted):
-        raise UserError(ForeignCheckpoint(None, str(path), difference))
+    return Whole(path, commit)
+
+
+def load(folder: Path, state: State, wanted: Position) -> Position | None:
+    """Read the newest checkpoint into ``state`` in place; None where there is none. Collective. Raises as ``newest``
+    and ``restore`` do."""
+    whole = newest(folder)
+    if whole is not None:
+        restore(whole, state, wanted)
+    return None if whole is None else whole.position
+
+
+def restore(whole: Whole, state: State, wanted: Position) -> None:
+    """Read a checkpoint into ``state`` in place.
+
+    ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
+    clips or another seed.
+    """
+    if difference := _difference(whole.position, wanted):
+        raise UserError(ForeignCheckpoint(None, str(whole.path), difference))
     parts: dict[str, Part] = {name: part_of(value) for name, value in state.items()}
-    fill(path, [record.name for record in commit.files], parts)
-    return commit.position
+    fill(whole.path, [record.name for record in whole.commit.files], parts)
 
 
 def demand_empty(folder: Path) -> None:

@@ -72,7 +72,7 @@ class Display:
 def cells(event: StepReport) -> tuple[str, ...]:
     return (
         str(event.step),
-        f"{event.loss:.6f}",
+        "skipped" if event.loss is None else f"{event.loss:.6f}",
         f"{event.step_ms:.1f}",
         f"{event.planned_ms:.1f}",
         f"{event.imbalance:.3f}",

@@ -6,11 +6,12 @@ rank that has nothing to do but wait may encode what its next program begins wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import planned_memory
 from arachnec.analysis.uses import Values
+from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Module, Program
 from arachnec.runtime.device_runtime import OnHost
 
@@ -23,10 +24,11 @@ class Ahead:
 
     module: Module
     todo: list[Cascade]
+    clips: Mapping[int, VideoClip] = field(default_factory=dict)  # of that program's step
     values: dict[str, OnHost] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: Module, program: Program, limit: float) -> Ahead:
+    def of(cls, module: Module, program: Program, limit: float, clips: Mapping[int, VideoClip] | None = None) -> Ahead:
         """The longest beginning of the program's encoders whose values fit ``limit`` GiB together from the start on."""
         values = Values(module)
         todo: list[Cascade] = []
@@ -36,7 +38,7 @@ class Ahead:
             if cascade.inputs or max(planned_memory(values, program, names)) > limit:
                 break
             todo.append(cascade)
-        return cls(module, todo)
+        return cls(module, todo, clips or {})
 
     def run(self, encode: Callable[[Cascade], OnHost], waiting: Callable[[], bool]) -> None:
         """Encode one after the other for as long as there is something to wait for."""

@@ -36,8 +36,9 @@ def line(event: Event) -> str:
         plural = "s" if event.ranks > 1 else ""
         return f"{event.steps} steps from step {event.first_step} on {event.ranks} rank{plural} ({event.device})"
     assert isinstance(event, StepReport)
+    loss = "is not finite" if event.loss is None else f"{event.loss:.6f}"
     return (
-        f"step {event.step:5d}  loss {event.loss:.6f}  {event.step_ms:8.1f} ms (planned {event.planned_ms:.1f})  "
+        f"step {event.step:5d}  loss {loss}  {event.step_ms:8.1f} ms (planned {event.planned_ms:.1f})  "
         f"imbalance {event.imbalance:.3f}  {event.tokens_per_s:,.0f} tokens/s  peak {event.peak_memory_gib:.2f} GiB"
     )
 

@@ -21,6 +21,7 @@ from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
+from arachnec.backends.finite_losses import finite_rows, not_finite
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
@@ -158,6 +159,14 @@ class Run:
     norm: Tensor | None = None  # of the gradient before clipping
     values: dict[str, OnHost] = field(default_factory=dict)  # that are here, or on their way
     losses: dict[str, Tensor] = field(default_factory=dict)
+    shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
+    rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
+
+    def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
+        """The clips, by name, whose loss on this rank is not finite. Waits for the device."""
+        own = {c.name: own_part(c, rank).clips for c in iteration.module.cascades if c.name in self.shares}
+        named = {name: [iteration.clips[clip].id for clip in clips] for name, clips in own.items()}
+        return not_finite(self.shares, self.rows, named)
 
 
 def program_of(module: Module, rank: int) -> Program:
@@ -201,7 +210,7 @@ def run_iteration(
         progress.at(len(iteration.program.instructions))
     walk.end_step()
     handoffs.finish()
-    run.loss = float(sum(value.detach() for value in walk.shares)) if walk.shares else 0.0
+    run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 
 
@@ -237,7 +246,6 @@ class _Walk:
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
     progress: StepProgress | None
-    shares: list[Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
 
@@ -273,15 +281,16 @@ class _Walk:
             self.run.values[cascade.name] = self.context.runtime.to_host(self._encoded_together(cascade, ranks))
             return
         own = own_clips(clips, ranks, self.context.rank)
-        encoded = self._encoded(cascade.stage, own, self.iteration.step)
+        known = self.iteration.clips
+        encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
         if len(own) < len(clips):
             rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
             encoded = gather_tokens(encoded, 0, rows)
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
-    def _encoded(self, stage: str, clips: Sequence[int], step: int) -> Tensor:
-        loads, known = self.context.loads, self.iteration.clips
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, known[clip]) for clip in clips))
+    def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
+        loads = self.context.loads
+        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
 
     def _encoded_together(self, cascade: Cascade, ranks: tuple[int, ...]) -> Tensor:
         """One clip after the other, each by all of the ranks."""
@@ -296,10 +305,12 @@ class _Walk:
         )
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
+        assert self.ahead is not None
+        clips = [self.ahead.clips[clip] for clip in cascade.clips]
         step, progress = self.iteration.step + 1, self.progress
-        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, step)
+        ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, clips, step)
         with ahead, clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, cascade.clips, step)
+            encoded = self._encoded(cascade.stage, clips, step)
             return self.context.runtime.to_host(encoded)
 
     @cached_property
@@ -337,9 +348,15 @@ class _Walk:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
-            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target) * share
+            seen = partial(self._predicted, cascade, target)
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen) * share
         self.run.losses[cascade.name] = objective
-        self.shares.append(objective.detach())
+        self.run.shares[cascade.name] = objective.detach()
+
+    def _predicted(self, cascade: Cascade, target: Tensor, prediction: Tensor) -> None:
+        clips = len(cascade.clips)
+        if clips > 1 and (rows := finite_rows(prediction, target, clips)) is not None:
+            self.run.rows[cascade.name] = rows
 
     def _forward_stage(
         self, instruction: Instruction, cascade: Cascade, kwargs: Mapping[str, Any], target: Tensor, share: float
@@ -351,7 +368,7 @@ class _Walk:
                 cascade, context.model, context.model_file, kwargs, target, message, share
             )
         if objective is not None:
-            self.shares.append(objective.detach())
+            self.run.shares[cascade.name] = objective.detach()
         if made is not None:
             self.run.values[cascade.name] = context.runtime.to_host(made)
 

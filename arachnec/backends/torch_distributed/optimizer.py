@@ -58,8 +58,7 @@ class Optimizer:
             betas=(0.9, 0.95),
             weight_decay=0.01,
             eps=1e-8,
-            # in one pass over memory; on devices torch's own choice, which needs no state there before the first step
-            fused=True if all(master.device.type == "cpu" for master in self._masters.values()) else None,
+            fused=True,  # in one pass over memory, and on its device it sees whether the norm is finite
         )
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
@@ -84,7 +83,8 @@ class Optimizer:
         """Update from ``gradients(parts)``, and return the global norm before clipping: a scalar, on the device.
 
         ``norm`` is that of all ranks together where this one has not all gradients. A parameter without a gradient is
-        left as it is, as ``torch.optim`` does. The host does not wait for the device.
+        left as it is, as ``torch.optim`` does. Where the norm is not finite nothing changes. The host does not wait for
+        the device, unless torch's optimizer cannot look at the norm there.
         """
         given = self.gradients(parts)
         norm = global_norm(given) if norm is None else norm
@@ -97,14 +97,20 @@ class Optimizer:
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-        self._adam.step()
+        finite = norm.isfinite()
+        if getattr(self._adam, "_step_supports_amp_scaling", False):
+            self._adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self._adam.step()
+        elif finite:
+            self._adam.step()
         for master in self._masters.values():
             master.grad = None
         self.round_parameters()
         decay = self._training.ema
         if decay:
+            weight = (1.0 - decay) * finite
             for name, average in self.ema.items():
-                average.lerp_(self._masters[name], 1.0 - decay)
+                average.lerp_(self._masters[name], weight.to(average))
         return norm
 
     def tensors(self) -> dict[str, Tensor | Part]:
@@ -158,7 +164,7 @@ class Optimizer:
         # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
         state: dict[str, Tensor] = self._adam.state[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
         return state

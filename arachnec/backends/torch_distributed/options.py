@@ -29,6 +29,13 @@ OPTIONS = (
     ),
     click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that stay."),
     click.option("--resume", is_flag=True, help="Continue from the newest whole checkpoint; without one begin at 0."),
+    click.option(
+        "--max-skipped",
+        type=click.IntRange(min=1),
+        default=5,
+        show_default=True,
+        help="Steps in a row, skipped because a gradient is not finite, that end the run.",
+    ),
     click.option("--lr", type=float, help="Learning rate of AdamW."),
     click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
@@ -67,11 +74,12 @@ class RunOptions:
     plan_timeout: float | None = None
     step_timeout: float | None = None
     stall_timeout: float | None = None
+    max_skipped: int = 5
 
     def shared(self) -> tuple[object, ...]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
         none = self.checkpoint is None, self.save_gradients is None, self.init is None
-        return self.steps, self.every, self.keep, self.resume, *none
+        return self.steps, self.every, self.keep, self.resume, self.max_skipped, *none
 
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)

@@ -1,19 +1,29 @@
-"""The plan of each step on every rank: made, shared as text, parsed and proved while the step before runs.
+"""The batch and the plan of each step on every rank: drawn, planned, shared as text, parsed and proved while the step
+before runs.
 
-All that happens in a thread beside the one that trains, over connections of its own, so that a step waits for its plan
-only where planning takes longer than the step before.
+All that happens in threads beside the one that trains, over connections of its own, so that a step waits for its plan
+only where planning takes longer than the step before. A batch whose shapes were planned before runs that plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question, cluster_for
+from arachnec.backends.torch_distributed import told_batches
+from arachnec.backends.torch_distributed.background_planner import (
+    BackgroundPlanner,
+    PlannedClip,
+    Question,
+    cluster_for,
+)
 from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.executable.folder import Executable
+from arachnec.data.clip import VideoClip
+from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
+from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
@@ -24,101 +34,154 @@ from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.passes.check import Check
 from arachnec.runtime.agreement import share_text
 
-Key = tuple[int, int]  # an iteration, and how often its links were measured anew
+PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and how often the links were measured anew
 KEPT = 256
 CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step as every rank knows it. ``key`` is equal for steps that run the same program, ``number`` the batch's."""
+
+    step: int
+    number: int
+    module: Module
+    clips: Mapping[int, VideoClip]  # by id in the module
+    key: PlanKey
+    mark: Mark  # of the batches, after this step
 
 
 class Plans:
     """Hands out checked programs. All ranks make it together, and ask for the same steps in the same order."""
 
-    def __init__(self, executable: Executable, rank: int, world: int) -> None:
+    def __init__(self, executable: Executable, rank: int, world: int, batches: Batches | None = None) -> None:
         self._rank = rank
         self._executable = executable
+        self.batches = batches or ManifestBatches(executable)
         traced = executable.traced.cluster
         assert traced is not None
         self._cluster = cluster_for(traced, world)
-        self._plans: dict[Key, Future[Module]] = {}
+        self._steps: dict[int, Future[Planned | None]] = {}
+        self._programs: dict[PlanKey, Module] = {}
+        self._asked: set[PlanKey] = set()
         self._links: list[tuple[int, Mapping[tuple[int, int], float]]] = []  # from which step on, and the speeds
-        self._iterations = executable.header.iterations
         program = executable.program
         fits = program.cluster is not None and program.cluster.world == world
         self._compiled = print_module(program) if fits else None
+        self._compiled_clips = iteration_of(executable.traced, 0).clips
+        self._compiled_key = shapes_key(self._compiled_clips)
         # where links choose the grouping, plans follow what is measured of them
         self.follows_links = "grouping" in program.attrs
-        replans = executable.header.iterations > 1 or not fits or self.follows_links
+        replans = self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if replans else None
         self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and replans else None
+        self._draws = ThreadPoolExecutor(1, "draws")
         self._thread = ThreadPoolExecutor(1, "plans")
         self._closing = False
+        self.reused = 0  # steps whose shapes were planned before
 
-    def get(self, step: int) -> Module:
-        """The program of a step, waited for if need be.
+    def get(self, step: int) -> Planned | None:
+        """A step's batch and program, waited for if need be; None where the batches have ended.
 
-        Raises ``UserError`` for a plan that cannot be made or that does not check.
+        Raises ``UserError`` for a batch that cannot be drawn, and a plan that cannot be made or that does not check.
         """
         self.prepare(step)
-        return self._plans[self._key(step)].result()
+        for done in [known for known in self._steps if known < step]:
+            del self._steps[done]  # and the tensors of its clips
+        return self._steps[step].result()
 
-    def get_ready(self, step: int) -> Module | None:
-        """The program of a later step where this rank has proved it by now. A mistake is left for ``get``."""
-        plan = self._plans.get(self._key(step))
+    def get_ready(self, step: int) -> Planned | None:
+        """A later step where this rank has proved it by now. A mistake is left for ``get``."""
+        plan = self._steps.get(step)
         return plan.result() if plan is not None and plan.done() and plan.exception() is None else None
 
     def prepare(self, step: int) -> None:
-        """Have a step planned and proved in the background, after what was asked for before."""
-        key = self._key(step)
-        if key in self._plans:
+        """Have a step drawn, planned and proved in the background, after what was asked for before."""
+        if step in self._steps:
             return
-        if len(self._plans) >= KEPT:
-            self._plans.pop(next(iter(self._plans)))
-        if self._planner is not None and not self._is_compiled(key):
-            self._planner.ask(self._question(key))
-        self._plans[key] = self._thread.submit(self._proved, key)
+        version = sum(step >= since for since, _ in self._links)  # 0 is the cluster as it was given
+        draws = self._rank == 0 or not self.batches.told
+        drawing = self._draws.submit(self._drawn, step, version) if draws else None
+        self._steps[step] = self._thread.submit(self._planned, step, version, drawing)
 
     def follow(self, links: Mapping[tuple[int, int], float], step: int) -> None:
         """Plan for links of these GB/s from ``step`` on. All ranks say the same, before they ask for that step."""
         self._links.append((step, links))
         self.prepare(step)
 
-    def _key(self, step: int) -> Key:
-        """The iteration, and for which measurement of the links it is planned; 0 is the cluster as it was given."""
-        return step % self._iterations, sum(step >= since for since, _ in self._links)
-
-    def _question(self, key: Key) -> Question:
-        iteration, version = key
-        links = self._links[version - 1][1] if version else {}
-        return Question(iteration, version, [(a, b, speed) for (a, b), speed in links.items()])
-
     def close(self) -> None:
         """End the planner. Plans that were asked for and not used are given up, on all ranks."""
         self._closing = True
         if self._planner is not None:
             self._planner.close()
-        for plan in self._plans.values():
-            plan.cancel()
-        wait(self._plans.values(), CLOSE_S)
-        self._thread.shutdown(wait=False)
+        wait(self._steps.values(), CLOSE_S)
+        for thread in (self._draws, self._thread):
+            thread.shutdown(wait=False)
 
-    def _proved(self, key: Key) -> Module:
-        text = self._compiled if self._is_compiled(key) else self._shared(key)
-        module = checked_program(text or "", f"iteration {key[0]}")
-        demand_own_input(self._executable, module, key[0], self._cluster)
+    def _drawn(self, step: int, version: int) -> Drawn | None:
+        """Draw a batch, and ask for its plan where its shapes have none."""
+        if self._closing:
+            return None
+        drawn = self.batches.draw(step)
+        if drawn is not None and self._planner is not None:
+            key = _key(drawn, version)
+            if key not in self._asked and not self._is_compiled(key):
+                self._asked.add(key)
+                self._planner.ask(self._question(drawn, key))
+        return drawn
+
+    def _planned(self, step: int, version: int, drawing: Future[Drawn | None] | None) -> Planned | None:
+        if self.batches.told:
+            drawn = told_batches.told(drawing, self._group)
+        else:
+            drawn = None if drawing is None else drawing.result()
+        if drawn is None:
+            return None
+        key = _key(drawn, version)
+        if key in self._programs:
+            self.reused += 1
+            self._programs[key] = self._programs.pop(key)  # the latest used
+        else:
+            self._programs[key] = self._proved(drawn, key)
+            if len(self._programs) > KEPT:
+                self._programs.pop(next(iter(self._programs)))
+        module = self._programs[key]
+        clips = placed_in(module.clips, drawn)
+        if self.batches.told:
+            clips = told_batches.delivered(clips, module, self._group)
+        return Planned(step, drawn.number, module, clips, key, drawn.mark)
+
+    def _proved(self, drawn: Drawn, key: PlanKey) -> Module:
+        compiled = self._is_compiled(key)
+        text = self._compiled if compiled else self._shared(drawn, key)
+        module = checked_program(text or "", f"iteration {drawn.number}")
+        clips = self._compiled_clips if compiled else drawn.planned
+        demand_own_input(self._executable, module, drawn.number, self._cluster, clips)
         return module
 
-    def _shared(self, key: Key) -> str:
+    def _shared(self, drawn: Drawn, key: PlanKey) -> str:
         if self._planner is None:
             return share_text(None, self._group)
         try:
-            text = self._planner.fetch(self._question(key))
+            text = "" if self._closing else self._planner.fetch(self._question(drawn, key))
         except UserError:
             if self._closing:
                 share_text("", self._group)  # the other ranks wait for it
             raise
         return share_text(text, self._group)
 
-    def _is_compiled(self, key: Key) -> bool:
-        return key == (0, 0) and self._compiled is not None
+    def _question(self, drawn: Drawn, key: PlanKey) -> Question:
+        version = key[1]
+        links = self._links[version - 1][1] if version else {}
+        clips = [PlannedClip.of(clip) for clip in drawn.planned]
+        return Question(drawn.number, version, [(a, b, speed) for (a, b), speed in links.items()], clips)
+
+    def _is_compiled(self, key: PlanKey) -> bool:
+        return key == (self._compiled_key, 0) and self._compiled is not None
+
+
+def _key(drawn: Drawn, version: int) -> PlanKey:
+    return shapes_key(drawn.planned), version
 
 
 def checked_program(text: str, source: str) -> Module:

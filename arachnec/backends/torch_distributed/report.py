@@ -17,13 +17,20 @@ GIB = 2**30
 BUSY = ("encode", "forward", "backward")
 
 
+class ClipNote(msgspec.Struct, frozen=True):
+    """What happened to a clip on some ranks."""
+
+    clip: str | int
+    ranks: list[int]
+
+
 class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     """One step, as rank 0 reports it. Times in ms; ``planned`` by the plan's own numbers, all others measured."""
 
     step: int
     iteration: int
-    loss: float
-    gradient_norm: float
+    loss: float | None  # None where it is not finite
+    gradient_norm: float | None
     step_ms: float
     planned_ms: float
     imbalance: float
@@ -34,6 +41,8 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     peak_reserved_gib: float = 0.0  # by the device's allocator, in use or not; as the peak where nobody counts
     from_host: int = 0  # bytes of the model and of blocks' inputs that came from host memory, on all ranks together
     to_host: int = 0
+    skipped: bool = False  # the gradient was not finite: no parameter changed
+    not_finite: list[ClipNote] = []  # the clips whose loss was not finite
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):

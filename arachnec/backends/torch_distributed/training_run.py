@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -27,23 +27,20 @@ from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, 
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.plans import Plans
+from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
+from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
-from arachnec.executable.folder import (
-    MODEL,
-    Executable,
-    batch_sizes,
-    data_digest,
-)
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Instruction, Module, Program, quantity
+from arachnec.executable.batches import Batches
+from arachnec.executable.folder import MODEL, Executable
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -53,17 +50,6 @@ from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.step_progress import StepProgress
-
-
-@dataclass(frozen=True)
-class NotFinite(Diagnostic):
-    title: ClassVar[str] = "step {step} has loss {loss} and gradient norm {norm}: training has diverged"
-    help: ClassVar[str] = (
-        "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with --resume"
-    )
-    step: int
-    loss: float
-    norm: float
 
 
 class Enter(Protocol):
@@ -106,8 +92,10 @@ def train(
         for step in range(trainer.done, end):
             last = step == end - 1
             saving = options.save_gradients if last else None
-            steps.append(trainer.step(step, save_gradients=saving, last=last))
-            events.emit(steps[-1])
+            done = trainer.step(step, save_gradients=saving, last=last)
+            assert done is not None, "the batches of an executable come again and again"
+            steps.append(done)
+            events.emit(done)
             trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
         trainer.finish_saving()
     finally:
@@ -126,22 +114,36 @@ class Trainer:
     """A model in training on one rank: everything that stays from step to step. All methods are collective."""
 
     def __init__(
-        self, executable: Executable, options: RunOptions, device: torch.device, enter: Enter = unwatched
+        self,
+        executable: Executable,
+        options: RunOptions,
+        device: torch.device,
+        enter: Enter = unwatched,
+        batches: Batches | None = None,
+        resumed: checkpoint.Whole | None = None,
     ) -> None:
+        """``batches`` are the executable's own where none are given; ``resumed`` is the checkpoint to go on from where
+        it was looked for before."""
         self.timeouts = options.timeouts()
         self._enter = enter
         self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
-        self._begun: set[int] = set()  # iterations whose plan was carried out before
+        self._begun: set[PlanKey] = set()  # plans that were carried out before
+        self._skipped = 0  # steps in a row
+        self._most_skipped = options.max_skipped
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file = executable.model_file()
         self._executable = executable
-        self._plans = Plans(executable, rank, world)
+        self._plans = Plans(executable, rank, world, batches)
+        resumed = resumed or _newest(options)
+        self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
-        first = self._plan(0)
+        self._planned = self._plan(self.done)
+        assert self._planned is not None, "a run has a first batch"
+        first = self._planned.module
         enter("start", self.timeouts.of_start(first), "--start-timeout")
         self._context = set_up_rank(
             model_file,
@@ -153,7 +155,6 @@ class Trainer:
             follows_links=self._plans.follows_links,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
-        self._clips = dict(enumerate(executable.clips))
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
         self._sequences = Sequences(
@@ -167,9 +168,9 @@ class Trainer:
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
-        self.done = self._resume(options)
+        self._resume(resumed)
         self._ahead: Ahead | None = None
-        self._own: dict[int, Iteration] = {}  # by iteration of the manifest, with nothing encoded before
+        self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
 
@@ -185,37 +186,39 @@ class Trainer:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
 
-    def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport:
-        """Plan and carry out optimizer step ``number``; put together what all ranks measured.
+    def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport | None:
+        """Plan and carry out optimizer step ``number``; put together what all ranks measured. None without a batch.
 
         A rank that has to wait at its end encodes for the step after it, unless it is the ``last``.
         """
-        iterations = self._executable.header.iterations
-        iteration = number % iterations
-        self.module = self._plan(number)
-        self._enter_step(number)
+        planned = self._plan(number)
+        if planned is None:
+            return None
+        self._planned, self.module = planned, planned.module
+        self._enter_step(planned)
         self._prepare(self.module)
         context = self._context
-        given = self._ahead.values if self._ahead is not None and self._ahead.module is self.module else {}
-        own = self._iteration(number, given)
-        self._load(number, own.program, self.module)
-        self._ahead = None if last else self._look_ahead(number + 1)
-        if self._ahead is not None:
-            self._load(number + 1, program_of(self._ahead.module, context.rank), self._ahead.module)
+        given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
+        own = self._iteration(planned, given)
+        self._load(planned)
+        following = None if last else self._following(number + 1)
+        self._ahead = None if following is None else self._look_ahead(following)
+        if following is not None:
+            self._load(following)
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
-        progress = self._progress(number, clock)
-        self._enter_step(number, progress)
+        progress = self._progress(planned, clock)
+        self._enter_step(planned, progress)
         started = time.perf_counter()
         run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
-        if iteration in self._begun:
+        if planned.key in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
-        self._begun.add(iteration)
+        self._begun.add(planned.key)
         self._watch_links(number)
-        return self._report(own, iteration, run, elapsed, exposed)
+        return self._report(own, planned.number, run, elapsed, exposed)
 
     def _watch_links(self, number: int) -> None:
         """Where plans follow the links: compare what all ranks noted, and plan anew from the step after the next on,
@@ -233,42 +236,44 @@ class Trainer:
             self._links = watch
             self._plans.follow(watch.planned, number + 2)
 
-    def _iteration(self, number: int, given: Mapping[str, OnHost]) -> Iteration:
-        """What this rank is to do in step ``number``; worked out once for a plan that comes again."""
-        place = number % self._executable.header.iterations
-        known = self._own.get(place)
-        if known is not None and known.module is self.module and not given:
-            return replace(known, step=number)
-        received = self._received(program_of(self.module, self._context.rank))
-        own = Iteration.of(self.module, self._context.rank, self._clips, received, number, given)
+    def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
+        """What this rank is to do in a step; worked out once for a plan that comes again."""
+        known = self._own.get(planned.key)
+        if known is not None and known.module is planned.module and not given:
+            return replace(known, step=planned.step, clips=planned.clips)
+        received = self._received(planned)
+        own = Iteration.of(planned.module, self._context.rank, planned.clips, received, planned.step, given)
         if not given:
-            self._own[place] = own
+            self._own[planned.key] = own
+            if len(self._own) > KEPT:
+                self._own.pop(next(iter(self._own)))
         return own
 
-    def _received(self, program: Program) -> dict[str, TensorSpec]:
+    def _received(self, planned: Planned) -> dict[str, TensorSpec]:
         """The spec of every value this rank receives, by cascade."""
-        specs = self._specs.received(self.module, program, self._clips)
+        module, clips, program = planned.module, planned.clips, program_of(planned.module, self._context.rank)
+        specs = self._specs.received(module, program, clips)
         pipeline = self._context.pipeline
         if pipeline is not None:
-            staged = StageCascades(pipeline, self.module, self._clips)
+            staged = StageCascades(pipeline, module, clips)
             names = {step.target for step in program.instructions if step.op == "receive"}
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
 
-    def _enter_step(self, number: int, progress: StepProgress | None = None) -> None:
+    def _enter_step(self, planned: Planned, progress: StepProgress | None = None) -> None:
         """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
         limit = self.timeouts.of_step(
             report.planned_ms(self.module),
             self._longest_ms,
-            first=self.timeouts.of_start(self.module) if self._is_first(number) else 0.0,
+            first=0.0 if planned.key in self._begun else self.timeouts.of_start(self.module),
             applies=self._planned_times_apply,
         )
-        self._enter(f"step {number}", limit, "--step-timeout", progress)
+        self._enter(f"step {planned.step}", limit, "--step-timeout", progress)
 
-    def _progress(self, number: int, clock: Clock) -> StepProgress:
-        planned = report.planned_ms(self.module)
-        slower = self._longest_ms / planned if planned else 1.0
-        compiles = self._is_first(number) and self.device.type != "cpu"
+    def _progress(self, planned: Planned, clock: Clock) -> StepProgress:
+        planned_ms = report.planned_ms(self.module)
+        slower = self._longest_ms / planned_ms if planned_ms else 1.0
+        compiles = planned.key not in self._begun and self.device.type != "cpu"
         first = self.timeouts.of_start(self.module) if compiles else 0.0
 
         def limit(instruction: Instruction) -> float:
@@ -276,40 +281,40 @@ class Trainer:
             ms = 0.0 if time is None else quantity(time)
             return self.timeouts.of_instruction(ms, slower, first=first, applies=self._planned_times_apply)
 
-        return StepProgress(self.module, self._context.rank, number, self._clips, clock, limit)
-
-    def _is_first(self, number: int) -> bool:
-        """Whether the step's plan was never carried out before."""
-        return number % self._executable.header.iterations not in self._begun
+        return StepProgress(self.module, self._context.rank, planned.step, planned.clips, clock, limit)
 
     @property
     def _planned_times_apply(self) -> bool:
         return planned_for_cpu(self._executable) or self.device.type != "cpu"
 
-    def _plan(self, number: int) -> Module:
-        """The program of step ``number``; the next one's is made meanwhile."""
+    def _plan(self, number: int) -> Planned | None:
+        """The batch and program of step ``number``; the next one's is made meanwhile. None where there is no batch."""
         self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
         started = time.perf_counter()
-        module = self._plans.get(number)
+        planned = self._plans.get(number)
         self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
-        return module
+        return planned
 
-    def _look_ahead(self, number: int) -> Ahead | None:
-        """What this rank may encode for a later step, where that step's plan is there by now."""
+    def _following(self, number: int) -> Planned | None:
+        """A later step, where its plan is there by now; the one after it is made meanwhile."""
         started = time.perf_counter()
-        module = self._plans.get_ready(number)
+        planned = self._plans.get_ready(number)
         self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
-        if module is None:
-            return None
-        limit = module.cluster.memory if module.cluster else 0.0
-        return Ahead.of(module, program_of(module, self._context.rank), limit)
+        return planned
 
-    def _load(self, step: int, program: Program, module: Module) -> None:
-        """Have loaded in the background what this rank encodes in ``step``."""
-        cascades = {cascade.name: cascade for cascade in module.cascades}
-        self._context.loads.want(step, encoded_here(program, cascades, self._clips))
+    def _look_ahead(self, planned: Planned) -> Ahead:
+        """What this rank may encode for a later step."""
+        module = planned.module
+        limit = module.cluster.memory if module.cluster else 0.0
+        return Ahead.of(module, program_of(module, self._context.rank), limit, planned.clips)
+
+    def _load(self, planned: Planned) -> None:
+        """Have loaded in the background what this rank encodes in a step."""
+        cascades = {cascade.name: cascade for cascade in planned.module.cascades}
+        program = program_of(planned.module, self._context.rank)
+        self._context.loads.want(planned.step, encoded_here(program, cascades, planned.clips))
 
     def saves(self, steps: int, due: bool) -> None:
         """Begin a checkpoint after ``steps`` optimizer steps, where ``due``; else see whether the last is written."""
@@ -328,13 +333,11 @@ class Trainer:
             self._checkpoints.finish()
 
     def _position(self, steps: int) -> Position:
-        executable = self._executable
-        batches = batch_sizes(executable.traced)
-        rounds, rest = divmod(steps, len(batches))
-        clips = rounds * sum(batches) + sum(batches[:rest])
-        digest = data_digest(executable.traced, executable.clips)
-        seed = self._context.training.seed
-        return Position(steps, seed, executable.digests[MODEL], clips, digest, self._frozen)
+        planned = self._planned
+        drawn = planned is not None and planned.step + 1 == steps
+        mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps)
+        seed, model = self._context.training.seed, self._executable.digests[MODEL]
+        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source)
 
     def close(self) -> None:
         """End the planner and the threads."""
@@ -376,14 +379,17 @@ class Trainer:
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(NotFinite(None, own.step, loss, norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
+        self._skipped = 0 if finite else self._skipped + 1
+        if not finite:
+            self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
             iteration=iteration,
-            loss=loss,
-            gradient_norm=norm,
+            loss=loss if math.isfinite(loss) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
             step_ms=step_ms,
             planned_ms=report.planned_ms(own.module),
             imbalance=report.imbalance(everyone[:, 2].tolist()),
@@ -394,7 +400,14 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
             from_host=int(everyone[:, 6].sum()),
             to_host=int(everyone[:, 7].sum()),
+            skipped=not finite,
+            not_finite=notes,
         )
+
+    def _tell_skipped(self, step: int, cause: str) -> None:
+        if self._skipped >= self._most_skipped:
+            raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
+        events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
     def _state(self) -> State:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
@@ -403,19 +416,24 @@ class Trainer:
         state = state if cells is None else cells.parts(state)
         return {**(state if pipeline is None else pipeline.written(state)), **buffers}
 
-    def _resume(self, options: RunOptions) -> int:
-        """Optimizer steps done before this run."""
-        if options.checkpoint is None:
-            return 0
-        if not options.resume:
-            checkpoint.demand_empty(options.checkpoint)
-            return 0
-        position = checkpoint.load(options.checkpoint, self._state(), self._position(0))
-        if position is None:
-            events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
-            return 0
-        self._context.optimizer.round_parameters()
-        return position.steps
+    def _resume(self, whole: checkpoint.Whole | None) -> None:
+        """Go on from a checkpoint, where there is one."""
+        if whole is not None:
+            checkpoint.restore(whole, self._state(), self._position(0))
+            self._context.optimizer.round_parameters()
+
+
+def _newest(options: RunOptions) -> checkpoint.Whole | None:
+    """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
+    if options.checkpoint is None:
+        return None
+    if not options.resume:
+        checkpoint.demand_empty(options.checkpoint)
+        return None
+    whole = checkpoint.newest(options.checkpoint)
+    if whole is None:
+        events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
+    return whole
 
 
 def _describe(device: torch.device) -> str:

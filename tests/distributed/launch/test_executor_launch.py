@@ -113,7 +113,9 @@ def _planner_events(folder: Path) -> list[str]:
         patch.setattr(plans, "BackgroundPlanner", Noted)
         kept = plans.Plans(read_executable(folder), 0, 1)
         for number in (0, 1, 2, 0, 1):
-            assert kept.get(number).name == f"iteration_{number}"
+            planned = kept.get(number)
+            assert planned is not None
+            assert planned.module.name == f"iteration_{number}"
             kept.prepare((number + 1) % 3)
         kept.close()
     return events

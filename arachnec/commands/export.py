@@ -1,0 +1,44 @@
+"""``arachnec export``: a checkpoint's model as a folder that Diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("export")
+@click.argument("executable", type=click.Path(path_type=Path))
+@click.option(
+    "--checkpoint", required=True, type=click.Path(path_type=Path), help="The folder of the run's checkpoints."
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False, writable=True),
+    help="Write the weights and their config into this folder.",
+)
+@click.option(
+    "--init", type=click.Path(path_type=Path), help="What was --init of the run, where weights stayed frozen."
+)
+@click.option("--ema", is_flag=True, help="The averages of the weights instead of the weights.")
+@click.option(
+    "--lora", is_flag=True, help="The adapter alone, for load_lora_weights; else it is added into its layers."
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Precision; default: what it trained in.")
+def command(
+    executable: Path, checkpoint: Path, output: Path, init: Path | None, ema: bool, lora: bool, dtype: str | None
+) -> None:
+    """Write the newest checkpoint of a run of EXECUTABLE as safetensors, under the model's original names."""
+    from arachnec.executable.folder import demand_folder, read_executable
+    from arachnec.export.folder import export
+
+    demand_folder(output)
+    read = read_executable(executable)
+    exported = export(read, checkpoint, output, init=init, averages=ema, lora=lora, dtype=dtype)
+    click.echo(
+        f"wrote {', '.join(str(path) for path in exported.files)}\n"
+        f"{exported.tensors} tensors, {exported.bytes / 2**30:.3g} GiB, after {exported.steps} steps\n"
+        f"load with: {exported.loading}"
+    )

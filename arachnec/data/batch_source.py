@@ -1,0 +1,243 @@
+"""Somebody's dataset as global batches of clips.
+
+In: any iterable of clips or of batches of clips, or a map-style dataset. Out: one batch after the other, each clip
+checked against what it announced. A source remembers the digest of what was drawn, so that a resumed run can tell
+whether it goes on with the same clips.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.dataset_item import BadItem, clip_of_item
+from arachnec.data.source_state import from_text, to_text
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Span
+
+EMPTY = hashlib.sha256(b"").hexdigest()
+LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib"))
+
+
+@dataclass(frozen=True)
+class NotIterable(Diagnostic):
+    title: ClassVar[str] = "`batches` is a {kind}, which cannot be drawn from"
+    help: ClassVar[str] = "{remedy}"
+    kind: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class DatasetRaised(Diagnostic):
+    title: ClassVar[str] = "the dataset raised {exception} after {drawn}"
+    label: ClassVar[str] = "raised here"
+    help: ClassVar[str] = "{remedy}"
+    exception: str
+    drawn: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class DatasetEnded(Diagnostic):
+    title: ClassVar[str] = "the dataset announced {announced} and ended after {drawn}"
+    help: ClassVar[str] = "correct its __len__, or find what it leaves out; a checkpoint has what was trained so far"
+    announced: str
+    drawn: str
+
+
+@dataclass(frozen=True)
+class NothingDrawn(Diagnostic):
+    title: ClassVar[str] = "the dataset gives no clips"
+    help: ClassVar[str] = "an iterator can be used up once only: give a new one, or the dataset itself"
+
+
+@dataclass(frozen=True)
+class SameId(Diagnostic):
+    title: ClassVar[str] = "two clips of one batch have the id `{id}`"
+    help: ClassVar[str] = "ids seed a clip's noise and must differ; leave `id` out to have the clips counted"
+    id: str | int
+
+
+class BatchSource:
+    """Draws batches. ``batch`` is how many clips make one, where the dataset gives single clips. With ``repeat`` a
+    dataset that can be begun again is, as often as needed."""
+
+    def __init__(self, batches: object, batch: int | None = None, *, repeat: bool = False) -> None:
+        self._dataset = batches
+        self._batch = batch
+        self._repeat = repeat
+        self._items: Iterator[Any] | None = None
+        self._in_epoch = 0  # items of the dataset since it was begun
+        self._ahead: list[tuple[VideoClip, ...]] = []
+        self.batches = 0
+        self.clips = 0
+        self.digest = EMPTY
+        self._given = 0  # clips that were made of items, for their numbers
+
+    def begin(self) -> None:
+        """Make the dataset's iterator, in the thread that calls: a loader may start processes then."""
+        if self._items is None:
+            self._items = self._iterator()
+
+    def peek(self) -> tuple[VideoClip, ...] | None:
+        """The batch that ``draw`` will give next."""
+        if not self._ahead:
+            clips = self._next()
+            if clips is None:
+                return None
+            self._ahead.append(clips)
+        return self._ahead[0]
+
+    def draw(self) -> tuple[VideoClip, ...] | None:
+        """The next batch; None where there are no more. Raises ``UserError`` for what the dataset does wrong."""
+        clips = self._ahead.pop() if self._ahead else self._next()
+        if clips is not None:
+            self.batches += 1
+            self.clips += len(clips)
+            rows = json.dumps([[str(clip.id), *clip.shape] for clip in clips])
+            self.digest = hashlib.sha256(f"{self.digest}{rows}".encode()).hexdigest()
+        return clips
+
+    def state(self) -> str:
+        """What the dataset says of its place, as text; empty where it says nothing.
+
+        A batch that was only looked at counts as drawn in it, so nobody asks then.
+        """
+        return to_text(self._dataset.state_dict()) if self._keeps_state else ""  # type: ignore[attr-defined]
+
+    def restore(self, batches: int, clips: int, digest: str, state: str) -> None:
+        """Go to the place after so many batches: by the dataset's own ``state``, else by drawing them again."""
+        if state and self._keeps_state:
+            self._dataset.load_state_dict(from_text(state))  # type: ignore[attr-defined]
+            self.batches, self.clips, self.digest, self._given = batches, clips, digest, clips
+            return
+        while self.batches < batches and self.draw() is not None:
+            pass
+
+    @property
+    def _keeps_state(self) -> bool:
+        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def _next(self) -> tuple[VideoClip, ...] | None:
+        self.begin()
+        clips = self._grouped() if self._batch is not None else self._whole()
+        if not clips:
+            if not self._given and self._in_epoch == 0:
+                raise UserError(NothingDrawn(None))
+            return None
+        seen: set[str] = set()
+        for clip in clips:
+            if str(clip.id) in seen:
+                raise UserError(SameId(None, clip.id))
+            seen.add(str(clip.id))
+        return tuple(clips)
+
+    def _grouped(self) -> list[VideoClip]:
+        clips: list[VideoClip] = []
+        assert self._batch is not None
+        while len(clips) < self._batch:
+            item = self._item(again=not clips)
+            if item is None:
+                break
+            if isinstance(item, list | tuple):
+                remedy = "leave `batch` out: the dataset itself says which clips make one"
+                raise UserError(BadItem(None, self._given, "a list of clips, and `batch` was given", remedy))
+            clips.append(self._clip(item))
+        return clips
+
+    def _whole(self) -> list[VideoClip]:
+        item = self._item(again=True)
+        if item is None:
+            return []
+        if not isinstance(item, list | tuple):
+            remedy = "give Engine(..., batch=N): so many of them make a global batch"
+            raise UserError(BadItem(None, self._given, "a single clip, and nothing says how many make a batch", remedy))
+        if not item:
+            raise UserError(BadItem(None, self._given, "a batch without clips", "give each batch at least one clip"))
+        return [self._clip(clip) for clip in item]
+
+    def _clip(self, item: object) -> VideoClip:
+        clip = clip_of_item(item, self._given)
+        self._given += 1
+        return clip
+
+    def _item(self, *, again: bool) -> Any:
+        """The dataset's next item; None at its end, after which ``again`` begins anew where it may."""
+        assert self._items is not None
+        try:
+            item = next(self._items)
+        except StopIteration:
+            announced = self._length()
+            if announced is not None and self._in_epoch < announced and not self._keeps_state:
+                raise UserError(
+                    DatasetEnded(None, counted(announced, "item"), counted(self._in_epoch, "item"))
+                ) from None
+            if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
+                return None
+            self._items, self._in_epoch = self._iterator(), 0
+            return self._item(again=False)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(_raised(error, self.clips)) from error
+        self._in_epoch += 1
+        return item
+
+    def _iterator(self) -> Iterator[Any]:
+        dataset: Any = self._dataset
+        kind = type(dataset).__name__
+        if isinstance(dataset, str | bytes | Path | Mapping):
+            raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
+        if hasattr(dataset, "__iter__"):
+            try:
+                return iter(dataset)
+            except Exception as error:
+                raise UserError(_raised(error, self.clips)) from error
+        if not hasattr(dataset, "__getitem__"):
+            raise UserError(NotIterable(None, kind, "give an iterable, or a dataset with __getitem__ and __len__"))
+        length = self._length()
+        if length is None:
+            remedy = "give it a __len__: without one nobody knows how many clips it has"
+            raise UserError(NotIterable(None, f"{kind} with __getitem__ and without __len__", remedy))
+        return _by_index(dataset, length)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+
+def _by_index(dataset: Any, length: int) -> Iterator[Any]:
+    for index in range(length):
+        try:
+            yield dataset[index]
+        except IndexError:
+            return
+
+
+def _raised(error: Exception, clips: int) -> DatasetRaised:
+    message = " ".join(str(error).split())
+    named = f"{type(error).__name__}{': ' if message else ''}{message}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    line = frames[-1].lineno if frames else None
+    span = Span(frames[-1].filename, line, 1, line, 2) if line is not None else None
+    short = "unexpected end of data" in message or "ReadError" in named or "EOFError" in named
+    remedy = (
+        "the file is cut short or damaged: check it with `tar tf FILE`, and copy or write it again"
+        if short
+        else "correct the dataset; what was trained so far is in the checkpoint, where one is kept"
+    )
+    return DatasetRaised(span, named[:400], counted(clips, "clip"), remedy)
+
+
+def _is_users(filename: str) -> bool:
+    path = str(Path(filename).resolve())
+    return filename.endswith(".py") and not path.startswith((*LIBRARIES, str(Path(__file__).parents[1])))

@@ -1,0 +1,98 @@
+"""One item of a dataset as a clip: a ``VideoClip``, or a mapping with the keys of a manifest and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.manifest import clips_of_row
+from arachnec.data.rows import ALIASES, KEYS, normalised
+from arachnec.data.rows import Row as ManifestRow
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+VIDEO = "video"  # pixels: channels x frames x height x width
+SIZES = ("frames", "height", "width")
+
+
+@dataclass(frozen=True)
+class BadItem(Diagnostic):
+    title: ClassVar[str] = "item {number} of the dataset is {found}"
+    help: ClassVar[str] = "{remedy}"
+    number: int
+    found: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class OtherShape(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `video` is {found}"
+    help: ClassVar[str] = "`video` is channels x frames x height x width; frames, height and width may be left out then"
+    clip: str | int
+    announced: str
+    found: str
+
+
+def clip_of_item(item: object, number: int) -> VideoClip:
+    """The clip that item ``number`` of a dataset is.
+
+    A mapping has a manifest's keys; what it has besides must be tensors or arrays, and becomes the clip's ``values``.
+    ``__key__``, as WebDataset gives it, is an ``id``. Sizes that are left out are those of ``video``. Raises
+    ``UserError`` for what is missing, unknown, or of another shape than announced.
+    """
+    if isinstance(item, VideoClip):
+        return _as_announced(item)
+    if not isinstance(item, Mapping):
+        remedy = "a clip is an arachnec.VideoClip, or a dict with frames, height, width, caption or text_tokens"
+        raise UserError(BadItem(None, number, f"a {type(item).__name__}", remedy))
+    values = {str(key): _tensor(value) for key, value in item.items() if _is_array(value)}
+    given = {str(key): value for key, value in item.items() if not _is_array(value)}
+    key = given.pop("__key__", None)
+    if key is not None:
+        given.setdefault("id", str(key))
+    given = {name: value for name, value in given.items() if not name.startswith("__")}
+    raw = next((name for name, value in given.items() if isinstance(value, bytes)), None)
+    if raw is not None and raw not in KEYS and raw not in ALIASES:
+        remedy = "decode it in the dataset, to a tensor; or leave it out"
+        raise UserError(BadItem(None, number, f"a dict whose `{raw}` is bytes", remedy))
+    for name, text in (("txt", "caption"),):
+        if name in given:
+            given[text] = given.pop(name)
+    video = values.get(VIDEO)
+    if video is not None and video.ndim == 4:
+        given |= {name: given.get(name, int(size)) for name, size in zip(SIZES, video.shape[1:], strict=True)}
+    row = normalised(ManifestRow(number, _plain(given), Path("dataset"), number + 1, ""))
+    clip = next(iter(clips_of_row(row)))
+    return _as_announced(replace(clip, values=values))
+
+
+def _as_announced(clip: VideoClip) -> VideoClip:
+    video = clip.values.get(VIDEO)
+    if video is not None and tuple(video.shape[1:]) != clip.shape[:3]:
+        sizes = (" x ".join(map(str, shape)) for shape in (clip.shape[:3], tuple(video.shape)))
+        raise UserError(OtherShape(None, clip.id, *sizes))
+    return clip
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths as text, and numbers of numpy as numbers, as a manifest has them."""
+    return {
+        name: str(value) if isinstance(value, Path) else value.item() if _is_number(value) else value
+        for name, value in given.items()
+    }
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape") and bool(getattr(value, "ndim", 0))
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "dtype") and not getattr(value, "ndim", 1)
+
+
+def _tensor(value: Any) -> Any:
+    import torch
+
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(value)

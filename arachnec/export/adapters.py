@@ -1,0 +1,116 @@
+"""A trained model's adapters: added into the layers they belong to, or by themselves as a LoRA file.
+
+What an adapter does is peft's to say. A layer is merged by its own ``merge``, alone, in fp32. The file has the names
+and the metadata that Diffusers' ``load_lora_weights`` and ``load_lora_adapter`` read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from arachnec.export.model_values import ModelValues
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.adapters import BASE, COPY, ORIGINAL, WRAPPER, adapted_layers, original_names
+
+COMPONENT = "transformer"  # of a Diffusers pipeline
+METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class CannotMerge(Diagnostic):
+    title: ClassVar[str] = "the adapter at {layer} cannot be added into the layer below it: {kind} has no merge()"
+    help: ClassVar[str] = "use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`"
+    layer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class NoAdapter(Diagnostic):
+    title: ClassVar[str] = "the model has no adapter of peft"
+    help: ClassVar[str] = "leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))"
+
+
+@dataclass(frozen=True)
+class MoreThanAdapter(Diagnostic):
+    title: ClassVar[str] = "more than the adapter has trained, which no LoRA file holds: {names}"
+    help: ClassVar[str] = "leave --lora out: the whole model is written, with the adapter added in"
+    names: str
+
+
+def merged_sources(values: ModelValues) -> dict[str, str]:
+    """The tensors of the model without its adapters: by plain name, the name in the trained one."""
+    originals, state = original_names(values.model), values.model.state_dict()
+    sources: dict[str, str] = {}
+    for name, plain in originals.items():
+        if plain is not None and name in state and (plain not in sources or f".{ORIGINAL}." not in f".{name}."):
+            sources[plain] = name
+    return sources
+
+
+class Merging:
+    """The layers with an adapter, merged one at a time."""
+
+    def __init__(self, values: ModelValues) -> None:
+        self._values = values
+        self._layers = adapted_layers(values.model)
+        self._latest: tuple[str, dict[str, Tensor]] = "", {}
+        for path, layer in self._layers.items():
+            if not callable(getattr(layer, "merge", None)):
+                raise UserError(CannotMerge(None, path, type(layer).__name__))
+
+    def value(self, name: str) -> Tensor:
+        """A tensor of the trained model, its layer's adapter added in where it has one."""
+        path, found, inner = name.rpartition(f".{BASE}.")
+        if not found or path not in self._layers:
+            return self._values.value(name)
+        if self._latest[0] != path:
+            self._latest = path, self._merged(path)
+        return self._latest[1][inner]
+
+    def _merged(self, path: str) -> dict[str, Tensor]:
+        """What lies below the layer's adapter, with it added in."""
+        layer: Any = copy.deepcopy(self._layers[path]).to_empty(device="cpu").float()
+        with torch.no_grad():
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                tensor.copy_(self._values.value(f"{path}.{name}"))
+            layer.merge()
+        return dict(getattr(layer, BASE).state_dict())
+
+    def needed(self, name: str) -> list[str]:
+        """The tensors of the trained model that ``value`` reads."""
+        path, found, _ = name.rpartition(f".{BASE}.")
+        if not found or path not in self._layers:
+            return [name]
+        return [key for key in self._values.named if key.startswith(f"{path}.")]
+
+
+def lora_file(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The adapter's tensors under the names of a LoRA file, and the file's metadata. Raises ``UserError``."""
+    model: Any = values.model
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if not configs or not adapted_layers(model):
+        raise UserError(NoAdapter(None))
+    originals = original_names(model)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    more = [name for name in trained if originals[name] is not None or f".{COPY}." in f".{name}."]
+    if more:
+        raise UserError(MoreThanAdapter(None, ", ".join(more)))
+    from peft import get_peft_model_state_dict
+
+    active = next(iter(configs))
+    own = {name: values.value(name) for name, plain in originals.items() if plain is None}
+    tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=active)
+    named = {f"{COMPONENT}.{name.removeprefix(WRAPPER)}": value for name, value in tensors.items()}
+    config = {f"{COMPONENT}.{key}": _plain(value) for key, value in configs[active].to_dict().items()}
+    return named, {"format": "pt", METADATA: json.dumps(config, indent=2, sort_keys=True)}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else value

@@ -1,0 +1,164 @@
+"""A trained model as a folder that ``from_pretrained`` loads. In: an executable and a checkpoint. Out: safetensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from arachnec.executable.folder import MODEL, Executable
+from arachnec.export.adapters import Merging, lora_file, merged_sources
+from arachnec.export.model_values import META, ModelValues, model_values
+from arachnec.export.trained_values import trained_values
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.adapters import plain_model
+from arachnec.models.initial_weights import folded
+from arachnec.models.weight_files import ENDING, INDEX, PREFERRED, SHARD_BYTES, write_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LORA = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True)
+class OtherNames(Diagnostic):
+    title: ClassVar[str] = "the model of build() has other tensors than {kind} makes of the same config:{more}{less}"
+    help: ClassVar[str] = (
+        "wrap layers with peft's adapters, which are added in; other changes need a class of their own, whose "
+        "from_pretrained knows these names"
+    )
+    kind: str
+    more: str
+    less: str
+
+
+@dataclass(frozen=True)
+class DoesNotFit(Diagnostic):
+    title: ClassVar[str] = "{name} has values up to {largest:.3g}, which {dtype} does not hold"
+    help: ClassVar[str] = "export with --dtype bf16 or fp32"
+    name: str
+    largest: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: its files, tensors and bytes, and how it is loaded."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    bytes: int
+    steps: int
+    loading: str
+
+
+def export(
+    executable: Executable,
+    checkpoint: Path,
+    output: Path,
+    *,
+    init: Path | None = None,
+    averages: bool = False,
+    lora: bool = False,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the newest checkpoint's model into ``output``, under its plain names, with its config.
+
+    ``init`` is the folder that the run began with, for frozen weights. With ``averages`` the averaged weights, with
+    ``lora`` the adapter alone. Without ``dtype`` every tensor has the precision that it trained in. What the model's
+    class keeps in fp32 stays so. No more than a file is held at a time. Raises ``UserError``.
+    """
+    trained = trained_values(checkpoint, executable.digests[MODEL], executable.folder, averages=averages)
+    values = model_values(executable, trained, init)
+    write = _write_adapter if lora else _write_model
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".new-") as draft:
+        tensors, size, loading = write(values, Path(draft), dtype, shard_bytes)
+        written = [_moved(path, output) for path in sorted(Path(draft).iterdir())]
+    if not lora:
+        _drop_stale(output, {path.name for path in written})
+    return Exported(tuple(written), tensors, size, trained.position.steps, loading.format(folder=output))
+
+
+def _write_model(values: ModelValues, folder: Path, dtype: str | None, shard_bytes: int) -> tuple[int, int, str]:
+    sources, plain = merged_sources(values), plain_model(values.model)
+    merging = Merging(values)
+    values.demand(name for source in sources.values() for name in merging.needed(source))
+    _demand_names(plain, set(sources))
+    precisions = {name: _precision(plain, name, values.named[source], dtype) for name, source in sources.items()}
+    sizes = {name: values.named[source].numel() * precisions[name].itemsize for name, source in sources.items()}
+    stem = PREFERRED[0] if _is_diffusers(plain) else PREFERRED[1]
+    # a layer's tensors one after the other, so that it is merged once
+    names = sorted(sources, key=lambda name: name.rpartition(".")[0])
+
+    def value(name: str) -> Tensor:
+        return _cast(name, merging.value(sources[name]), precisions[name])
+
+    write_weights(folder, names, sizes, value, stem=stem, shard_bytes=shard_bytes)
+    save_config: Callable[[Path], Any] | None = getattr(plain, "save_config", None)
+    if save_config is None:
+        loading = f'model.load_state_dict(safetensors.torch.load_file("{{folder}}/{stem}{ENDING}"))'
+    else:
+        save_config(folder)
+        loading = f'{type(plain).__name__}.from_pretrained("{{folder}}")'
+    return len(sources), sum(sizes.values()), loading
+
+
+def _write_adapter(values: ModelValues, folder: Path, dtype: str | None, shard_bytes: int) -> tuple[int, int, str]:
+    tensors, metadata = lora_file(values)
+    named = values.named
+    own = next(value.dtype for value in named.values() if value.requires_grad)
+    cast = {name: _cast(name, v, DTYPES[dtype] if dtype else own).contiguous() for name, v in tensors.items()}
+    save_file(cast, folder / LORA, metadata)
+    return len(cast), sum(value.nbytes for value in cast.values()), 'pipeline.load_lora_weights("{folder}")'
+
+
+def _precision(model: nn.Module, name: str, value: Tensor, dtype: str | None) -> torch.dtype:
+    """What a tensor is written in; Diffusers and transformers name what stays in fp32."""
+    if dtype is None or not value.is_floating_point():
+        return value.dtype
+    if set(getattr(model, "_keep_in_fp32_modules", None) or ()) & set(name.split(".")):
+        return torch.float32
+    return DTYPES[dtype]
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    result = value.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(result).all() and torch.isfinite(value).all():
+        raise UserError(DoesNotFit(None, name, float(value.abs().max()), "fp16"))
+    return result
+
+
+def _demand_names(model: nn.Module, names: set[str]) -> None:
+    """Raises ``UserError`` where the model's class, built from its config alone, has other tensors."""
+    if not _is_diffusers(model):
+        return
+    kind: Any = type(model)
+    with META:
+        known = set(kind.from_config(model.config).state_dict())
+    if known != names:
+        lists = (("more", sorted(names - known)), ("less", sorted(known - names)))
+        more, less = (f"\n  {what}: {', '.join(folded(of))}" if of else "" for what, of in lists)
+        raise UserError(OtherNames(None, kind.__name__, more, less))
+
+
+def _is_diffusers(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "config", None), Mapping) and callable(getattr(model, "save_config", None))
+
+
+def _moved(path: Path, folder: Path) -> Path:
+    return path.replace(folder / path.name)
+
+
+def _drop_stale(folder: Path, written: set[str]) -> None:
+    """Shards and indices that an earlier export left, which a loader would take for this one's."""
+    for path in folder.iterdir():
+        ours = path.name.startswith(PREFERRED) and path.name.endswith((ENDING, INDEX))
+        if ours and path.name not in written:
+            path.unlink()

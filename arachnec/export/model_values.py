@@ -1,0 +1,106 @@
+"""Every tensor of a trained model by name, wherever it is: in the checkpoint, in the folder that the run began with, or
+drawn by the model file. Nothing is read before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import build_model
+from arachnec.executable.folder import Executable
+from arachnec.export.trained_values import TrainedValues
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.initial_weights import InitialWeights, initial_weights, model_folder
+from arachnec.models.weight_files import weight_files
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class NeedsInit(Diagnostic):
+    title: ClassVar[str] = "the frozen weights of the checkpoint {path} are in the folder that its run began with"
+    help: ClassVar[str] = "give it as --init FOLDER, or write what has trained alone: --lora"
+    path: str
+
+
+@dataclass(frozen=True)
+class OtherInit(Diagnostic):
+    title: ClassVar[str] = "the run of the checkpoint {path} did not begin with the weights in {init}"
+    help: ClassVar[str] = "give the folder that was --init of the run"
+    path: str
+    init: str
+
+
+@dataclass
+class ModelValues:
+    """``model`` has names, shapes and precisions, on the meta device where it can be built there."""
+
+    model: nn.Module
+    trained: TrainedValues
+    initial: InitialWeights | None
+    build: Callable[[], nn.Module]
+
+    @cached_property
+    def named(self) -> dict[str, Tensor]:
+        """All parameters and buffers by name, those that are tied under each name."""
+        return _named(self.model)
+
+    def value(self, name: str) -> Tensor:
+        """The tensor on the CPU: in fp32 where it trained, else as it was stored or drawn. Raises ``UserError``."""
+        like = self.named[name]
+        key = self._trained_names.get(id(like))
+        if key is not None:
+            return self.trained.parameter(key, like.shape)
+        if not isinstance(like, nn.Parameter) and self.trained.has_buffer(name):
+            return self.trained.buffer(name, like)
+        read = None if self.initial is None else self.initial.value(name, like.dtype)
+        return self._drawn[name].detach() if read is None else read
+
+    def demand(self, names: Iterable[str]) -> None:
+        """Raises ``UserError`` where one of these is frozen, and the folder that it came from is not known."""
+        if self.initial is not None or not self.trained.position.init:
+            return
+        values = [self.named[name] for name in names]
+        if any(isinstance(value, nn.Parameter) and id(value) not in self._trained_names for value in values):
+            raise UserError(NeedsInit(None, str(self.trained.path)))
+
+    @cached_property
+    def _trained_names(self) -> dict[int, str]:
+        """The name under which the checkpoint has a parameter, by the parameter: of a tied one the first."""
+        return {id(value): name for name, value in reversed(self.named.items()) if self.trained.has(name)}
+
+    @cached_property
+    def _drawn(self) -> dict[str, Tensor]:
+        """All tensors as the model file draws them: the one time that a whole model is held."""
+        return _named(self.build())
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def model_values(executable: Executable, trained: TrainedValues, init: Path | None) -> ModelValues:
+    """The model of an executable with the values of a checkpoint. Raises ``UserError`` for the weights of another."""
+    model_file = executable.model_file()
+    training = msgspec.structs.replace(executable.training, seed=trained.position.seed)
+
+    def build() -> nn.Module:
+        return build_model(model_file, training, torch.device("cpu"))
+
+    try:
+        with META:
+            model = build_model(model_file, training, META)
+    except (NotImplementedError, RuntimeError, TypeError, UserError):
+        model = build()
+    initial = None if init is None else initial_weights(init, model)
+    if init is not None and trained.position.init not in ("", weight_files(model_folder(init)).fingerprint()):
+        raise UserError(OtherInit(None, str(trained.path), str(init)))
+    return ModelValues(model, trained, initial, build)

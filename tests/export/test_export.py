@@ -1,0 +1,214 @@
+"""``arachnec export``: what a run has trained is what ``from_pretrained`` and ``load_lora_adapter`` load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from arachnec.checkpoint.files import write_file
+from arachnec.checkpoint.folder import Position, step_folder, write_commit
+from arachnec.checkpoint.parts import Part
+from arachnec.executable.folder import MODEL
+from arachnec.executable.training_options import Training
+from arachnec.export.folder import Exported, export
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import load_model_file
+from arachnec.models.initial_weights import model_folder
+from arachnec.models.weight_files import weight_files
+
+pytest.importorskip("peft")
+diffusers = pytest.importorskip("diffusers")
+
+FULL = """
+import torch
+from peft import LoraConfig, get_peft_model
+from arachnec.models.diffusers import wan
+
+model = wan.text_to_video(num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16, in_channels=4,
+                          out_channels=4, text_dim=8, freq_dim=8)
+sample, loss = model.sample, model.loss
+CONFIG = LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+
+
+def build():
+    transformer = model.build()
+    return transformer
+"""
+ADDED = FULL.replace("    return", "    transformer.requires_grad_(False).add_adapter(CONFIG)\n    return")
+WRAPPED = FULL.replace("return transformer", "return get_peft_model(transformer, CONFIG)")
+SAVED = WRAPPED.replace("init_lora_weights=False", "init_lora_weights=False, modules_to_save=['proj_out']")
+OWN = FULL.replace(
+    "    return",
+    """
+    class Own(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer, self.scale = base_layer, torch.nn.Parameter(torch.ones(1))
+
+    transformer.proj_out = Own(transformer.proj_out)
+    return""",
+)
+RENAMED = FULL.replace("    return", "    transformer.head = transformer.proj_out\n    return")
+
+
+@dataclass
+class Trained:
+    """A model file, a checkpoint of it that two ranks wrote, and the model with the checkpoint's values."""
+
+    executable: Any
+    checkpoint: Path
+    model: Any
+
+    def __call__(self, output: Path, **options: Any) -> Exported:
+        return export(self.executable, self.checkpoint, output, **options)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Trained]:
+    """Train the model of a source: every parameter that trains has moved, by 2 in its average."""
+
+    def make(source: str, *, ema: bool = False, dtype: str = "fp32", init: Path | None = None) -> Trained:
+        path = tmp_path / "model.py"
+        path.write_text(source)
+        file = load_model_file(path)
+        torch.manual_seed(4)  # the run's seed
+        model: Any = file.build()
+        state: dict[str, Tensor] = {f"buffer/{name}": value for name, value in model.named_buffers()}
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if value.requires_grad:
+                    value += 0.1 * torch.rand_like(value)
+                    state[f"master/{name}"] = value.detach().clone()
+                    state |= {f"ema/{name}": value.detach() + 2.0} if ema else {}
+        folder = step_folder(tmp_path / "checkpoints", 7)
+        folder.mkdir(parents=True)
+        flat = {name: value.reshape(-1) for name, value in state.items()}
+        halves = [
+            {n: Part(v[: len(v) // 3], 0, len(v)) for n, v in flat.items()},
+            {n: Part(v[len(v) // 3 :], len(v) // 3, len(v)) for n, v in flat.items()},
+        ]
+        records = [write_file(folder / f"rank-{rank:05d}.safetensors", parts) for rank, parts in enumerate(halves)]
+        began = "" if init is None else weight_files(model_folder(init)).fingerprint()
+        write_commit(folder, Position(7, 4, file.digest, 0, "", began), records)
+        executable = SimpleNamespace(
+            folder=tmp_path, digests={MODEL: file.digest}, training=Training(dtype=dtype), model_file=lambda: file
+        )
+        return Trained(executable, tmp_path / "checkpoints", model.eval())
+
+    return make
+
+
+@torch.no_grad()
+def output(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    prediction: Tensor = model(
+        hidden_states=torch.randn(1, 4, 2, 4, 4, generator=generator),
+        timestep=torch.tensor([500.0]),
+        encoder_hidden_states=torch.randn(1, 3, 8, generator=generator),
+        return_dict=False,
+    )[0]
+    return prediction
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return diffusers.WanTransformer3DModel.from_pretrained(folder, **options).eval()
+
+
+def test_from_pretrained_gives_the_trained_model(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    run = trained(FULL)
+    exported = run(tmp_path / "out", shard_bytes=10_000)
+    assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
+    assert len(exported.files) > 3  # shards, an index, the config
+    again = run(tmp_path / "out")
+    assert {path.name for path in again.files} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in again.files}
+    assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
+
+
+@pytest.mark.parametrize("source", [ADDED, WRAPPED], ids=["add_adapter", "get_peft_model"])
+def test_an_adapter_is_added_in_or_a_file_of_its_own(
+    trained: Callable[..., Trained], tmp_path: Path, source: str
+) -> None:
+    run = trained(source)
+    run(tmp_path / "merged")
+    torch.testing.assert_close(output(loaded(tmp_path / "merged")), output(run.model), rtol=1e-5, atol=1e-5)
+    run(tmp_path / "lora", lora=True)
+    torch.manual_seed(4)
+    base: Any = load_model_file(_with(tmp_path / "plain.py", FULL)).build()
+    assert not torch.allclose(output(base), output(run.model), atol=1e-3)
+    pipeline = diffusers.WanPipeline(None, None, None, diffusers.FlowMatchEulerDiscreteScheduler(), base)
+    pipeline.load_lora_weights(tmp_path / "lora")
+    torch.testing.assert_close(output(base), output(run.model), rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_come_from_the_folder_that_the_run_began_with(
+    trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    for seed, name in enumerate(("began", "other")):
+        torch.manual_seed(100 + seed)
+        plain: Any = load_model_file(_with(tmp_path / f"{name}.py", FULL)).build()
+        plain.save_pretrained(tmp_path / name)
+    run = trained(ADDED, init=tmp_path / "began")
+    with pytest.raises(UserError, match="frozen weights of the checkpoint"):
+        run(tmp_path / "out")
+    with pytest.raises(UserError, match="did not begin with the weights in"):
+        run(tmp_path / "out", init=tmp_path / "other")
+    run(tmp_path / "out", init=tmp_path / "began")
+    assert torch.equal(loaded(tmp_path / "out").proj_out.weight, loaded(tmp_path / "began").proj_out.weight)
+    run(tmp_path / "lora", lora=True)
+
+
+def test_averages_and_precision(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    run = trained(FULL, ema=True)
+    run(tmp_path / "out", averages=True, dtype="bf16")
+    model = loaded(tmp_path / "out", torch_dtype=torch.bfloat16)
+    expected = (run.model.proj_out.weight + 2.0).bfloat16()
+    assert torch.equal(model.proj_out.weight, expected)
+    with safe_open(tmp_path / "out" / "diffusion_pytorch_model.safetensors", "pt") as file:
+        assert file.get_slice("proj_out.weight").get_dtype() == "BF16"
+        assert file.get_slice("blocks.0.scale_shift_table").get_dtype() == "F32"  # as its class keeps it
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (FULL, {"averages": True}, "has no averages"),
+        (FULL, {"lora": True}, "no adapter of peft"),
+        (SAVED, {"lora": True}, "more than the adapter has trained.*proj_out"),
+        (OWN, {}, "proj_out cannot be added into the layer below it: Own has no merge"),
+        (RENAMED, {}, "has other tensors than WanTransformer3DModel makes.*more: head.bias, head.weight"),
+        (FULL + "\n\ninner = build\n\n\ndef build():\n    model = inner()\n    model.proj_out.weight.data *= 1e8\n"
+         "    return model\n", {"dtype": "fp16"}, "proj_out.weight has values up to .*e.0.*, which fp16 does not hold"),
+    ],
+    ids=["averages", "no-adapter", "modules-to-save", "own-wrapper", "other-names", "fp16"],
+)  # fmt: skip
+def test_what_cannot_be_written_is_said_and_nothing_is_left(
+    trained: Callable[..., Trained], tmp_path: Path, source: str, options: dict[str, Any], message: str
+) -> None:
+    run = trained(source)
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        run(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_checkpoints_of_other_models_and_none_are_refused(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    run = trained(FULL)
+    run.executable.digests[MODEL] = "0" * 64
+    with pytest.raises(UserError, match="was not made with the model file"):
+        run(tmp_path / "out")
+    (run.checkpoint / "step-00000007" / "rank-00001.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
+        run(tmp_path / "out")
+
+
+def _with(path: Path, source: str) -> Path:
+    path.write_text(source)
+    return path
