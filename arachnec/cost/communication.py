@@ -82,6 +82,16 @@ def volumes(
     )
 
 
+def encoder_volumes(cascade: Cascade, stage: Stage, split: Attention) -> Volumes:
+    """Of the ranks of an encoder: its output, and where they divide clips their halos, each an exchange of its own."""
+    gathered = evaluated(stage, "output", cascade) * GIB
+    if not is_divided(cascade, stage, split.ulysses * split.ring):
+        return Volumes(split.ulysses, split.ring, gathered=gathered, gathers=1)
+    gathered += evaluated(stage, "halo", cascade) * GIB
+    gathers = cascade.batch * (1 + count_in(stage, "exchanges"))
+    return Volumes(split.ulysses, split.ring, gathered=gathered, gathers=gathers)
+
+
 def _steps(ranks: int) -> int:
     return math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
@@ -144,11 +154,7 @@ class Communication:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            gathered, split = evaluated(stage, "output", cascade) * GIB, (attention.ulysses, attention.ring)
-            if not is_divided(cascade, stage, attention.ulysses * attention.ring):
-                return Volumes(*split, gathered=gathered, gathers=1)
-            gathered += evaluated(stage, "halo", cascade) * GIB
-            return Volumes(*split, gathered=gathered, gathers=cascade.batch * (1 + count_in(stage, "exchanges")))
+            return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
         return volumes(
             ulysses=attention.ulysses,
