@@ -100,6 +100,8 @@ STAGE = table("""
     host_inputs     | GiB formula    | traced | optional | inputs of all blocks, in host memory if they run again
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
+    most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
+    graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
     output          | GiB formula    | traced | optional | what it hands off
     divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
     undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take

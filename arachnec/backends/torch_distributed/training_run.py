@@ -21,10 +21,12 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
+from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
@@ -71,16 +73,23 @@ def train(
     device: torch.device,
     enter: Enter = unwatched,
     notes: Sequence[str] = (),
+    *,
+    restarted: bool = False,
 ) -> None:
     """Carry out ``options.steps`` optimizer steps; every rank of the default process group calls this.
+
+    A run that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to end.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
     compiled = executable.program
+    if restarted and options.checkpoint is not None:
+        options = replace(options, resume=True)
     with explained_memory(DeviceRuntime.of(device), compiled, program_of(compiled, dist.get_rank())):
         trainer = Trainer(executable, options, device, enter)
     count = options.steps or executable.header.iterations
-    events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
+    end = end_of_job(options.checkpoint, trainer.done, count, restarted=restarted)
+    events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, end - trainer.done))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
     for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
@@ -88,7 +97,6 @@ def train(
             events.emit(report.Note(note))
     steps: list[report.StepReport] = []
     try:
-        end = trainer.done + count
         for step in range(trainer.done, end):
             last = step == end - 1
             saving = options.save_gradients if last else None
@@ -101,6 +109,10 @@ def train(
     finally:
         trainer.close()
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
+    if not steps:
+        events.emit(report.Note(f"all {end} steps were done before"))
+        trainer.close_groups()
+        return
     write_measured(executable, trainer.module, steps[-1], trainer.intervals)
     if dist.get_rank() == 0:
         training = options.training(executable.training)
@@ -169,6 +181,9 @@ class Trainer:
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self._resume(resumed)
+        epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
+        log = options.checkpoint or executable.folder
+        self._audit = AuditLog(log, epoch, self.done) if rank == 0 else None
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
@@ -322,6 +337,8 @@ class Trainer:
             return
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
+            if self._audit is not None:
+                self._audit.sync(steps - 1)
             self._checkpoints.save(self._state(), self._position(steps))
         else:
             self._checkpoints.poll()
@@ -382,6 +399,9 @@ class Trainer:
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
         self._skipped = 0 if finite else self._skipped + 1
+        if self._audit is not None:
+            seen = [own.clips[clip.id].id for clip in own.module.clips]
+            self._audit.add(AuditLine(own.step, seen, not finite, notes))
         if not finite:
             self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
