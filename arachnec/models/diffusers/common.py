@@ -30,9 +30,7 @@ class NoDiffusers(Diagnostic):
 class UnknownModel(Diagnostic):
     title: ClassVar[str] = "there is no configuration named `{name}`"
     label: ClassVar[str] = "{suggestion}"
-    help: ClassVar[str] = (
-        "the names are {names}; or give a folder of pretrained weights, or keywords"
-    )
+    help: ClassVar[str] = "the names are {names}; or give a folder of pretrained weights, or keywords"
     name: str
     suggestion: str
     names: str
