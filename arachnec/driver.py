@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
+from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import iteration_of, write_executable
 from arachnec.executable.training_options import Training
@@ -44,6 +45,7 @@ class Compiled:
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
     tracing_ms: float
+    training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
@@ -55,7 +57,7 @@ class Compiled:
     def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
         """Write the executable folder that ``arachnec run`` takes, with the plan as a page to be looked at; returns it.
 
-        ``load`` are files that add passes.
+        ``load`` are files that add passes; ``training`` options stand instead of those it was compiled with.
         """
         page = executable_page(self.module, pipeline=str(self.pipeline), clips=self.manifest.clips)
         return write_executable(
@@ -66,7 +68,7 @@ class Compiled:
             pipeline=str(self.pipeline),
             model_file=self.model_file,
             clips=self.manifest.clips,
-            training=training,
+            training=training or self.training,
             load=load,
             extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
@@ -82,10 +84,37 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
     return front_end(trace_file(model_file, manifest), manifest, parse_cluster(cluster))
 
 
-def trace_file(model_file: ModelFile, manifest: Manifest) -> Trace:
-    from arachnec.passes.trace import trace_model
+def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | None = None) -> Trace:
+    """The model as the options train it: in their precision, with the state of their optimizer.
 
-    return trace_model(model_file, [clip for clips in manifest.iterations for clip in clips])
+    Of each clip shape one clip's file is held against what the manifest says, where the file is here. Raises
+    ``UserError``.
+    """
+    from arachnec.backends.cascade_step import in_training_precision, trained_parameters
+    from arachnec.optimizers.proved_state import recipe_for, with_optimizer
+    from arachnec.passes.trace import trace_model
+    from arachnec.tracing.sample import meta_encoders
+    from arachnec.tracing.timesteps_read import demand_timesteps_read
+
+    training = training or Training()
+    clips = [clip for clips in manifest.iterations for clip in clips]
+    traced = trace_model(in_training_precision(model_file, training), clips)
+    _hold_against_headers(traced, clips)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
+    model = traced.counter.model
+    recipe = recipe_for(trained_parameters(model), model_file, training)
+    stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
+    return replace(traced, stages=tuple(stages))
+
+
+def _hold_against_headers(traced: Trace, clips: Sequence[VideoClip]) -> None:
+    for clip in {clip.shape: clip for clip in clips if clip.path is not None and clip.path.is_file()}.values():
+        for encoder in traced.counter.encoders.values():
+            check = getattr(encoder, "check", None)
+            if check is not None:
+                check(clip)
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -137,6 +166,7 @@ def compile(
     *,
     passes: str | Pipeline = "default",
     batch: int | None = None,
+    training: Training | None = None,
     instruments: Sequence[Instrument] = (),
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
@@ -144,16 +174,23 @@ def compile(
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
     one. Raises ``UserError`` for every mistake in the input.
     """
+    from arachnec.backends.cascade_step import trained_parameters
+    from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
+    from arachnec.optimizers.recipe import demand_torch_takes
+
+    training = training or Training()
+    demand_torch_takes(training)
     model_file = load_model_file(Path(model))
     manifest = read_manifest(Path(data), batch=batch)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
-    trace = trace_file(model_file, manifest)
+    trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
+    demand_whole_tensors(model_module, recipe_for(trained_parameters(trace.counter.model), model_file, training))
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,
@@ -164,8 +201,9 @@ def compile(
         module=module,
         planning_ms=model_ms + iteration_ms,
         tracing_ms=tracing_ms,
+        training=training,
         warnings=trace.warnings,
-        limits=trace.limits,
+        limits=(*trace.limits, *trace.unknowns),
     )
 
 

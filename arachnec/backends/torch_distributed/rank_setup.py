@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
-from arachnec.backends.cascade_step import trained_parameters
+from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
 from arachnec.backends.torch_distributed.host_optimizer import HostMasters
@@ -25,6 +25,7 @@ from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
+from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
@@ -33,12 +34,15 @@ from arachnec.ir.parameter_cells import replicas
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.models.file import ModelFile
+from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.timesteps_read import demand_timesteps_read
 
 
 def set_up_rank(
@@ -69,7 +73,12 @@ def set_up_rank(
     else:
         model = own_model(model_file, training, device, own, init)
     encoders = shared_encoders(model_file, training, device, init)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
     parameters = trained_parameters(model)
+    recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
+    demand_whole_tensors(first, recipe)
     keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
     gradient_groups = ProcessGroups(GROUP_TIMEOUT)
     gradient_groups.ensure(wanted_gradient_groups(first), device=device)
@@ -86,6 +95,7 @@ def set_up_rank(
         group=None if place is None else gradient_groups.get(place),
         host=HostMasters(copies) if masters and copies is not None else None,
         on_host=cells is not None and cells.copies is not None,
+        recipe=recipe,
     )
     threads = RankThreads()
     context = RankContext(
@@ -102,7 +112,7 @@ def set_up_rank(
         host_groups=ProcessGroups(GROUP_TIMEOUT),
         connections=HandoffConnections(timeout=GROUP_TIMEOUT),
         threads=threads,
-        loads=LoadAhead(threads.loads, encoders, runtime),
+        loads=LoadAhead(threads.loads, encoders, runtime, in_step=lambda clip, step: in_step(training, clip, step)),
         training=training,
         cells=cells,
         pipeline=pipeline,
