@@ -186,7 +186,7 @@ OPTIONS = {
     ("--passes", "schedule-z3{budget=-1s}"): "a time with its unit",
     ("--passes", "annotate,partition"): "needs a partitioned module",
     ("--passes", "partition,annotate"): "needs a lowered one",
-    ("--passes", "default,default"): "of scope `model` and stands after `check`",
+    ("--passes", "default,default"): "stands twice",
     ("--passes", "default,partition"): "needs a traced module",
     ("--profile", "none.json"): "neither a profile file nor",
     ("--profile", "binary"): "not a profile",

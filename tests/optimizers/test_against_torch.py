@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from arachnec.backends.torch_distributed.kept_state import UnexpectedState
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.optimizers.kept_state import UnexpectedState
 from arachnec.optimizers.recipe import recipe_of
 from arachnec.optimizers.schedules import Rates
 from arachnec.optimizers.state import nbytes, state_bytes

@@ -32,7 +32,6 @@ from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
-from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
@@ -58,6 +57,7 @@ from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, Ho
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, Received, TensorSpec
 from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_inputs import HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.rank_threads import RankThreads

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
-from arachnec.backends.torch_distributed.host_optimizer import HostMasters
-from arachnec.backends.torch_distributed.kept_state import KeptState
 from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
+from arachnec.optimizers.kept_state import KeptState
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
+from arachnec.runtime.host_optimizer import HostMasters
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 WHOLE = 2**63  # bytes of a piece, which a layer never has

@@ -17,7 +17,6 @@ from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
-from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.optimizer import Optimizer
@@ -38,6 +37,7 @@ from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_optimizer import HostMasters
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads

@@ -279,8 +279,8 @@ class Trainer:
         return self._report(own, planned.number, run, elapsed, exposed)
 
     def _watch_links(self, number: int) -> None:
-        """Where plans follow the links: compare what all ranks noted, and plan anew from the step after the next on,
-        whose plan is not yet made."""
+        """Where plans follow the links: compare what all ranks noted, and plan anew from the third batch after this
+        step on: the two before it are drawn and planned by now."""
         notes = self._context.notes
         if notes is None:
             return
@@ -292,7 +292,7 @@ class Trainer:
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow(watch.planned, (number + 1) * self._each + 1)
+            self._plans.follow(watch.planned, (number + 1) * self._each + 2)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
