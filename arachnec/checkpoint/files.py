@@ -56,10 +56,19 @@ class StoredRuns:
     runs: tuple[Run, ...]
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file that others may read as any file of this user: the library alone would keep it private."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
 def write_file(path: Path, parts: Mapping[str, Part]) -> FileRecord:
     """Write the parts, have them on the disk, and say what was written. Raises OSError."""
     metadata = {name: (part.first, part.size) for name, part in parts.items()}
-    save_file({name: part.values for name, part in parts.items()}, path, {RUNS: msgspec.json.encode(metadata).decode()})
+    values = {name: part.values for name, part in parts.items()}
+    save_tensors(values, path, {RUNS: msgspec.json.encode(metadata).decode()})
     synced(path)
     return FileRecord(path.name, path.stat().st_size, sha256(path))
 

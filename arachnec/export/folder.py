@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from arachnec.checkpoint.files import save_tensors
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources
 from arachnec.export.model_values import META, ModelValues, model_values
 from arachnec.export.trained_values import trained_values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.adapters import plain_model
-from arachnec.models.initial_weights import folded
+from arachnec.models.initial_weights import folded, model_folder
 from arachnec.models.weight_files import ENDING, INDEX, PREFERRED, SHARD_BYTES, write_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +44,14 @@ class DoesNotFit(Diagnostic):
     name: str
     largest: float
     dtype: str
+
+
+@dataclass(frozen=True)
+class IsRead(Diagnostic):
+    title: ClassVar[str] = "`{output}` holds {what}, which an export reads and does not overwrite"
+    help: ClassVar[str] = "give another folder with -o"
+    output: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ def export(
     ``lora`` the adapter alone. Without ``dtype`` every tensor has the precision that it trained in. What the model's
     class keeps in fp32 stays so. No more than a file is held at a time. Raises ``UserError``.
     """
+    _demand_other(output, init, executable.folder, checkpoint)
     trained = trained_values(checkpoint, executable.digests[MODEL], executable.folder, averages=averages)
     values = model_values(executable, trained, init)
     write = _write_adapter if lora else _write_model
@@ -84,6 +93,16 @@ def export(
     if not lora:
         _drop_stale(output, {path.name for path in written})
     return Exported(tuple(written), tensors, size, trained.position.steps, loading.format(folder=output))
+
+
+def _demand_other(output: Path, init: Path | None, executable: Path, checkpoint: Path) -> None:
+    """Raises ``UserError`` where the folder to write is one of those that are read."""
+    read = {executable: "the executable", checkpoint: "the checkpoints"}
+    if init is not None:
+        read |= {init: "the weights of --init", model_folder(init): "the weights of --init"}
+    for folder, what in read.items():
+        if output.resolve() == folder.resolve():
+            raise UserError(IsRead(None, str(output), what))
 
 
 def _write_model(values: ModelValues, folder: Path, dtype: str | None, shard_bytes: int) -> tuple[int, int, str]:
@@ -115,7 +134,7 @@ def _write_adapter(values: ModelValues, folder: Path, dtype: str | None, shard_b
     named = values.named
     own = next(value.dtype for value in named.values() if value.requires_grad)
     cast = {name: _cast(name, v, DTYPES[dtype] if dtype else own).contiguous() for name, v in tensors.items()}
-    save_file(cast, folder / LORA, metadata)
+    save_tensors(cast, folder / LORA, metadata)
     return len(cast), sum(value.nbytes for value in cast.values()), 'pipeline.load_lora_weights("{folder}")'
 
 
@@ -157,8 +176,8 @@ def _moved(path: Path, folder: Path) -> Path:
 
 
 def _drop_stale(folder: Path, written: set[str]) -> None:
-    """Shards and indices that an earlier export left, which a loader would take for this one's."""
+    """Shards and indices that an earlier export left, which a loader would take for this one's, and its adapter."""
     for path in folder.iterdir():
-        ours = path.name.startswith(PREFERRED) and path.name.endswith((ENDING, INDEX))
+        ours = path.name == LORA or (path.name.startswith(PREFERRED) and path.name.endswith((ENDING, INDEX)))
         if ours and path.name not in written:
             path.unlink()

@@ -16,9 +16,9 @@ from typing import ClassVar
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from arachnec.checkpoint.files import save_tensors
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 ENDING, INDEX = ".safetensors", ".safetensors.index.json"
@@ -145,7 +145,7 @@ def write_weights(
     written: list[Path] = []
     for number, shard in enumerate(shards, 1):
         name = f"{stem}{ENDING}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ENDING}"
-        save_file({key: value(key).contiguous() for key in shard}, folder / name, {"format": "pt"})
+        save_tensors({key: value(key).contiguous() for key in shard}, folder / name, {"format": "pt"})
         placed |= dict.fromkeys(shard, name)
         written.append(folder / name)
     if count > 1:

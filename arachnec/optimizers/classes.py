@@ -63,7 +63,7 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
         raise UserError(bad_value(f"{key}.name", called, f"it needs {written}", f"add `{lacking[0]} = ...` to [{key}]"))
     try:
         return kind(first, **arguments)
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+    except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         reason = f"{called} refuses its arguments: {' '.join(str(error).split())}"
         raise UserError(

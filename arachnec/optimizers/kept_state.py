@@ -91,6 +91,11 @@ class KeptState:
                 if not isinstance(value, Tensor):
                     held[key] = type(value)(own[key].item())
 
+    def expect(self, masters: Mapping[str, Tensor]) -> None:
+        """Measure what will be kept, so that no update waits for that."""
+        for name, master in masters.items():
+            self._expected(name, master)
+
     def updated(self, masters: Mapping[str, Tensor]) -> None:
         """After an update. Raises ``UserError`` for state that was not expected."""
         self._updates += 1

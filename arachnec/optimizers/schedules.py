@@ -74,6 +74,11 @@ class Rates:
                 reason = f"it ends before step {self._count + 1 + warmup}: {error}"
                 remedy = "give it as many steps as the run takes, without those of `warmup`; --resume goes on"
                 raise UserError(bad_value("schedule.name", name, reason, remedy)) from None
+            except (ArithmeticError, TypeError) as error:
+                assert self._schedule.scheduler is not None
+                given = self._schedule.scheduler
+                reason = f"{given.name} cannot take a step with these arguments: {error}"
+                raise UserError(bad_value("schedule", given.arguments, reason, "correct its arguments")) from None
             self._count += 1
 
 
@@ -81,5 +86,9 @@ def demand_schedule(schedule: Schedule, groups: Sequence[Mapping[str, Any]], ste
     """Raises ``UserError`` for a schedule that cannot be made, or that does not last for so many steps."""
     rates = Rates(schedule, groups)
     chosen = schedule.scheduler
-    if chosen is not None and {"total_steps", "epochs"} & set(chosen.arguments) and steps:
+    if chosen is None:
+        return
+    if not {"total_steps", "epochs"} & set(chosen.arguments):
+        rates.at(schedule.warmup + 1)
+    elif steps:
         rates.at(steps - 1)

@@ -164,6 +164,12 @@ def test_frozen_weights_come_from_the_folder_that_the_run_began_with(
     run(tmp_path / "out", init=tmp_path / "began")
     assert torch.equal(loaded(tmp_path / "out").proj_out.weight, loaded(tmp_path / "began").proj_out.weight)
     run(tmp_path / "lora", lora=True)
+    kept = (tmp_path / "began" / "diffusion_pytorch_model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="holds the weights of --init, which an export reads and does not overwrite"):
+        run(tmp_path / "began", init=tmp_path / "began")
+    assert (tmp_path / "began" / "diffusion_pytorch_model.safetensors").read_bytes() == kept
+    config, weights = (tmp_path / "out" / name for name in ("config.json", "diffusion_pytorch_model.safetensors"))
+    assert weights.stat().st_mode == config.stat().st_mode, "others may read it as they may read any file"
 
 
 def test_averages_and_precision(trained: Callable[..., Trained], tmp_path: Path) -> None:

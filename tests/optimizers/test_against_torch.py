@@ -17,7 +17,7 @@ from arachnec.executable.training_options import Group, Schedule, TorchClass, Tr
 from arachnec.ir.diagnostic import UserError
 from arachnec.optimizers.kept_state import UnexpectedState
 from arachnec.optimizers.recipe import recipe_of
-from arachnec.optimizers.schedules import Rates
+from arachnec.optimizers.schedules import Rates, demand_schedule
 from arachnec.optimizers.state import nbytes, state_bytes
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -177,6 +177,21 @@ def test_warm_up_rises_linearly_and_the_scheduler_counts_from_its_end() -> None:
     rates = Rates(schedule, [{"lr": 0.1}])
     assert [rates.at(step)[0]["lr"] for step in range(10)] == pytest.approx(expected)
     assert Rates(schedule, [{"lr": 0.1}]).at(7)[0]["lr"] == pytest.approx(expected[7]), "a resumed run has it too"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("CosineAnnealingLR", {"T_max": 0}),
+        ("CosineAnnealingLR", {"T_max": 4, "eta_min": "a"}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 0}),
+        ("StepLR", {"step_size": 0}),
+        ("ExponentialLR", {"gamma": "a"}),
+    ],
+)
+def test_arguments_that_a_scheduler_cannot_step_with_are_refused(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"refuses its arguments|cannot take a step with these arguments"):
+        demand_schedule(Schedule(scheduler=TorchClass(name, arguments)), [{"lr": 0.1, "momentum": 0.9}])
 
 
 class Growing(torch.optim.SGD):

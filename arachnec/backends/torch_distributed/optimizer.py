@@ -65,6 +65,7 @@ class Optimizer:
         numbers = range(len(groups)) if self._recipe.kind is None else (number for _, number in runs)
         self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
         self._kept = KeptState(self._recipe, groups, self._torch)
+        self._kept.expect(self._masters)
         self._rates = Rates(training.schedule, [group.arguments for group in groups])
         self.done = 0  # updates, those before a resumed run included
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
