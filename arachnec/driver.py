@@ -19,8 +19,7 @@ from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import iteration_of, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Clip, Cluster, Level, Module
-from arachnec.ir.values import Attributes
+from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
@@ -89,28 +88,9 @@ def trace_file(model_file: ModelFile, manifest: Manifest) -> Trace:
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
     """Every clip of the manifest as one module; a clip's id in the IR is its position in the manifest."""
-    clips: list[Clip] = []
-    for number, iteration in enumerate(manifest.iterations):
-        for clip in iteration:
-            clips.append(
-                Clip(
-                    id=len(clips),
-                    frames=clip.frames,
-                    height=clip.height,
-                    width=clip.width,
-                    text=clip.text_tokens,
-                    tokens=traced.tokens(clip),
-                    attrs=Attributes.of(name=str(clip.id), iteration=number),
-                )
-            )
-    return Module(
-        name="manifest",
-        level=Level.TRACED,
-        cluster=cluster,
-        clips=tuple(clips),
-        stages=traced.stages,
-        graphs=traced.graphs,
-    )
+    from arachnec.passes.trace import traced_module
+
+    return traced_module(traced, manifest.iterations, cluster)
 
 
 def plan_model(traced: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> tuple[Module, float]:

@@ -14,7 +14,8 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Graph, Stage
+from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
+from arachnec.ir.values import Attributes
 from arachnec.spmd.rewrite import gather_warnings, shard_block
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from arachnec.tracing.cost import encoder_stage, trained_stage
@@ -40,6 +41,17 @@ class Trace:
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
         return self.counter(clip)
+
+
+def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], cluster: Cluster) -> Module:
+    """Every clip of these global batches as one module; a clip's id in the IR is its position in all of them."""
+    clips: list[Clip] = []
+    for number, iteration in enumerate(iterations):
+        for clip in iteration:
+            attrs = Attributes.of(name=str(clip.id), iteration=number)
+            sizes = clip.frames, clip.height, clip.width, clip.text_tokens, traced.tokens(clip)
+            clips.append(Clip(len(clips), *sizes, attrs))
+    return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)
 
 
 class _Reached(BaseException):

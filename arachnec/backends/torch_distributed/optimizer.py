@@ -16,6 +16,7 @@ from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
 from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
+from arachnec.backends.torch_distributed.torch_optimizers import ADAMW, OptimizerFactory, kept_by
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
 
@@ -31,7 +32,7 @@ class Optimizer:
     same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
     updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
     (``gathered``), which all these ranks do together. With ``host`` the whole state lies in the host's memory, and
-    the parameters on the device; ``on_host``: both do.
+    the parameters on the device; ``on_host``: both do. ``factory`` makes another optimizer than AdamW.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Optimizer:
         group: dist.ProcessGroup | None = None,
         host: HostMasters | None = None,
         on_host: bool = False,
+        factory: OptimizerFactory | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
@@ -52,14 +54,21 @@ class Optimizer:
         self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
         # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
         groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
-        self._adam = torch.optim.AdamW(
-            groups or [torch.nn.Parameter(torch.empty(0))],
-            lr=training.lr,
-            betas=(0.9, 0.95),
-            weight_decay=0.01,
-            eps=1e-8,
-            fused=True,  # in one pass over memory, and on its device it sees whether the norm is finite
-        )
+        nothing = torch.nn.Parameter(torch.empty(0))
+        self.torch: torch.optim.Optimizer
+        if factory is None:
+            self._kept = ADAMW
+            self.torch = torch.optim.AdamW(
+                groups or [nothing],
+                lr=training.lr,
+                betas=(0.9, 0.95),
+                weight_decay=0.01,
+                eps=1e-8,
+                fused=True,  # in one pass over memory, and on its device it sees whether the norm is finite
+            )
+        else:
+            self._kept = kept_by(factory)
+            self.torch = factory(list(self._masters.values()) or [nothing])
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
     @property
@@ -98,11 +107,11 @@ class Optimizer:
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
         finite = norm.isfinite()
-        if getattr(self._adam, "_step_supports_amp_scaling", False):
-            self._adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
-            self._adam.step()
+        if getattr(self.torch, "_step_supports_amp_scaling", False):
+            self.torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.torch.step()
         elif finite:
-            self._adam.step()
+            self.torch.step()
         for master in self._masters.values():
             master.grad = None
         self.round_parameters()
@@ -118,13 +127,16 @@ class Optimizer:
         state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
             held = self._state_of(master)
-            kept = {"master": master.detach(), "exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
+            kept = {"master": master.detach()} | {key: held[key] for key in self._kept.like}
             kept |= {"ema": self.ema[name]} if self.ema else {}
             for key, value in kept.items():
                 flat = value.view(-1)
                 state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])
-            count = held["step"].view(1)
-            state[f"step/{name}"] = count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
+            for key in self._kept.scalars:
+                count = held[key].view(1)
+                state[f"{key}/{name}"] = (
+                    count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
+                )
         return state
 
     def _part(self, own: Tensor, value: Tensor) -> Part:
@@ -161,12 +173,14 @@ class Optimizer:
         return own
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
-        # AdamW makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
-        state: dict[str, Tensor] = self._adam.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        # An optimizer makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
+        state: dict[str, Tensor] = self.torch.state[master]
+        for key in self._kept.like:
+            if state.get(key) is None:
+                state[key] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        for key in self._kept.scalars:
+            if key not in state:
+                state[key] = torch.zeros((), dtype=torch.float32)
         return state
 
 

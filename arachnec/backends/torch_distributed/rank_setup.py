@@ -22,8 +22,9 @@ from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import given_module, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.torch_optimizers import OptimizerFactory
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -49,13 +50,14 @@ def set_up_rank(
     device: torch.device,
     *,
     init: Path | None = None,
+    optimizer: OptimizerFactory | None = None,
     follows_links: bool = False,
 ) -> RankContext:
     """Everything that stays from step to step. Collective.
 
-    ``clips`` are examples that the model takes, ``init`` is a folder of weights to begin with; ``follows_links`` notes
-    what handoffs take. Raises ``UserError`` where the model cannot be built, the ranks' models differ, or ``init`` has
-    another model's weights.
+    ``clips`` are examples that the model takes, ``init`` is a folder of weights to begin with, ``optimizer`` makes the
+    optimizer in place of AdamW; ``follows_links`` notes what handoffs take. Raises ``UserError`` where the model cannot
+    be built, the ranks' models differ, or ``init`` has another model's weights.
     """
     rank, runtime = dist.get_rank(), DeviceRuntime.of(device)
     pipeline = PipelineRank.of(model_file, training, first, clips, rank)
@@ -64,6 +66,8 @@ def set_up_rank(
     cells: CellParameters | None = None
     if dealt_out:
         model, cells = CellParameters.of(model_file, training, device, dealt_out, own, init)
+    elif own is None and model_file.module is not None:
+        model = given_module(model_file.module, training, device)
     elif own is None:
         model = shared_model(model_file, training, device, init)
     else:
@@ -79,13 +83,14 @@ def set_up_rank(
     place = None if pipeline is None else pipeline.place
     if stage is not None and sharded and pipeline is None:
         place = replicas(rank, stage.cell, stage.ranks)
-    optimizer = Optimizer(
+    updates = Optimizer(
         parameters if cells is None else cells.pieces,
         training,
         sharded=sharded if pipeline is None else place is not None,
         group=None if place is None else gradient_groups.get(place),
         host=HostMasters(copies) if masters and copies is not None else None,
         on_host=cells is not None and cells.copies is not None,
+        factory=optimizer,
     )
     threads = RankThreads()
     context = RankContext(
@@ -96,7 +101,7 @@ def set_up_rank(
         parameters=parameters,
         encoders=encoders,
         sequence=None,
-        optimizer=optimizer,
+        optimizer=updates,
         groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
         gradient_groups=gradient_groups,
         host_groups=ProcessGroups(GROUP_TIMEOUT),
@@ -114,7 +119,7 @@ def set_up_rank(
     gathering = {}
     if cells is not None and pipeline is None:
         layers, gathering = cells.layers, {name: stage.gathering for name, stage in cells.stages.items()}
-    context = replace(context, updated=updated_parameters(layers, first, model, optimizer, gathering))
+    context = replace(context, updated=updated_parameters(layers, first, model, updates, gathering))
     context.groups.ensure(family_groups(first), device=device)
     return context
 

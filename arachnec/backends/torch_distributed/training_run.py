@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from arachnec.backends.cascade_step import (
     drop_gradients,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
@@ -29,12 +28,13 @@ from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
-from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
+from arachnec.backends.torch_distributed.run_files import gradient_saver
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.torch_optimizers import OptimizerFactory
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.executable.batches import Batches
@@ -42,12 +42,12 @@ from arachnec.executable.folder import MODEL, Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
+from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
-from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.step_progress import StepProgress
 
@@ -65,51 +65,6 @@ def unwatched(phase: str, limit: float | None = None, option: str = "", progress
     """Nobody minds how long a phase takes."""
 
 
-def train(
-    executable: Executable,
-    options: RunOptions,
-    device: torch.device,
-    enter: Enter = unwatched,
-    notes: Sequence[str] = (),
-) -> None:
-    """Carry out ``options.steps`` optimizer steps; every rank of the default process group calls this.
-
-    Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
-    """
-    compiled = executable.program
-    with explained_memory(DeviceRuntime.of(device), compiled, program_of(compiled, dist.get_rank())):
-        trainer = Trainer(executable, options, device, enter)
-    count = options.steps or executable.header.iterations
-    events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, count))
-    if device.type == "cpu" and not planned_for_cpu(executable):
-        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
-        if note is not None:
-            events.emit(report.Note(note))
-    steps: list[report.StepReport] = []
-    try:
-        end = trainer.done + count
-        for step in range(trainer.done, end):
-            last = step == end - 1
-            saving = options.save_gradients if last else None
-            done = trainer.step(step, save_gradients=saving, last=last)
-            assert done is not None, "the batches of an executable come again and again"
-            steps.append(done)
-            events.emit(done)
-            trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
-        trainer.finish_saving()
-    finally:
-        trainer.close()
-    enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
-    write_measured(executable, trainer.module, steps[-1], trainer.intervals)
-    if dist.get_rank() == 0:
-        training = options.training(executable.training)
-        attention = attention_by_grid(trainer.module, training.dtype, device)
-        summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
-        report.write_json(options.report or executable.folder / "run.json", summary)
-    trainer.close_groups()
-
-
 class Trainer:
     """A model in training on one rank: everything that stays from step to step. All methods are collective."""
 
@@ -121,9 +76,11 @@ class Trainer:
         enter: Enter = unwatched,
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
+        model_file: ModelFile | None = None,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
-        """``batches`` are the executable's own where none are given; ``resumed`` is the checkpoint to go on from where
-        it was looked for before."""
+        """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
+        that ``batches`` go on from; ``optimizer`` makes another than AdamW."""
         self.timeouts = options.timeouts()
         self._enter = enter
         self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
@@ -134,10 +91,10 @@ class Trainer:
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
-        model_file = executable.model_file()
+        model_file = model_file or executable.model_file()
         self._executable = executable
         self._plans = Plans(executable, rank, world, batches)
-        resumed = resumed or _newest(options)
+        resumed = newest_checkpoint(options) if batches is None else resumed
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
@@ -152,6 +109,7 @@ class Trainer:
             executable.clips,
             device,
             init=options.init,
+            optimizer=optimizer,
             follows_links=self._plans.follows_links,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
@@ -173,6 +131,25 @@ class Trainer:
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._context.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._context.optimizer.torch
+
+    @property
+    def planned(self) -> Planned:
+        """The batch and program of the latest step, or of the first."""
+        assert self._planned is not None
+        return self._planned
+
+    @property
+    def plans_reused(self) -> int:
+        """Steps that ran a plan which an earlier batch of the same shapes was given."""
+        return self._plans.reused
 
     @property
     def device(self) -> torch.device:
@@ -423,7 +400,7 @@ class Trainer:
             self._context.optimizer.round_parameters()
 
 
-def _newest(options: RunOptions) -> checkpoint.Whole | None:
+def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
     """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
     if options.checkpoint is None:
         return None
@@ -436,7 +413,7 @@ def _newest(options: RunOptions) -> checkpoint.Whole | None:
     return whole
 
 
-def _describe(device: torch.device) -> str:
+def described(device: torch.device) -> str:
     return DeviceRuntime.of(device).name()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arachnec.backends.torch_distributed import training_run
+from arachnec.backends.torch_distributed import engine, training_run
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here, own_clips
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
@@ -72,7 +72,7 @@ def train_noted(folder: Path) -> tuple[list[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "run_iteration", iteration)
         patch.setattr(torch.optim.AdamW, "step", stepped)
-        training_run.train(read_executable(folder), RunOptions(clip_norm=0.1), torch.device("cpu"))
+        engine.train(read_executable(folder), RunOptions(clip_norm=0.1), torch.device("cpu"))
     return noted.reads, noted.count
 
 
