@@ -44,11 +44,12 @@ class Compiled:
     planning_ms: float
     tracing_ms: float
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
+    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
     @property
     def report(self) -> dict[str, Any]:
         """What ``--json`` prints: see ``arachnec.report``."""
-        return {**plan_report(self.module, self.planning_ms), "warnings": list(self.warnings)}
+        return {**plan_report(self.module, self.planning_ms), "warnings": [*self.limits, *self.warnings]}
 
     def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
         """Write the executable folder that ``arachnec run`` takes, with the plan as a page to be looked at; returns it.
@@ -144,6 +145,7 @@ def compile(
         planning_ms=model_ms + iteration_ms,
         tracing_ms=tracing_ms,
         warnings=trace.warnings,
+        limits=trace.limits,
     )
 
 

@@ -173,7 +173,7 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
     manifest = read_manifest(data)
     traced = front_end(trace_file(loaded, manifest), manifest, parse_cluster(f"{RANKS}:cpu"))
     registry = load_file(PASSES, installed())
-    capture = captured(loaded, manifest.clips)
+    capture = captured(loaded, manifest.clips, next(stage for stage in traced.stages if stage.trained))
     results: dict[str, tuple] = {}
     for name, text in plans.items():
         try:
@@ -190,17 +190,20 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
     return results
 
 
-def captured(model_file, clips):
-    """What every rank would capture at launch; taken once, here, before the ranks are forked."""
+def captured(model_file, clips, stage):
+    """What every rank would capture at launch; taken once, here, before the ranks are forked. None where graphs are
+    for one clip shape: each rank captures those that it needs."""
     import torch
 
-    from arachnec.tracing.blocks import capture_blocks
-    from arachnec.tracing.sample import example_calls
+    from arachnec.spmd.specialisation import Graphs, Specialisation
+    from arachnec.spmd.specialise import captured_again
 
+    step = Specialisation.of(stage)
     torch.manual_seed(SEED)
+    if step.graphs is not Graphs.ONE:
+        return None
     try:
-        model = model_file.build()
-        return capture_blocks(model, example_calls(model, model_file, clips), verify=False)
+        return captured_again(step, model_file.build(), model_file, clips)
     except Exception as error:
         return error
 
@@ -252,7 +255,8 @@ def _rank(rank: int, store: Path, place: Path, capture, gradients: Path) -> None
             raise capture
         return capture
 
-    samples.example_calls, blocks.capture_blocks = lambda *_: [], known
+    if capture is not None:
+        samples.example_calls, blocks.capture_blocks = lambda *_, **__: [], known
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115

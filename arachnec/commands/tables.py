@@ -47,6 +47,8 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     console.print(
         f"  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
     )
+    for line in compiled.limits:
+        console.print(bold("warning:"), line, highlight=False, soft_wrap=True)
     if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):
         notice = "ranks that share a clip gather more than attention needs, in every block:"
         console.print(bold("warning:"), notice)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import times_of
+from arachnec.ir.stage_sizes import most_clips, times_of
 
 # Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
 STEP = 8
@@ -51,9 +51,10 @@ def sides(cascade: Cascade, stage: Stage, ranks: int) -> tuple[int, ...]:
         return (1,)
     listed = stage.attrs.get("degrees")
     legal = None if listed is None else set(integers(listed))
+    most = most_clips(stage) or cascade.batch
     return tuple(
         side
         for side in range(1, min(cascade.batch, ranks) + 1)
-        if cascade.batch % side == 0 and ranks % side == 0
+        if cascade.batch % side == 0 and ranks % side == 0 and cascade.batch // side <= most
         if ranks // side <= max(1, cascade.tokens) and (legal is None or ranks // side in legal)
     )

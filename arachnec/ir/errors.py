@@ -167,6 +167,24 @@ class WrongMix(Diagnostic):
 
 
 @dataclass(frozen=True)
+class TooManyClips(Diagnostic):
+    title: ClassVar[str] = "{node} has {clips} clips in a forward, stage `{stage}` takes {most}"
+    help: ClassVar[str] = "partition the clips again; the model's graph was captured for that many"
+    node: str
+    clips: int
+    stage: str
+    most: int
+
+
+@dataclass(frozen=True)
+class UnknownGraphs(Diagnostic):
+    title: ClassVar[str] = "{stage} has graphs = {graphs}"
+    help: ClassVar[str] = 'write "shapes", "none", or nothing: one graph for all shapes'
+    stage: str
+    graphs: str
+
+
+@dataclass(frozen=True)
 class WrongBatch(Diagnostic):
     title: ClassVar[str] = "{node} lists {clips} clips and says {batch}"
     label: ClassVar[str] = "`{batch} x` should be `{clips} x`"

@@ -21,6 +21,7 @@ from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.span import Span
+from arachnec.ir.stage_sizes import most_clips
 
 Problems: TypeAlias = Iterator[Diagnostic]
 GRADIENT = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
@@ -38,6 +39,9 @@ def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
         stage = index.stages.get(cascade.stage)
         if stage is None:
             continue
+        most, clips = most_clips(stage), cascade.batch // max(1, cascade.side)
+        if most is not None and clips > most:
+            yield errors.TooManyClips(cascade.span, label(cascade), clips, symbol(stage.name), most)
         if cascade.phase in GRADIENT and not stage.trained:
             yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
         elif index.module.level >= Level.COSTED and "times" not in cascade.attrs:
@@ -45,6 +49,13 @@ def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
             for name in wanted.get(cascade.phase, ("forward",)):
                 if name not in stage.attrs:
                     yield errors.NoCost(cascade.span, label(cascade), stage.name, name)
+
+
+def graphs_are_known(index: ModuleIndex) -> Problems:
+    for stage in index.module.stages:
+        graphs = stage.attrs.get("graphs")
+        if graphs not in (None, "shapes", "none"):
+            yield errors.UnknownGraphs(stage.attrs.span("graphs") or stage.span, label(stage), value_text(graphs))
 
 
 def degrees_are_legal(index: ModuleIndex) -> Problems:
@@ -241,6 +252,7 @@ def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
 
 PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     cascades_fit_their_stage,
+    graphs_are_known,
     degrees_are_legal,
     times_are_in_order,
     inputs_end_first,

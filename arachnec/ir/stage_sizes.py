@@ -81,6 +81,12 @@ def count_in(stage: Stage, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+def most_clips(stage: Stage) -> int | None:
+    """How many clips a forward of the stage may take; None for any number."""
+    value = stage.attrs.get("most_clips")
+    return value if isinstance(value, int) else None
+
+
 def formula_in(stage: Stage, name: str) -> Formula | None:
     """A formula that the stage says of itself, such as ``saved``; None where it says none."""
     value = stage.attrs.get(name)

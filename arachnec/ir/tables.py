@@ -100,6 +100,8 @@ STAGE = table("""
     host_inputs     | GiB formula    | traced | optional | inputs of all blocks, in host memory if they run again
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
     degrees         | [int]          | traced | optional | legal degrees; absent = any
+    most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
+    graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
     output          | GiB formula    | traced | optional | what it hands off
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train

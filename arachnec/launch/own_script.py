@@ -42,6 +42,7 @@ class OwnScript:
     device: torch.device
     notes: tuple[str, ...] = ()
     watchdog: Callable[..., None] | None = None
+    restarted: bool = False  # by a launcher, after a failure
     _joined: ExitStack = field(default_factory=ExitStack)
     _usual: Hook | None = None  # what the interpreter calls for an exception without us
 
@@ -64,7 +65,7 @@ class OwnScript:
             joined = stack.enter_context(joined_rank(START_S if start_s is None else start_s))
             device, notes = joined.agree_on_devices(cpu=cpu, planned=cluster)
             joined.make_process_group(device)
-            script = cls(device, notes, joined.watchdog.enter, stack)
+            script = cls(device, notes, joined.watchdog.enter, joined.restarted, stack)
         script._watch_exceptions()
         return script
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
@@ -21,26 +21,17 @@ from arachnec.cluster.device_selection import (
     select_device,
     use_device,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.environment import local_cache, prepare_environment
 from arachnec.launch.failure import Failure, failure_of, record_failure
 from arachnec.launch.kernel_cache import compile_once
+from arachnec.launch.starts import missing, store_of_this_start
 from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class RanksMissing(Diagnostic):
-    title: ClassVar[str] = "{ranks} of {world} did not come within {seconds:.0f} s"
-    help: ClassVar[str] = "look at the output of their hosts; --start-timeout gives them longer"
-    ranks: str
-    world: int
-    seconds: float
 
 
 class Ended(Exception):
@@ -62,6 +53,12 @@ class JoinedRank:
     watchdog: Watchdog
     start_s: float
 
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher such as torchrun started some rank again after a failure. All ranks say the same, once
+        they have agreed on devices."""
+        return self.store.add("restarts", 0) > 0
+
     def agree_on_devices(
         self, *, cpu: bool, planned: Cluster | None = None, query: DeviceQuery | None = None
     ) -> tuple[torch.device, tuple[str, ...]]:
@@ -81,12 +78,10 @@ class JoinedRank:
         try:
             self.store.wait(keys, timedelta(seconds=self.start_s))
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if not missing:
+            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not absent:
                 raise
-            ranks = ", ".join(map(str, missing))
-            named = f"rank{'s' if len(missing) > 1 else ''} {ranks}"
-            raise UserError(RanksMissing(None, named, self.world, self.start_s)) from error
+            raise missing(absent, self.world, self.start_s) from error
         return [msgspec.json.decode(data, type=DeviceRecord) for data in self.store.multi_get(keys)]
 
     def make_process_group(self, device: torch.device) -> None:
@@ -119,10 +114,13 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
-    own = store.clone()
+    store, number = store_of_this_start(store, rank, world, start_s)
+    own = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=STORE_S))
     watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)
     watchdog.enter("start", start_s, "--start-timeout")
+    # The first host may have been lost, and its store with it; then the agents that are left know.
+    store.add("restarts", number - 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     try:
         yield JoinedRank(rank, world, store, watchdog, start_s)
         if dist.is_initialized():

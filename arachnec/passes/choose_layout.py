@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.analysis.uses import Values
+from arachnec.cost.synchronisation import reduce_time
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Level, Module, integer
 from arachnec.ir.values import Quantity
@@ -35,6 +36,7 @@ from arachnec.simulation.events import Engine
 
 STEPS = 100  # of the scheduler, for each layout that is planned
 WORTH = 0.01  # of the iteration, that a layout must save over a plainer one
+HIDDEN = 0.5  # of the iterations, that all-reduces may take before other layouts are looked at
 DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3(), Place(), Bucket(), Lower())
 
 
@@ -61,8 +63,8 @@ class Choice:
 class ChooseLayout(Pass):
     """Deal the model out over cells or stages where that shortens the iteration, or where nothing else fits.
 
-    Where a copy of the state on every rank takes less than half of a device, no other layout is looked at. ``layout``
-    names the one to take; a module that names one keeps it.
+    Where a copy of the state on every rank takes less than half of a device, and its all-reduces less than half of the
+    iteration, no other layout is looked at. ``layout`` names the one to take; a module that names one keeps it.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -86,7 +88,7 @@ class ChooseLayout(Pass):
             return _held(module, str(held))
         replicated = applied(module, Layout())
         crowded = any("sharded" in stage.attrs for stage in replicated.stages)
-        if not crowded and None not in least_degrees(replicated):
+        if not crowded and None not in least_degrees(replicated) and self._hidden(replicated):
             return replicated
         choice = self._chosen(module)
         if choice is None:
@@ -134,6 +136,13 @@ class ChooseLayout(Pass):
         candidates = [(layout, applied(module, layout)) for layout in table]
         return shortest(candidates, self._least_ms, self._planned_ms)
 
+    def _hidden(self, replicated: Module) -> bool:
+        """Whether the cascades take long enough for the gradients' all-reduces to hide behind the last of them."""
+        assert replicated.cluster is not None
+        everyone = tuple(range(replicated.cluster.world))
+        reduces = sum(reduce_time(replicated.cluster, stage, everyone) for stage in replicated.stages if stage.trained)
+        return len(sample(replicated)) * reduces <= HIDDEN * _or_infinite(self._least_ms, replicated)
+
     def _least_ms(self, module: Module) -> float:
         """ms of the sample at least. Raises UserError where a clip of it fits nowhere."""
         costing = [step for step in self._passes if step.gives <= Level.COSTED]
@@ -157,14 +166,14 @@ def shortest(
     best: tuple[float, int, Layout, Module] | None = None
     for layout, laid in sorted(candidates, key=lambda candidate: bounds[candidate[0].name]):
         bound = bounds[layout.name]
-        if math.isinf(bound) or (best is not None and bound >= best[0]):
+        plainer = best is None or place[layout.name] < best[1]
+        if math.isinf(bound) or (best is not None and bound >= best[0] * (1 + WORTH if plainer else 1 - WORTH)):
             continue
         time = _or_infinite(planned, laid)
         if math.isinf(time):
             refused.append(layout.name)
             continue
         times[layout.name] = time
-        plainer = best is None or place[layout.name] < best[1]
         if best is None or time < best[0] * (1 + WORTH if plainer else 1 - WORTH):
             best = (time, place[layout.name], layout, laid)
     if best is None:

@@ -25,7 +25,7 @@ from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import is_encoder
+from arachnec.ir.stage_sizes import is_encoder, most_clips
 from arachnec.ir.tables import FIGURES, TIED
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
@@ -123,12 +123,14 @@ class Partition(Pass):
 
     def _filled(self, module: Module, stage: Stage, limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
         """Micro-batches of at most so many clips per rank: on any ranks, or on whole cells of them."""
-        cell = cell_of(stage) or 1
+        cell, most = cell_of(stage) or 1, most_clips(stage) or math.inf
         if cell == 1:
-            return micro_batches(module.clips, limit_of)
-        return cell_batches(
-            module.clips, cell, lambda clip: min(cell * limit_of(clip), most_in_memory(module, stage, clip, cell))
-        )
+            return micro_batches(module.clips, lambda clip: min(most, limit_of(clip)))
+
+        def of_a_cell(clip: Clip) -> float:
+            return min(cell * min(most, limit_of(clip)), most_in_memory(module, stage, clip, cell))
+
+        return cell_batches(module.clips, cell, of_a_cell)
 
     def _exponent(self, module: Module, stage: Stage) -> float:
         if self.p == "profile" or (self.p is None and self.profile is not None):

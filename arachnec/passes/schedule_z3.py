@@ -73,7 +73,7 @@ class ScheduleZ3(Pass):
 
     def run(self, module: Module) -> Module:
         if "schedule" in module.attrs:
-            return scheduled_stages(module)
+            return scheduled_stages(module, quick=self.steps is not None)
         clock = Clock(time.perf_counter(), self.budget, self.steps)
         cost = CostModel(module)
         problem = problem_of(module, cost)

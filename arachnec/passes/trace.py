@@ -6,7 +6,7 @@ The model is built on the meta device, so that tracing allocates no weights; ``d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
-from arachnec.spmd.rewrite import gather_warnings, shard_block
-from arachnec.tracing.blocks import CapturedModel, capture_blocks
-from arachnec.tracing.cost import encoder_stage, trained_stage
-from arachnec.tracing.dims import S
+from arachnec.spmd.specialisation import Graphs
+from arachnec.spmd.specialise import specialise
+from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import CannotTake, cannot_on_meta
 from arachnec.tracing.graph import block_graph
-from arachnec.tracing.record import flatten_call, training_mode
-from arachnec.tracing.sample import ModelSource, arguments_of, example_calls, meta_encoders, raised_at
+from arachnec.tracing.measured_stage import measured_stage
+from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
+from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders, raised_at
 
 TRAINED = "dit"
 
@@ -37,6 +38,7 @@ class Trace:
     captured: CapturedModel
     counter: TokenCounter
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
+    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
@@ -77,18 +79,14 @@ class TokenCounter:
         return self.counts[clip.shape]
 
     def _count(self, clip: VideoClip) -> int:
-        first = self.captured.calls[0].path
-        block = self.captured.block_of(first)
-        position, dimension = next(
-            (i, d) for i, dims in enumerate(block.input_dims) for d, size in enumerate(dims) if size == S
-        )
+        place = self.captured.tokens_at
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, _ = flatten_call(module, args, kwargs)
-            raise _Reached(int(leaves[block.input_leaves[position]].shape[dimension]))
+            raise _Reached(place.read(leaves))
 
         device = str(next(self.model.parameters()).device)
-        handle = self.model.get_submodule(first).register_forward_pre_hook(stop, with_kwargs=True)
+        handle = self.model.get_submodule(place.path).register_forward_pre_hook(stop, with_kwargs=True)
         try:
             arguments = arguments_of(self.source, clip, self.encoders, device=device)
             with torch.no_grad(), training_mode(self.model), torch.device(device):
@@ -102,8 +100,8 @@ class TokenCounter:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            place = raised_at(self.source, error)
-            raise UserError(CannotTake(place, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
+            line = raised_at(self.source, error)
+            raise UserError(CannotTake(line, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
         finally:
             handle.remove()
         raise AssertionError("the first block of the recording was not called")
@@ -133,11 +131,38 @@ def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool =
 
 def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) -> Trace:
     encoders = meta_encoders(source)
-    calls = example_calls(model, source, clips, encoders)
-    captured = capture_blocks(model, calls)
-    shared = [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here, not at launch
+    special = specialise(model, source, clips, encoders)
+    captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
-    trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
+    if special.step.graphs is Graphs.ONE:
+        trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
+    else:
+        calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
+        trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
+    trained = replace(trained, attrs=trained.attrs.updated(**special.step.attributes))
     frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())
-    graphs = tuple(block_graph(block) for block in captured.blocks)
-    return Trace((*frozen, trained), graphs, captured, counter, gather_warnings(captured, shared))
+    # graphs of one clip shape are not those that run: nothing is fused in them
+    one = special.step.graphs is Graphs.ONE
+    graphs = tuple(block_graph(block) for block in captured.blocks) if one else ()
+    return Trace((*frozen, trained), graphs, captured, counter, special.warnings, special.limits)
+
+
+def _own_calls(
+    model: nn.Module,
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    encoders: dict[str, nn.Module],
+    tokens: TokenCounter,
+) -> list[ExampleCall]:
+    """Some of the clips themselves, to measure at their sizes; none where that would compute."""
+    if not is_meta(model):
+        return []
+    return [
+        ExampleCall(
+            arguments_of(source, clip, encoders, device="meta"),
+            (clip.frames, clip.height, clip.width),
+            1,
+            clip.text_tokens,
+        )
+        for clip in spread(clips, tokens)
+    ]

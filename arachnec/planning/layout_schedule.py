@@ -25,31 +25,34 @@ class UnknownSchedule(Diagnostic):
     name: str
 
 
-def scheduled_stages(module: Module) -> Module:
-    """Its cascades have the ranks that the schedule chose as ``assigned``. Raises UserError where no degree fits."""
+def scheduled_stages(module: Module, *, quick: bool = False) -> Module:
+    """Its cascades have the ranks that the schedule chose as ``assigned``. Raises UserError where no degree fits.
+
+    The search for an order is ``quick`` for every degree but the one that is taken.
+    """
     name = str(module.attrs["schedule"])
     if name not in get_args(ScheduleName):
         raise UserError(UnknownSchedule(module.span, name))
     schedule = cast(ScheduleName, name)
-    placed = shortest_degree(module, schedule) if stages_each(schedule, Options.v) == 1 else None
-    placed = placed or pipelined(module, Options(schedule))  # which says what does not fit
+    degree = shortest_degree(module, schedule) if stages_each(schedule, Options.v) == 1 else None
+    placed = pipelined(module, Options(schedule, degree=degree, quick=quick))  # which says what does not fit
     cascades = (
         cascade.with_attrs(assigned=cascade.ranks, ranks=None, ulysses=None, ring=None) for cascade in placed.cascades
     )
     return replace(placed, level=Level.SCHEDULED, cascades=tuple(cascades))
 
 
-def shortest_degree(module: Module, schedule: ScheduleName) -> Module | None:
-    """The placed module with the shortest makespan of any degree for all stages; None where none fits."""
+def shortest_degree(module: Module, schedule: ScheduleName) -> int | None:
+    """The degree of all stages with the shortest makespan; None where none fits."""
     best, least = None, math.inf
     bounds = least_by_degree(module, CostModel(module))
     for degree in sorted(bounds, key=lambda degree: bounds[degree]):
         if bounds[degree] >= least:
             break
         try:
-            placed = pipelined(module, Options(schedule, degree=degree))
+            placed = pipelined(module, Options(schedule, degree=degree, quick=True))
         except UserError:
             continue
         if (makespan := quantity(placed.attrs["makespan"])) < least:
-            best, least = placed, makespan
+            best, least = degree, makespan
     return best

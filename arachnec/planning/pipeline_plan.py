@@ -80,6 +80,7 @@ class Options:
     policy: WarmUp = "A"
     orders: str | None = None  # a file of torch's pipelining, instead of a schedule
     degrees: tuple[int, ...] | None = None
+    quick: bool = False  # a small part of the search for an order, for a comparison
 
 
 def pipelined(module: Module, options: Options) -> Module:
@@ -302,7 +303,7 @@ class _Plan:
         if options.schedule == "kfkb":
             return kfkb(ranks, len(batches), group_size(replica, options.k))
         kinds = {tuple(batch.kind for batch in own) for own in self.replicas if own}
-        return planned_order(replica, len(kinds))
+        return planned_order(replica, len(kinds), quick=options.quick)
 
     def _replica(self, batches: Sequence[MicroBatch]) -> Replica:
         return Replica(self._times(batches), self._kept_table(batches), self._limits(batches), self.places.placement)

@@ -241,6 +241,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             optimizer=Quantity(optimizer, "GiB"),
             cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
+            most_clips=attrs.get("most_clips"),
             output=None if last else _handed_on(stage, end - 1),
             part_of=stage.name,
         ),

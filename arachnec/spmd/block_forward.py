@@ -72,64 +72,35 @@ class FusedForms:
     share: fx.GraphModule
 
 
-class BlockForward:
-    """Replaces ``forward`` on one block instance."""
+class BlockGraph:
+    """One graph of a block instance: its tensors found, run on all tokens or on a share of them."""
 
     def __init__(
         self,
         path: str,
         module: nn.Module,
         block: ShardedBlock,
-        execution: Execution,
         forms: FusedForms | None,
-        chained: Sequence[bool] = (),
+        signature: inspect.Signature,
+        chained: Sequence[bool],
     ) -> None:
+        self.block = block
+        self.whole = None if forms is None else forms.whole
+        self.share = block.module if forms is None else forms.share
+        self.arguments = _Arguments(path, signature, block.captured)
         self._chained = chained  # which of its inputs another block made
-        self.path, self.block, self.execution = path, block, execution
-        self._whole = None if forms is None else forms.whole
-        self._share = block.module if forms is None else forms.share
-        self.original: Callable[..., Any] = module.forward
-        self.__signature__ = inspect.signature(self.original)
-        self._arguments = _Arguments(path, self.__signature__, block.captured)
         self._parameters = _parameter_sources(module, block.captured)
         self._constants: dict[tuple[str, torch.device], Tensor] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        execution = self.execution
-        if execution.shard is None and self._whole is not None:
-            inputs = self._arguments.tensors(args, kwargs)
-            return self.block.captured.unflatten(self._run(self._whole, self._values(inputs), inputs))
-        if execution.shard is None:
-            if execution.recomputes(self.path):
-                chained = self._from_blocks(self._arguments.tensors(args, kwargs)) if execution.away else ()
-                return _checkpoint(self.original, execution, args, kwargs, chained)
-            return self.original(*args, **kwargs)
-        return self._sharded(self._arguments.tensors(args, kwargs))
+    def serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the graph is for such a call: any, or one of its clip shape."""
+        return not self.block.captured.fixed or self.arguments.fit(args, kwargs)
 
-    def _sharded(self, tensors: Sequence[Tensor]) -> Any:
-        dims = self.block.inputs
-        lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
-        shard = self.execution.shard_of(next(lengths))
-        inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
-        results = self._run(self._share, [shard, *self._values(inputs)], inputs)
-        outputs = [
-            result if dim is None else ShardedTokens(result, dim, shard)
-            for result, dim in zip(results, self.block.outputs, strict=True)
-        ]
-        return self.block.captured.unflatten(outputs)
-
-    def _run(self, module: nn.Module, values: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.execution.recomputes(self.path):
-            chained = self._from_blocks(inputs)
-            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {}, chained)
-            return recomputed
-        outputs: Sequence[Tensor] = module(*values)
-        return outputs
-
-    def _from_blocks(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def from_blocks(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [value for value, chained in zip(inputs, self._chained, strict=False) if chained]
 
-    def _values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph's placeholders are given."""
         values: list[Tensor] = []
         for slot, source in zip(self.block.captured.slots, self._parameters, strict=True):
             if source is not None:
@@ -145,6 +116,59 @@ class BlockForward:
             constant = self.block.captured.exported.constants[name]
             self._constants[name, device] = constant if constant.ndim == 0 else constant.to(device)
         return self._constants[name, device]
+
+
+class BlockForward:
+    """Replaces ``forward`` on one block instance; ``graphs`` are none, one for all calls, or one for each shape."""
+
+    def __init__(self, path: str, module: nn.Module, execution: Execution) -> None:
+        self.path, self.module, self.execution = path, module, execution
+        self.original: Callable[..., Any] = module.forward
+        self.__signature__ = inspect.signature(self.original)
+        self.graphs: list[BlockGraph] = []
+
+    def add(self, block: ShardedBlock, forms: FusedForms | None, chained: Sequence[bool]) -> None:
+        self.graphs.append(BlockGraph(self.path, self.module, block, forms, self.__signature__, chained))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        execution = self.execution
+        graph = self._graph(args, kwargs)
+        if execution.shard is None and graph is not None and graph.whole is not None:
+            inputs = graph.arguments.tensors(args, kwargs)
+            return graph.block.captured.unflatten(self._run(graph, graph.whole, graph.values(inputs), inputs))
+        if execution.shard is None:
+            if execution.recomputes(self.path):
+                away = execution.away is not None and graph is not None
+                chained = graph.from_blocks(graph.arguments.tensors(args, kwargs)) if away and graph else ()
+                return _checkpoint(self.original, execution, args, kwargs, chained)
+            return self.original(*args, **kwargs)
+        if graph is None:
+            raise UserError(UnequalCall(None, self.path, "a clip of another shape", "those of its graphs"))
+        return self._sharded(graph, graph.arguments.tensors(args, kwargs))
+
+    def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockGraph | None:
+        return next((graph for graph in self.graphs if graph.serves(args, kwargs)), None)
+
+    def _sharded(self, graph: BlockGraph, tensors: Sequence[Tensor]) -> Any:
+        dims = graph.block.inputs
+        lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
+        shard = self.execution.shard_of(next(lengths))
+        inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
+        results = self._run(graph, graph.share, [shard, *graph.values(inputs)], inputs)
+        outputs = [
+            result if dim is None else ShardedTokens(result, dim, shard)
+            for result, dim in zip(results, graph.block.outputs, strict=True)
+        ]
+        return graph.block.captured.unflatten(outputs)
+
+    def _run(
+        self, graph: BlockGraph, module: nn.Module, values: Sequence[Any], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        if self.execution.recomputes(self.path):
+            recomputed: Sequence[Tensor] = _checkpoint(module, self.execution, values, {}, graph.from_blocks(inputs))
+            return recomputed
+        outputs: Sequence[Tensor] = module(*values)
+        return outputs
 
 
 def _checkpoint(
@@ -210,6 +234,7 @@ class _Arguments:
     def __init__(self, path: str, signature: inspect.Signature, captured: CapturedBlock) -> None:
         self.path, self.signature, self.captured = path, signature, captured
         self._forms: dict[tuple[int, tuple[str, ...]], list[tuple[str, int | str]] | None] = {}
+        self._sizes = [node.meta["val"].shape for node in captured.input_nodes]  # numbers and symbols
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self._bound(args, kwargs))
@@ -220,6 +245,17 @@ class _Arguments:
             if fixed and leaves[position] is not value and leaves[position] != value:
                 raise UserError(UnequalCall(None, self.path, repr(leaves[position]), repr(value)))
         return [leaves[position] for position in captured.input_leaves]
+
+    def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call has the form, the numbers and, but for the clips in it, the sizes of the graph."""
+        captured = self.captured
+        leaves, spec = pytree.tree_flatten(self._bound(args, kwargs))
+        if spec != captured.spec or any(f and leaves[i] != value for i, value, f in captured.constants):
+            return False
+        return all(
+            all(not isinstance(size, int) or size == given for size, given in zip(sizes, leaves[i].shape, strict=True))
+            for i, sizes in zip(captured.input_leaves, self._sizes, strict=True)
+        )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         form = (len(args), tuple(kwargs))

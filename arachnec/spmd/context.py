@@ -50,7 +50,7 @@ class Event:
 class Context:
     """Builds ``graph`` from a traced one; ``environment`` maps each traced node to its counterpart."""
 
-    tokens: sympy.Symbol
+    tokens: Size
     substitution: dict[sympy.Symbol, Size]
     graph: fx.Graph = field(default_factory=fx.Graph)
     environment: dict[fx.Node, Any] = field(default_factory=dict)
@@ -158,10 +158,13 @@ class Context:
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Any, layouts: Any) -> Value:
         """Call ``target``; its result is the tensor recorded as ``like``, with these layouts.
 
-        Raises MixesTokens where the layouts do not account for the sizes: a rule that is wrong is not believed.
+        Raises MixesTokens where the layouts do not account for the sizes (a rule that is wrong is not believed), and
+        where two dimensions would be sharded: of what is neither in a rank's rows nor in its columns nobody has any.
         """
         sizes = self.sizes_of(like)
         layouts = tuple(layouts)
+        if sum(layout is not None for layout in layouts) > 1:
+            raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
         if len(layouts) != len(sizes) or any(
             layout is not None and not same(layout.size, size) for layout, size in zip(layouts, sizes, strict=True)
         ):
@@ -309,7 +312,11 @@ class Context:
     def unsharded(self, like: Any, new: fx.Node) -> Result:
         """``new`` gives what was recorded as ``like``, the same on every rank."""
         if isinstance(like, torch.Tensor):
-            return Value(new, self.sizes_of(like), (None,) * like.ndim, like.element_size())
+            sizes = self.sizes_of(like)
+            for dim, size in enumerate(sizes):
+                if isinstance(size, sympy.Symbol) and not self.knows_size(size):  # its values decide it
+                    self.define_size(size, self.call(torch.ops.aten.sym_size.int, new, dim))
+            return Value(new, sizes, (None,) * like.ndim, like.element_size())
         if isinstance(like, (list, tuple)):
             return [self.unsharded(item, self.call(operator.getitem, new, i)) for i, item in enumerate(like)]
         return new

@@ -73,15 +73,23 @@ def _opaque(captured: CapturedBlock, tokens: Size) -> bool:
 
 
 def context_of(captured: CapturedBlock, tokens: Size) -> Context:
-    """An empty graph under construction whose sharded length is ``tokens``."""
+    """An empty graph under construction whose sharded length is ``tokens``: a number in a graph of one clip shape.
+
+    What a mask's values decide keeps its own symbol: no bound of it is its size. Raises ``UserError`` where the length
+    of one clip shape depends on the batch.
+    """
+    known = {symbol: size for symbol, size in captured.symbols.items() if symbol not in captured.unbacked}
+    if captured.fixed:
+        number = tokens.subs(captured.fixed)
+        if not number.is_Integer:
+            raise UserError(NoShardedInput(None, captured.name, f"rows of {tokens}"))
+        return Context(number, known)
     if tokens == S:
-        return Context(S, dict(captured.symbols))
+        return Context(S, known)
     if _opaque(captured, tokens):
-        return Context(
-            LENGTH, {symbol: LENGTH if size == tokens else size for symbol, size in captured.symbols.items()}
-        )
+        return Context(LENGTH, {symbol: LENGTH if size == tokens else size for symbol, size in known.items()})
     forward = {S: LENGTH - (tokens - S)}
-    symbols = {symbol: sympy.expand(size.subs(forward)) for symbol, size in captured.symbols.items()}
+    symbols = {symbol: sympy.expand(size.subs(forward)) for symbol, size in known.items()}
     return Context(LENGTH, symbols)
 
 

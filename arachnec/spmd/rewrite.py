@@ -95,7 +95,7 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
     context.graph.eliminate_dead_code()
     context.graph.lint()
     module = fx.GraphModule(captured.graph_module, context.graph, f"Sharded{captured.name}")
-    symbols = original_symbols(tokens)
+    symbols = original_symbols(tokens) | {symbol: captured.symbols[symbol] for symbol in captured.unbacked}
     notes = {
         kind: tuple(
             Note(str(e.node.target), _place(e.node), e.reason, sympy.expand(e.bytes.subs(symbols)))
@@ -121,6 +121,8 @@ def _source(parts: Sequence[Any]) -> fx.Node | None:
 
 def gather_warnings(captured: CapturedModel, blocks: Sequence[ShardedBlock]) -> tuple[str, ...]:
     """What sequence parallelism gathers inside and outside the blocks, with its cost; one line each."""
+    if not blocks:
+        return ()
     lines = [str(note) for block in blocks for note in block.gathers]
     chained = {origin for call in captured.calls for origin in call.origins if origin is not None}
     last = len(captured.calls) - 1
@@ -198,7 +200,12 @@ def _resharded(context: Context, result: Result, layouts: list[Layout]) -> Resul
         return [_resharded(context, item, layouts) for item in result]
     if not isinstance(result, Value):
         return result
-    with_tokens = [dim for dim, size in enumerate(result.sizes) if context.has_tokens(size)]
+    lengths = [layout.size for layout in layouts]
+    with_tokens = [
+        dim
+        for dim, size in enumerate(result.sizes)
+        if context.has_tokens(size) or any(same(size, length) for length in lengths)
+    ]
     if len(with_tokens) != 1:
         return result
     dim = with_tokens[0]

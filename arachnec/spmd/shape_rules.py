@@ -92,6 +92,8 @@ def squeeze(context: Context, node: fx.Node) -> Result:
     wanted = operands(node)[1] if len(node.args) > 1 else range(len(value.sizes))
     dims = [d % len(value.sizes) for d in ([wanted] if isinstance(wanted, int) else wanted)]
     dims = [dim for dim in dims if value.sizes[dim] == 1]
+    if any(value.layouts[dim] is not None for dim in dims):
+        raise MixesTokens("drops the dimension of a clip's only token")
     layouts = [layout for dim, layout in enumerate(value.layouts) if dim not in dims]
     return context.emit(aten.squeeze.dims, (value.node, dims), {}, node.meta["val"], layouts)
 
@@ -271,14 +273,20 @@ def slice_scatter(context: Context, node: fx.Node) -> Result:
 
 
 def pad(context: Context, node: fx.Node) -> Result:
+    """Of other dimensions; of the tokens at the end, where what is added, or cut off, is the same on every rank."""
     value = context.value(node.args[0])
-    widths = list(operands(node)[1])
+    rank, layouts = len(value.sizes), list(value.layouts)
+    widths = [context.expression(width) for width in operands(node)[1]]
     for pair in range(len(widths) // 2):
-        if value.layouts[len(value.sizes) - 1 - pair] is not None and any(
-            w != 0 for w in widths[2 * pair : 2 * pair + 2]
-        ):
+        dim, (before, after) = rank - 1 - pair, widths[2 * pair : 2 * pair + 2]
+        layout = layouts[dim]
+        if layout is None or (before == 0 and after == 0):
+            continue
+        tail = total([layout.parts[-1].length, after])
+        if before != 0 or layout.merged or layout.parts[-1].sharded or not tail.is_nonnegative:
             raise MixesTokens("pads the tokens")
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], value.layouts)
+        layouts[dim] = Layout((*layout.parts[:-1], Part(tail, sharded=False)))
+    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], layouts)
 
 
 def moved_within(context: Context, node: fx.Node) -> Result:

@@ -24,25 +24,30 @@ from arachnec.tracing.captured import chained_inputs
 class SequenceModel:
     """A model whose blocks can run on a part of their tokens. Made by ``install``, undone by ``restore``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[ShardedBlock],
-        captured: CapturedModel,
-        fused: Sequence[FusedForms | None] | None = None,
-    ) -> None:
-        self.model, self.blocks, self.captured = model, tuple(blocks), captured
+    def __init__(self, model: nn.Module, captured: CapturedModel) -> None:
+        self.model, self.captured = model, captured
+        self.blocks: tuple[ShardedBlock, ...] = ()
         self._execution = Execution()
         self._replaced: list[tuple[nn.Module, Any]] = []
-        for number, (block, forms) in enumerate(zip(self.blocks, fused or [None] * len(self.blocks), strict=True)):
+        self._forwards: dict[str, BlockForward] = {}
+        for path in dict.fromkeys(call.path for call in captured.calls):
+            module = model.get_submodule(path)
+            self._replaced.append((module, module.__dict__.get("forward")))
+            self._forwards[path] = BlockForward(path, module, self._execution)
+            module.forward = self._forwards[path]
+
+    def add(
+        self,
+        captured: CapturedModel,
+        blocks: Sequence[ShardedBlock],
+        fused: Sequence[FusedForms | None] | None = None,
+    ) -> None:
+        """Give the blocks graphs beside those that they have: of another clip shape."""
+        self.blocks = (*self.blocks, *blocks)
+        for number, (block, forms) in enumerate(zip(blocks, fused or [None] * len(blocks), strict=True)):
             chained = chained_inputs(captured, number)
             for path in block.captured.instances:
-                self._replace(path, block, forms, chained)
-
-    def _replace(self, path: str, block: ShardedBlock, forms: FusedForms | None, chained: Sequence[bool]) -> None:
-        module = self.model.get_submodule(path)
-        self._replaced.append((module, module.__dict__.get("forward")))
-        module.forward = BlockForward(path, module, block, self._execution, forms, chained)
+                self._forwards[path].add(block, forms, chained)
 
     @contextmanager
     def use(
@@ -80,7 +85,7 @@ class SequenceModel:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What sequence parallelism gathers, with its cost; one line each."""
-        return gather_warnings(self.captured, self.blocks)
+        return gather_warnings(self.captured, self.blocks[: len(self.captured.blocks)])
 
 
 def install(
@@ -88,8 +93,10 @@ def install(
 ) -> SequenceModel:
     """Replace the forward of every captured block of ``model``; ``fuse`` gives the graphs that they run.
 
-    Without it a block runs its own forward where it has all tokens. Raises ``UserError`` for a block that cannot run
-    on a part of its tokens.
+    Without it a block runs its own forward where it has all tokens; one without a graph always does. Raises
+    ``UserError`` for a block that cannot run on a part of its tokens.
     """
     blocks = [shard_block(block) for block in captured.blocks]
-    return SequenceModel(model, blocks, captured, None if fuse is None else [fuse(block) for block in blocks])
+    sequence = SequenceModel(model, captured)
+    sequence.add(captured, blocks, None if fuse is None else [fuse(block) for block in blocks])
+    return sequence

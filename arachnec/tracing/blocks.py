@@ -7,7 +7,8 @@ buffers and scalar settings are equal. They share one graph, which runs with eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -24,11 +25,12 @@ from arachnec.tracing.captured import (
     Dims,
     Origin,
     Slot,
+    TokenPlace,
     call_lifted,
     lifted,
     same_value,
 )
-from arachnec.tracing.dims import Sizes, fit_dimension, moves_with_batch, moves_with_clip
+from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, moves_with_clip
 from arachnec.tracing.errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
@@ -44,16 +46,73 @@ __all__ = [
     "call_lifted",
     "capture_blocks",
     "lifted",
+    "whole_blocks",
 ]
 
 
-def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
+def capture_blocks(
+    model: nn.Module,
+    examples: Sequence[ExampleCall],
+    *,
+    at: Sequence[ExampleCall] = (),
+    verify: bool = True,
+) -> CapturedModel:
     """Capture the blocks of ``model``, on any device, meta included.
 
     ``examples`` vary one thing at a time: the first is exported (a batch of 2 or more, all sizes distinct); another
     clip shape, another caption length, another batch tell which dimension is which; at the last, different in all of
-    them, each graph is compared with eager. Raises ``UserError`` for a model that cannot be captured.
+    them, each graph is compared with eager. With ``at``, calls that differ in their batch alone, the graphs are for
+    clips of that one shape. Raises ``UserError`` for a model that cannot be captured.
     """
+    recorded = record_blocks(model, examples)
+    groups = recorded.groups
+    there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
+    _refuse_unequal(model, [*recorded.recordings[:1], *there])
+    blocks = tuple(
+        _capture(name, recorded, members, there, at, verify=verify) for name, members in zip(*groups, strict=True)
+    )
+    return _model(blocks, groups[1], recorded)
+
+
+def whole_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> CapturedModel:
+    """The calls of the blocks without a graph of them. Raises ``UserError`` for a model that cannot be recorded."""
+    recorded = record_blocks(model, examples)
+    return _model((), recorded.groups[1], recorded)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedBlocks:
+    """Every example's recording, its sizes with S, and where S is read."""
+
+    candidates: dict[str, nn.Module]
+    unread: Unread
+    repeats: Repeats
+    recordings: tuple[Recording, ...]
+    sizes: tuple[Sizes, ...]
+    tokens_at: TokenPlace
+
+    @property
+    def groups(self) -> tuple[list[str], list[list[int]]]:
+        """A name and the calls of each structure, blocks without tokens left out."""
+        groups: dict[Any, list[int]] = {}
+        for i, call in enumerate(self.recordings[0].calls):
+            if _has_tokens(self.recordings, i, self.sizes):
+                groups.setdefault(_key(self.candidates[call.path], self.unread, self.recordings, i), []).append(i)
+        firsts = [self.candidates[self.recordings[0].calls[members[0]].path] for members in groups.values()]
+        return _names(firsts), list(groups.values())
+
+    def sizes_at(self, recordings: Sequence[Recording], examples: Sequence[ExampleCall]) -> tuple[Sizes, ...]:
+        """Those of further recordings."""
+        place = self.tokens_at
+        tokens = [place.read(next(c.leaves for c in r.calls if c.path == place.path)) for r in recordings]
+        return tuple(Sizes(e.clip, e.batch, e.text, s) for e, s in zip(examples, tokens, strict=True))
+
+    def again(self, model: nn.Module, example: ExampleCall, *, grad: bool) -> Recording:
+        return record(model, self.candidates, example, self.repeats, grad=grad)
+
+
+def record_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> RecordedBlocks:
+    """Run every example. Raises ``UserError`` for a model without blocks, or whose calls have different forms."""
     refuse_dropout_modules(model)
     candidates = find_blocks(model)
     if not candidates:
@@ -65,44 +124,48 @@ def capture_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, verify:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
         raise UserError(BlocksNotCalled(None, type(model).__name__, names))
     _refuse_unequal(model, recordings)
-    sizes = _with_tokens(recordings, examples)
-    moving = [i for i in range(len(recordings[0].calls)) if _has_tokens(recordings, i, sizes)]
-    groups: dict[Any, list[int]] = {}
-    for i in moving:
-        groups.setdefault(_key(candidates[recordings[0].calls[i].path], unread, recordings, i), []).append(i)
-    titles = _names([candidates[recordings[0].calls[members[0]].path] for members in groups.values()])
-    blocks = tuple(
-        _capture(name, candidates, recordings, members, sizes, verify=verify)
-        for name, members in zip(titles, groups.values(), strict=True)
-    )
-    return _model(blocks, list(groups.values()), recordings[0], sizes)
+    sizes, place = _with_tokens(recordings, examples)
+    return RecordedBlocks(candidates, unread, repeats, tuple(recordings), sizes, place)
 
 
 def _capture(
     name: str,
-    candidates: dict[str, nn.Module],
-    recordings: Sequence[Recording],
+    recorded: RecordedBlocks,
     members: Sequence[int],
-    sizes: Sequence[Sizes],
+    there: Sequence[Recording],
+    at: Sequence[ExampleCall],
     *,
     verify: bool,
 ) -> CapturedBlock:
+    recordings = there or recorded.recordings
     chosen = _representative(recordings[0], members)
     call = recordings[0].calls[chosen]
-    module = candidates[call.path]
+    module = recorded.candidates[call.path]
     block = materialised(module) if is_meta(module) else module
     versions = [recording.calls[chosen] for recording in recordings]
-    shapes, others = _input_dims(versions, sizes)
+    sizes = recorded.sizes_at(there, at) if there else recorded.sizes
+    shapes, others = _dims([version.leaves for version in versions], sizes)
     flat = FlatBlock(block, call.leaves, call.spec)
     inputs = example_inputs(call, block)
     dynamic = [[d for d, size in enumerate(dims) if size.free_symbols] for dims in shapes]
     exported = export_block(name, flat, inputs, dynamic)
     captured = _described(name, exported, recordings, members, shapes, others, sizes)
+    if there:
+        captured = _for_one_shape(captured, recorded, chosen, sizes[0])
     if verify:
         first = [recording.calls[members[0]] for recording in recordings]
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
         verify_block(captured, block, _different(versions) if alike else [*_different(versions), first[0]])
     return captured
+
+
+def _for_one_shape(captured: CapturedBlock, recorded: RecordedBlocks, call: int, at: Sizes) -> CapturedBlock:
+    """The graph of one clip shape, with the dimensions of its inputs and outputs as all shapes together tell them."""
+    versions = [recording.calls[call] for recording in recorded.recordings]
+    inputs, others = _dims([version.leaves for version in versions], recorded.sizes)
+    outputs, _ = _dims([version.outputs for version in versions], recorded.sizes, others)
+    fixed: dict[sympy.Symbol, int] = {S: at.tokens, T: at.text}
+    return replace(captured, input_dims=tuple(inputs), output_dims=tuple(outputs), fixed=fixed)
 
 
 def _different(versions: Sequence[BlockCall]) -> list[BlockCall]:
@@ -164,6 +227,8 @@ def _described(
         symbols=symbols,
         examples=tuple(values),
     )
+    bounds = _bounds_of_counts(captured)
+    captured = replace(captured, symbols=symbols | bounds, unbacked=frozenset(bounds))
     unknown = {s for node in exported.graph.nodes for e in captured.dims(node) for s in e.free_symbols}
     unknown -= set(values[0])
     if unknown:
@@ -171,6 +236,17 @@ def _described(
     output_dims = tuple(captured.dims(node) for node in results if isinstance(node, fx.Node))
     object.__setattr__(captured, "output_dims", output_dims)
     return captured
+
+
+def _bounds_of_counts(captured: CapturedBlock) -> dict[sympy.Symbol, sympy.Expr]:
+    """How many places of a mask are not zero is known when it runs; all of them are what it is at most."""
+    bounds: dict[sympy.Symbol, sympy.Expr] = {}
+    for node in captured.exported.graph.nodes:
+        if node.target is torch.ops.aten.nonzero.default:
+            count = node.meta["val"].shape[0]
+            if isinstance(count, torch.SymInt) and isinstance(count.node.expr, sympy.Symbol):
+                bounds[count.node.expr] = sympy.prod(captured.dims(node.args[0]))
+    return bounds
 
 
 def _slots(exported: ExportedProgram) -> tuple[Slot, ...]:
@@ -211,16 +287,19 @@ def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dic
     return symbols
 
 
-def _input_dims(
-    versions: Sequence[BlockCall], sizes: Sequence[Sizes]
+def _dims(
+    versions: Sequence[Sequence[Any]],
+    sizes: Sequence[Sizes],
+    known: Mapping[sympy.Symbol, tuple[int, ...]] | None = None,
 ) -> tuple[list[Dims], dict[sympy.Symbol, tuple[int, ...]]]:
-    """Every dimension of every tensor input as an expression; sizes that fit none get a symbol of their own."""
-    others: dict[tuple[int, ...], sympy.Symbol] = {}
+    """Every dimension of every tensor among the leaves as an expression; sizes that fit none get a symbol of their
+    own, but for those ``known``."""
+    others: dict[tuple[int, ...], sympy.Symbol] = {series: symbol for symbol, series in (known or {}).items()}
     shapes: list[Dims] = []
-    for leaf in _tensor_leaves(versions[0].leaves):
+    for leaf in _tensor_leaves(versions[0]):
         dims = []
-        for d in range(versions[0].leaves[leaf].ndim):
-            series = tuple(int(version.leaves[leaf].shape[d]) for version in versions)
+        for d in range(versions[0][leaf].ndim):
+            series = tuple(int(version[leaf].shape[d]) for version in versions)
             fitted = fit_dimension(series, sizes)
             if fitted is None:
                 symbol = sympy.Symbol(f"N{len(others)}", integer=True, positive=True)
@@ -230,8 +309,11 @@ def _input_dims(
     return shapes, {symbol: series for series, symbol in others.items()}
 
 
-def _with_tokens(recordings: Sequence[Recording], examples: Sequence[ExampleCall]) -> tuple[Sizes, ...]:
-    """S of each recording: the first dimension of a block's input that follows the clip and not the batch."""
+def _with_tokens(
+    recordings: Sequence[Recording], examples: Sequence[ExampleCall]
+) -> tuple[tuple[Sizes, ...], TokenPlace]:
+    """S of each recording, and where it is: the first dimension of a block's input that follows the clip and not the
+    batch."""
     sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
     for index in range(len(recordings[0].calls)):
         versions = [recording.calls[index] for recording in recordings]
@@ -239,7 +321,8 @@ def _with_tokens(recordings: Sequence[Recording], examples: Sequence[ExampleCall
             for d in range(versions[0].leaves[leaf].ndim):
                 series = [int(version.leaves[leaf].shape[d]) for version in versions]
                 if moves_with_clip(series, sizes) and not moves_with_batch(series, sizes):
-                    return tuple(Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
+                    known = (Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
+                    return tuple(known), TokenPlace(versions[0].path, leaf, d)
     call = recordings[0].calls[0]
     inputs = ", ".join(f"{call.names[i]} {list(call.leaves[i].shape)}" for i in _tensor_leaves(call.leaves))
     raise UserError(NoTokenDimension(None, call.path, inputs))
@@ -301,8 +384,9 @@ def _names(blocks: Sequence[nn.Module]) -> list[str]:
 
 
 def _model(
-    blocks: tuple[CapturedBlock, ...], groups: Sequence[Sequence[int]], recording: Recording, sizes: Sequence[Sizes]
+    blocks: tuple[CapturedBlock, ...], groups: Sequence[Sequence[int]], recorded: RecordedBlocks
 ) -> CapturedModel:
+    recording = recorded.recordings[0]
     block_of = {i: g for g, members in enumerate(groups) for i in members}
     order = {i: k for k, i in enumerate(sorted(block_of))}  # calls of the shell's own modules are left out
 
@@ -320,7 +404,7 @@ def _model(
         for i in order
     )
     escapes = frozenset(_as_tensor_output(recording, e, order) for e in recording.escapes if e[0] in order)
-    return CapturedModel(blocks, calls, escapes, tuple(sizes))
+    return CapturedModel(blocks, calls, escapes, recorded.sizes, recorded.tokens_at)
 
 
 def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict[int, int]) -> Origin:

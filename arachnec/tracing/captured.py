@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -55,6 +55,8 @@ class CapturedBlock:
     output_spec: pytree.TreeSpec
     symbols: dict[sympy.Symbol, sympy.Expr]
     examples: tuple[dict[sympy.Symbol, int], ...]  # the sizes of each recording: B, S, T, N0, ...
+    fixed: Mapping[sympy.Symbol, int] = field(default_factory=dict)  # S and T, where the graph is for one clip shape
+    unbacked: frozenset[sympy.Symbol] = frozenset()  # of ``symbols``: a size that values decide, as its upper bound
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -99,6 +101,18 @@ class CapturedBlock:
 
 
 @dataclass(frozen=True)
+class TokenPlace:
+    """Where a clip's tokens are counted: a dimension of one leaf of the first call that has them."""
+
+    path: str
+    leaf: int
+    dim: int
+
+    def read(self, leaves: Sequence[Any]) -> int:
+        return int(leaves[self.leaf].shape[self.dim])
+
+
+@dataclass(frozen=True)
 class Origin:
     """An input that is the very tensor an earlier call returned: ``calls[call]``'s tensor output number ``output``."""
 
@@ -120,13 +134,14 @@ class CapturedModel:
     """``calls`` in the order of the forward; ``blocks`` are the structures they are calls of.
 
     An ``Origin`` is only there when nothing outside the blocks reads that tensor, so both ends may keep it as a shard.
-    ``escapes`` are the outputs that are read outside.
+    ``escapes`` are the outputs that are read outside. Without ``blocks`` nothing is known of the calls but their order.
     """
 
     blocks: tuple[CapturedBlock, ...]
     calls: tuple[CapturedCall, ...]
     escapes: frozenset[Origin]
     sizes: tuple[Sizes, ...]
+    tokens_at: TokenPlace
 
     def block_of(self, path: str) -> CapturedBlock:
         return next(block for block in self.blocks if path in block.instances)

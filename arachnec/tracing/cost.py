@@ -51,8 +51,8 @@ def trained_stage(
             source=source,
             params=sum(p.numel() for p in parameters),
             trained=None if all(p.requires_grad for p in parameters) else _trained(parameters),
-            dtype=dtype_name(_dtype(model)),
-            layers=_layers(model, captured),
+            dtype=dtype_name(dtype_of(model)),
+            layers=layers_in_order(model, captured),
             blocks=tuple((Symbol(block.name), n) for n, block in zip(counts, captured.blocks, strict=True)),
             hidden=_hidden(captured),
             heads=min((_integer(cost.heads) for cost in every), default=None),
@@ -66,7 +66,7 @@ def trained_stage(
             shell=polynomial(outside["saved"].subs(numbers), "GiB", GIB),
             head=_head(shell, points, numbers),
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
-            batch=polynomial(fit_polynomial([_batch_bytes(call) for call in calls], points), "GiB", GIB),
+            batch=polynomial(fit_polynomial([batch_bytes(call) for call in calls], points), "GiB", GIB),
             traffic=_traffic(every, numbers),
             state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
             optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
@@ -87,7 +87,7 @@ def _head(
     return measured(kept), measured([max(pair) for pair in zip(kept, alive, strict=True)])
 
 
-def _batch_bytes(call: ExampleCall) -> int:
+def batch_bytes(call: ExampleCall) -> int:
     """Of the arguments as ``sample`` gives them, and of a target that is taken to be as large as the largest."""
     sizes = [value.numel() * value.element_size() for value in tree_leaves(call.arguments) if isinstance(value, Tensor)]
     return sum(sizes) + max(sizes, default=0)
@@ -97,7 +97,7 @@ def _trained(parameters: Sequence[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _layers(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int], ...]:
+def layers_in_order(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int], ...]:
     """The path of every block in the order of the forward, with the parameters that train in it and nowhere else."""
     paths = tuple(dict.fromkeys(call.path for call in captured.calls))
     parameters = dict(model.named_parameters())
@@ -178,7 +178,7 @@ def _numbers(captured: CapturedModel) -> dict[sympy.Symbol, int]:
     return numbers
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def dtype_of(model: nn.Module) -> torch.dtype:
     """The type of most of the parameters."""
     counts: dict[object, int] = {}
     for parameter in model.parameters():
@@ -190,7 +190,7 @@ def encoder_stage(
     name: str, encoder: nn.Module, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]
 ) -> Stage:
     """A frozen encoder: what it computes and hands off, by the clips it was measured on."""
-    chosen = _spread(clips, tokens)
+    chosen = spread(clips, tokens)
     runs = [measure_encoder(encoder, clip) for clip in chosen]
     points = [{B: 1, S: tokens(clip), T: clip.text_tokens} for clip in chosen]
 
@@ -204,7 +204,7 @@ def encoder_stage(
         attrs=Attributes.of(
             source=type(encoder).__name__,
             params=sum(p.numel() for p in encoder.parameters()),
-            dtype=dtype_name(_dtype(encoder)) if any(True for _ in encoder.parameters()) else None,
+            dtype=dtype_name(dtype_of(encoder)) if any(True for _ in encoder.parameters()) else None,
             flops=formula([run.flops for run in runs], "TFLOP", TERA),
             workspace=formula([run.peak for run in runs], "GiB", GIB),
             state=Quantity(sum(p.numel() * p.dtype.itemsize for p in parameters) / GIB, "GiB"),
@@ -213,7 +213,7 @@ def encoder_stage(
     )
 
 
-def _spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> list[VideoClip]:
+def spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> list[VideoClip]:
     """Up to six clips that differ in S and T, the smallest and the largest among them."""
     distinct = sorted({clip.shape: clip for clip in clips}.values(), key=lambda clip: (tokens(clip), clip.text_tokens))
     count = min(6, len(distinct))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import sympy
 import torch
+import torch.fx.experimental._config
 from scipy.optimize import nnls
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
@@ -131,7 +132,7 @@ def _points(captured: CapturedBlock) -> list[Point]:
     return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
 
 
-class _Flash(torch.autograd.Function):
+class Flash(torch.autograd.Function):
     """The shape and the saved tensors of a fused attention; computes nothing."""
 
     @staticmethod
@@ -153,11 +154,15 @@ class _Meta(fx.Interpreter):
         super().__init__(module, garbage_collect_values=seen is None)
         self.seen = seen
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            return super().run(*args, **kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.target is SDPA:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             given = [*args, *[None] * 4][3]
-            result = _Flash.apply(*args[:3], kwargs.get("attn_mask", given))  # type: ignore[no-untyped-call]
+            result = Flash.apply(*args[:3], kwargs.get("attn_mask", given))  # type: ignore[no-untyped-call]
         else:
             if "device" in n.kwargs:
                 n.update_kwarg("device", torch.device("meta"))

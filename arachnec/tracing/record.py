@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -159,14 +160,18 @@ def run_once(model: nn.Module, call: ExampleCall) -> None:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before."""
+    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before.
+
+    On the meta device, which has no values, every place of a mask is taken to be set: a size is the most it can be.
+    """
     modes = [(module, module.training) for module in model.modules()]
     checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     model.train()
     for module in checkpointing:
         module.__dict__["gradient_checkpointing"] = False
     try:
-        yield
+        with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -95,16 +95,23 @@ def tiled(kwargs: Mapping[str, Any], batch: int) -> dict[str, Any]:
 
 
 def example_calls(
-    model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module] | None = None
+    model: nn.Module,
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    encoders: Mapping[str, nn.Module] | None = None,
+    *,
+    most: int | None = None,
 ) -> list[ExampleCall]:
     """The recordings that ``capture_blocks`` wants, found by trying: small synthetic clips, else the smallest given.
 
-    Ranks call it again at launch, on the real model. ``encoders`` are on the meta device; built if not given.
-    Raises ``UserError`` where the model takes no clip it could be recorded with.
+    Ranks call it again at launch, on the real model. ``encoders`` are on the meta device; built if not given. ``most``
+    clips are in a call, where a number is given. Raises ``UserError`` where the model takes no clip it could be
+    recorded with.
     """
     if encoders is None:
         encoders = meta_encoders(source)
-    probe = _Probe(model, source, encoders, clips[0] if clips else VideoClip(0, *SMALL[0], CAPTIONS[0]))
+    like = clips[0] if clips else VideoClip(0, *SMALL[0], CAPTIONS[0])
+    probe = _Probe(model, source, encoders, like, min(2, most or 2))
     base, others = _shapes(probe, clips)
     texts = _texts(probe, base, clips)
     first, second = texts[0], texts[-1]
@@ -113,7 +120,19 @@ def example_calls(
         wanted.append((base, 2, second))
     wanted.append((min(others, key=math.prod), 1, second))  # compared with eager in numbers: small
 
-    return [ExampleCall(tiled(probe.arguments(shape, text), n), shape, n, text) for shape, n, text in wanted]
+    sizes = dict.fromkeys((shape, min(n, most or n), text) for shape, n, text in wanted)
+    return [ExampleCall(tiled(probe.arguments(shape, text), n), shape, n, text) for shape, n, text in sizes]
+
+
+def calls_of_shape(
+    model: nn.Module, source: ModelSource, clip: VideoClip, *, most: int | None = None
+) -> list[ExampleCall]:
+    """Calls with clips like this one that differ in their number alone: 2 and 3, or ``most``."""
+    probe = _Probe(model, source, meta_encoders(source), clip, 1)
+    shape = clip.frames, clip.height, clip.width
+    arguments = probe.arguments(shape, clip.text_tokens)
+    counts = dict.fromkeys(min(n, most or n) for n in (2, 3))
+    return [ExampleCall(tiled(arguments, n), shape, n, clip.text_tokens) for n in counts]
 
 
 def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
@@ -127,9 +146,9 @@ class _Probe:
     """Tries one shape after the other on the model and keeps what it was called with."""
 
     def __init__(
-        self, model: nn.Module, source: ModelSource, encoders: Mapping[str, nn.Module], like: VideoClip
+        self, model: nn.Module, source: ModelSource, encoders: Mapping[str, nn.Module], like: VideoClip, batch: int
     ) -> None:
-        self.model, self.source, self.encoders, self.like = model, source, encoders, like
+        self.model, self.source, self.encoders, self.like, self.batch = model, source, encoders, like, batch
         self.device = "meta" if is_meta(model) else str(next(iter(model.parameters()), torch.empty(0)).device)
         self.repeats = Repeats(model, find_blocks(model))
         self.calls: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
@@ -147,7 +166,7 @@ class _Probe:
         """None if the model runs on such a clip, else what it raised."""
         try:
             with torch.no_grad(), training_mode(self.model), torch.device(self.device), self.repeats:
-                self.model(**tiled(self.arguments(shape, text), 2))
+                self.model(**tiled(self.arguments(shape, text), self.batch))
         except Exception as error:
             return error
         return None

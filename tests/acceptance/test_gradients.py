@@ -16,7 +16,8 @@ from arachnec.cli import run
 from arachnec.data.manifest import read_manifest
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
-from arachnec.passes.trace import trace_model
+from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.sample import example_calls
 from tests.acceptance.warm import EVERYTHING
 from tests.warm_python import warm_python
 
@@ -103,22 +104,24 @@ def in_a_process_of_its_own(code: str, file: Path, folder: Path, *plans: str) ->
     return loss, told
 
 
-def test_a_model_that_cannot_be_split_is_refused_when_it_is_compiled(
+def test_a_model_that_one_graph_cannot_serve_is_told_what_it_costs_when_it_is_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "models"))
     file = HERE / "models" / "mixes_factorised.py"
-    assert run(["compile", str(file), "--data", str(CLIPS), "--cluster", "4:cpu"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    assert run(["compile", str(file), "--data", str(CLIPS), "--cluster", "4:cpu"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
     assert "Factorised depends on `frames`, which is 3 in one call and 5 in another" in said
-    assert "Traceback" not in said
+    assert "every rank captures them again for each shape that it shares" in said
 
 
-def test_a_block_that_fixes_a_size_is_refused_at_the_line_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_fixes_a_size_says_the_line_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE / "models"))
     clips = read_manifest(CLIPS).clips
+    source = load_model_file(HERE / "models" / "size_logarithm.py")
+    model = source.build()
     with pytest.raises(UserError) as refusal:
-        trace_model(load_model_file(HERE / "models" / "size_logarithm.py"), clips)
+        capture_blocks(model, example_calls(model, source, clips))
     (diagnostic,) = refusal.value.diagnostics
     assert diagnostic.reason.startswith("it fixes a size that changes from clip to clip")
     assert "math.log" in (HERE / "models" / "size_logarithm.py").read_text().splitlines()[diagnostic.span.line - 1]

@@ -318,14 +318,22 @@ def captured_once() -> Iterator[None]:
     """
     capture = blocks.capture_blocks
 
-    def kept(model: nn.Module, examples: Sequence[ExampleCall], *, verify: bool = True) -> CapturedModel:
+    def kept(
+        model: nn.Module,
+        examples: Sequence[ExampleCall],
+        *,
+        at: Sequence[ExampleCall] = (),
+        verify: bool = True,
+    ) -> CapturedModel:
         written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
         sources = frozenset(map(inspect.getsource, written))
         weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters())
-        calls = tuple((call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in examples)
-        key = (sources, weights, calls)
+        calls = tuple(
+            (call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in [*examples, *at]
+        )
+        key = (sources, weights, calls, len(at))
         if (key, True) not in _CAPTURED and (key, verify) not in _CAPTURED:
-            _CAPTURED[key, verify] = capture(model, examples, verify=verify)
+            _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify)
         return _CAPTURED[key, (key, True) in _CAPTURED]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -109,6 +109,10 @@ def _sample(kind: str) -> st.SearchStrategy[Value]:
     return _SAMPLES[kind]
 
 
+# Of stages: what the rest of a module would have to agree with.
+UNSAID: dict[str, None] = dict.fromkeys(("degrees", "most_clips", "graphs", "cell", "host"))
+
+
 @st.composite
 def _by_table(draw: st.DrawFn, table: dict[str, tables.Row], level: Level, **fixed: Value | None) -> Attributes:
     """Every attribute the level requires, some it allows; ``fixed`` ones as given, left out where None."""
@@ -139,13 +143,11 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
-        nodes.Stage(
-            "vae", False, draw(_by_table(tables.STAGE, level, forward=times, degrees=None, cell=None, host=None))
-        ),
+        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, **UNSAID))),
         nodes.Stage(
             "dit",
             True,
-            draw(_by_table(tables.STAGE, level, forward=times, backward=times, degrees=None, cell=None, host=None)),
+            draw(_by_table(tables.STAGE, level, forward=times, backward=times, **UNSAID)),
         ),
     )
     cascades: list[nodes.Cascade] = []

@@ -70,6 +70,19 @@ def test_a_model_that_fits_with_room_to_spare_is_left_as_it_is() -> None:
     assert not {"cell", "sharded", "part_of"} & set(small.stages[0].attrs)
 
 
+def test_links_too_slow_for_the_gradients_are_a_reason_to_look_at_other_layouts() -> None:
+    """A billion parameters fit everywhere; over 0.2 GB/s their gradients take 75 s, activations between stages less."""
+    module = model(10**9, clips=16, cluster="4x1:h100-80g")
+    assert module.cluster is not None
+    slow = replace(module.cluster, attrs=module.cluster.attrs.updated(inter=Quantity(0.2, "GB/s")))
+    chosen = ChooseLayout().run(replace(module, cluster=slow))
+    assert str(chosen.attrs["layout"]).startswith("stages")
+    forced = simulated(
+        PLANNED.replace("choose-layout", "choose-layout{layout=replicated}"), replace(module, cluster=slow)
+    )
+    assert simulated(PLANNED, replace(module, cluster=slow)) < 0.9 * forced
+
+
 @pytest.mark.parametrize("cluster", ["1x4:h100-80g", "1x4:l20"])
 def test_the_default_is_as_short_as_any_layout_that_is_forced(cluster: str) -> None:
     module = model(6 * 10**9, 8, cluster=cluster)

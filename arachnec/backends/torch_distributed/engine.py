@@ -11,7 +11,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.interpreter import program_of
+from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
 from arachnec.backends.torch_distributed.run_files import write_measured
@@ -112,6 +113,7 @@ class Engine:
         own = run_options(options)
         machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
+        own = _resuming(own, self._script.restarted)
         self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
         enter = self._script.enter
         file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
@@ -122,24 +124,44 @@ class Engine:
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
         executable, drawn = own_executable(Path(self._folder.name), compiling, source, position)
-        self._begin(executable, own, self._script.device, enter, drawn, resumed, file, optimizer, scheduler)
+        self._begin(
+            own,
+            device=self._script.device,
+            executable=executable,
+            enter=enter,
+            batches=drawn,
+            resumed=resumed,
+            model_file=file,
+            optimizer=optimizer,
+            scheduler=scheduler,
+        )
         for note in self._script.notes:
             events.emit(report.Note(note))
 
     @classmethod
-    def of(cls, executable: Executable, options: RunOptions, device: torch.device, enter: Enter = unwatched) -> Engine:
+    def of(
+        cls,
+        executable: Executable,
+        options: RunOptions,
+        device: torch.device,
+        enter: Enter = unwatched,
+        *,
+        restarted: bool = False,
+    ) -> Engine:
         """The engine of an executable, whose batches come again and again. Every rank of the default process group
-        makes it."""
+        makes it. One that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to
+        end."""
         engine = cls.__new__(cls)
-        engine._script = OwnScript(device)
-        engine._begin(executable, options, device, enter)
+        engine._script = OwnScript(device, restarted=restarted)
+        engine._begin(_resuming(options, restarted), device=device, executable=executable, enter=enter)
         return engine
 
     def _begin(
         self,
-        executable: Executable,
         options: RunOptions,
+        *,
         device: torch.device,
+        executable: Executable,
         enter: Enter,
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
@@ -157,7 +179,8 @@ class Engine:
         self.steps: list[report.StepReport] = []  # of this run
         endless = batches is None
         count = options.steps or (executable.header.iterations if endless else None)
-        self._end = None if count is None else self.first + count
+        restarted = self._script.restarted
+        self.end = None if count is None else end_of_job(options.checkpoint, self.first, count, restarted=restarted)
         self._saved = self.first
         self._closed = False
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
@@ -190,14 +213,14 @@ class Engine:
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
         try:
-            while self._end is None or self.done < self._end:
-                step = self._step(last=self._end is not None and self.done + 1 == self._end)
+            while self.end is None or self.done < self.end:
+                step = self._step(last=self.end is not None and self.done + 1 == self.end)
                 if step is None:
                     break
                 yield step
             self._save_last()
-            if self._end is not None and self.done < self._end:
-                done, wanted = (counted(count, "step") for count in (self.done - self.first, self._end - self.first))
+            if self.end is not None and self.done < self.end:
+                done, wanted = (counted(count, "step") for count in (self.done - self.first, self.end - self.first))
                 kept = (
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
                 )
@@ -258,6 +281,10 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     return RunOptions(**given)
 
 
+def _resuming(options: RunOptions, restarted: bool) -> RunOptions:
+    return replace(options, resume=True) if restarted and options.checkpoint is not None else options
+
+
 def _advance(scheduler: Any, steps: int) -> None:
     """Take a new schedule to where a resumed run stands."""
     with warnings.catch_warnings():
@@ -278,15 +305,17 @@ def train(
     device: torch.device,
     enter: Enter = unwatched,
     notes: Sequence[str] = (),
+    *,
+    restarted: bool = False,
 ) -> None:
     """What ``arachnec run`` does on a rank: every step of an engine is reported, and the last to be looked at.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    engine = Engine.of(executable, options, device, enter)
+    engine = Engine.of(executable, options, device, enter, restarted=restarted)
     trainer = engine.trainer
-    count = options.steps or executable.header.iterations
-    events.emit(report.Start(dist.get_world_size(), described(device), trainer.done, count))
+    assert engine.end is not None, "an executable's batches never end"
+    events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
     for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
@@ -295,6 +324,10 @@ def train(
     for step in engine:
         events.emit(step.report)
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
+    if not engine.steps:
+        events.emit(report.Note(f"all {engine.end} steps were done before"))
+        trainer.close_groups()
+        return
     write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals)
     if dist.get_rank() == 0:
         training = options.training(executable.training)

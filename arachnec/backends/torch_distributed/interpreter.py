@@ -503,5 +503,10 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
 
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
-    forwards = [step for p in module.programs for step in p.instructions if step.op == "forward"]
-    return any(len(step.peers) > integer(step.attrs.get("side", 1)) or step.attrs.get("recompute") for step in forwards)
+    steps = [step for p in module.programs for step in p.instructions]
+    return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
+
+
+def is_shared(step: Instruction) -> bool:
+    """Whether a clip of this forward has several ranks."""
+    return step.op == "forward" and len(step.peers) > integer(step.attrs.get("side", 1))

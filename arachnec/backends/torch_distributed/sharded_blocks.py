@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from arachnec.backends.cast_samples import CastSamples
-from arachnec.backends.torch_distributed.interpreter import SequenceParallel, needs_sequence
+from arachnec.backends.torch_distributed.interpreter import SequenceParallel, is_shared, needs_sequence
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Module
 from arachnec.models.file import ModelFile
+from arachnec.spmd.specialisation import Graphs, Specialisation
 from arachnec.tracing.errors import cannot_on_meta
 
 if TYPE_CHECKING:
     from arachnec.spmd.block_forward import FusedForms
     from arachnec.spmd.rewrite import ShardedBlock
+    from arachnec.spmd.sharded_model import SequenceModel
     from arachnec.tracing.captured import CapturedModel
+    from arachnec.tracing.sample import ModelSource
 
 
 @dataclass
 class Sequences:
     """Traces at the first program that cannot do without: a model that runs whole on each rank never is.
 
-    With ``planned`` graphs, those of the executable after ``fuse``, always: then every block runs its fused graph.
+    With ``planned`` graphs, those of the executable after ``fuse``, always: then every block runs its fused graph. A
+    model that has a graph for each clip shape is traced again for every shape that a program shares.
     """
 
     model_file: ModelFile
@@ -36,33 +41,54 @@ class Sequences:
     dtype: torch.dtype | None  # what floating-point arguments are cast to
     shapes: Callable[[], nn.Module]  # the same model on the meta device
     planned: Sequence[Graph] = ()
-    _installed: list[SequenceParallel] = field(default_factory=list)
+    _installed: list[SequenceModel] = field(default_factory=list)
+    _captured_shapes: set[tuple[int, ...]] = field(default_factory=set)
 
     def for_program(self, module: Module) -> SequenceParallel | None:
         """The model in its sequence-parallel form if it has one by now; made if ``module`` needs it."""
         if not self._installed and (self.planned or needs_sequence(module)):
-            self._installed.append(self._install())
-        return self._installed[0] if self._installed else None
+            self._installed.append(self._install(_step_of(module)))
+        if not self._installed:
+            return None
+        if _step_of(module).graphs is Graphs.SHAPES:
+            self._add_shapes(self._installed[0], module)
+        return self._installed[0]
 
-    def _install(self) -> SequenceParallel:
+    def _install(self, step: Specialisation) -> SequenceModel:
         from arachnec.spmd.sharded_model import install
+        from arachnec.spmd.specialise import captured_again
 
-        return install(self.model, self._captured(), fuse_as_planned(self.planned) if self.planned else None)
+        captured = self._traced(partial(captured_again, step))
+        return install(self.model, captured, fuse_as_planned(self.planned) if self.planned else None)
 
-    def _captured(self) -> CapturedModel:
+    def _add_shapes(self, sequence: SequenceModel, module: Module) -> None:
+        """Graphs of the shapes that this program shares and none before it did."""
+        from arachnec.spmd.rewrite import shard_block
+        from arachnec.spmd.specialise import captured_at
+
+        shared = {step.target for p in module.programs for step in p.instructions if is_shared(step)}
+        for cascade in module.cascades:
+            clip = self.clips[cascade.clips[0]]
+            if cascade.name not in shared or clip.shape in self._captured_shapes:
+                continue
+            self._captured_shapes.add(clip.shape)
+            captured = self._traced(partial(captured_at, _step_of(module), clip))
+            sequence.add(captured, [shard_block(block) for block in captured.blocks])
+
+    def _traced(self, capture: Callable[[nn.Module, ModelSource, Sequence[VideoClip]], CapturedModel]) -> CapturedModel:
         """Recorded without values, as ``trace`` does. Compared with eager at a second shape when it was compiled; here
         the same graphs are only made again."""
-        from arachnec.tracing.blocks import capture_blocks
-        from arachnec.tracing.sample import example_calls
-
         source = CastSamples(self.model_file, self.dtype)
-        shapes = _on_meta(self.shapes)
         try:
-            return capture_blocks(shapes, example_calls(shapes, source, self.clips), verify=False)
+            return capture(_on_meta(self.shapes), source, self.clips)
         except UserError as refusal:
             if not cannot_on_meta(refusal):
                 raise
-        return capture_blocks(self.model, example_calls(self.model, source, self.clips), verify=False)
+        return capture(self.model, source, self.clips)
+
+
+def _step_of(module: Module) -> Specialisation:
+    return next(Specialisation.of(stage) for stage in module.stages if stage.trained)
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -20,6 +20,7 @@ from arachnec.backends.cascade_step import (
     drop_gradients,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
+from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
@@ -127,10 +128,14 @@ class Trainer:
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self._resume(resumed)
+        epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
+        log = options.checkpoint or executable.folder
+        self._audit = AuditLog(log, epoch, self.done) if rank == 0 else None
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+        self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
 
     @property
     def model(self) -> torch.nn.Module:
@@ -145,11 +150,6 @@ class Trainer:
         """The batch and program of the latest step, or of the first."""
         assert self._planned is not None
         return self._planned
-
-    @property
-    def plans_reused(self) -> int:
-        """Steps that ran a plan which an earlier batch of the same shapes was given."""
-        return self._plans.reused
 
     @property
     def device(self) -> torch.device:
@@ -172,6 +172,7 @@ class Trainer:
         if planned is None:
             return None
         self._planned, self.module = planned, planned.module
+        self.plans_reused += planned.reused
         self._enter_step(planned)
         self._prepare(self.module)
         context = self._context
@@ -299,6 +300,8 @@ class Trainer:
             return
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
+            if self._audit is not None:
+                self._audit.sync(steps - 1)
             self._checkpoints.save(self._state(), self._position(steps))
         else:
             self._checkpoints.poll()
@@ -359,6 +362,9 @@ class Trainer:
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
         self._skipped = 0 if finite else self._skipped + 1
+        if self._audit is not None:
+            seen = [own.clips[clip.id].id for clip in own.module.clips]
+            self._audit.add(AuditLine(own.step, seen, not finite, notes))
         if not finite:
             self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())

@@ -27,7 +27,7 @@ def command(folder: Path, options: RunOptions) -> None:
         executable = read_executable(folder)
         device, notes = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
         joined.make_process_group(device)
-        train(executable, options, device, joined.watchdog.enter, notes)
+        train(executable, options, device, joined.watchdog.enter, notes, restarted=joined.restarted)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_a_run_begins_where_there_is_no_checkpoint_and_keeps_out_of_anothers(tmp
     with pytest.raises(RankError, match="holds checkpoints, the newest of step 1"):
         train_on(2, folder, steps=1, checkpoint=kept)
     train_on(2, folder, steps=3, checkpoint=kept, resume=True, every=1, keep=3)
-    assert sorted(path.name for path in kept.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in kept.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
     commit = read_commit(step_folder(kept, 4))
     assert commit is not None
     assert (commit.position.steps, commit.position.clips) == (4, 8)

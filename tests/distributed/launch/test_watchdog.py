@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,10 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.launch.failure import Failure, follows_from_another
 from arachnec.launch.progress import START, Place, Position, held_up_by
+from arachnec.launch.starts import store_of_this_start
 from arachnec.launch.watchdog import Limits, Member, Watchdog
 from tests.distributed.executor_cases import RUNS
 from tests.warm_python import warm_python
@@ -244,6 +247,26 @@ def test_a_store_that_is_gone_ends_the_rank(run: Run, capfd: pytest.CaptureFixtu
 )
 def test_a_broken_connection_is_told_from_a_mistake(error: BaseException, follows: bool) -> None:
     assert follows_from_another(error) is follows
+
+
+def test_every_start_in_one_store_has_a_part_of_its_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    for number, world in enumerate((2, 3, 2), 1):  # what the starts before left is there
+        with ThreadPoolExecutor(world) as ranks:
+            coming = [ranks.submit(store_of_this_start, run.store(), rank, world, ENDS_S) for rank in range(world)]
+            stores = [future.result() for future in coming]
+        assert [given for _, given in stores] == [number] * world
+        assert not stores[0][0].check(["failure"])
+        stores[0][0].set("failure", "of this start")
+        assert stores[1][0].get("failure") == b"of this start"
+
+
+def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    with pytest.raises(UserError, match="rank 1 of 2 did not come within 0 s"):
+        store_of_this_start(run.store(), 0, 2, 0.1)
+    with pytest.raises(UserError, match="rank 0 of 2 did not come within 0 s"):
+        store_of_this_start(run.store(), 1, 2, 0.1)
 
 
 def test_a_failure_has_the_exit_code_of_its_kind() -> None:

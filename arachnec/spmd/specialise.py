@@ -1,0 +1,103 @@
+"""The least special capture of a model. In: a model and its sample. Out: graphs, and the step that gave them.
+
+The steps are tried in order (``spmd.specialisation``); the last refusal is the first one, which names the blocks' own
+reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
+from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
+from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, costs
+from arachnec.tracing import blocks, sample
+from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.errors import CannotRecord, cannot_on_meta
+from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.sample import ModelSource
+
+
+@dataclass(frozen=True, eq=False)
+class SpecialisedModel:
+    """A model's graphs, as general as they can be; ``limits``: what the step costs, ``warnings``: what is gathered."""
+
+    step: Specialisation
+    calls: tuple[ExampleCall, ...]
+    captured: CapturedModel
+    shared: tuple[ShardedBlock, ...]
+    limits: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def specialise(
+    model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]
+) -> SpecialisedModel:
+    """Raises ``UserError`` for a model that cannot be trained at any step."""
+    refusals: list[UserError] = []
+    for step in STEPS:
+        started = time.perf_counter()
+        try:
+            calls, captured, shared = _at(step, model, source, clips, encoders)
+        except UserError as refusal:
+            if not _another_step_may_do(refusal, refusals):
+                raise (refusals[0] if refusals and not _final(refusal) else refusal) from refusal
+            refusals.append(refusal)
+            continue
+        seconds = time.perf_counter() - started
+        limits, warnings = costs(step, refusals, seconds), gather_warnings(captured, shared)
+        return SpecialisedModel(step, tuple(calls), captured, tuple(shared), limits, warnings)
+    raise refusals[0]
+
+
+def _at(
+    step: Specialisation,
+    model: nn.Module,
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    encoders: Mapping[str, nn.Module],
+) -> tuple[list[ExampleCall], CapturedModel, list[ShardedBlock]]:
+    calls = sample.example_calls(model, source, clips, encoders, most=step.clips)
+    if step.graphs is Graphs.NONE:
+        return calls, blocks.whole_blocks(model, calls), []
+    if step.graphs is Graphs.SHAPES:
+        at = [call for call in calls if (call.clip, call.text) == (calls[0].clip, calls[0].text)]
+        captured = blocks.capture_blocks(model, calls, at=at)
+    else:
+        captured = blocks.capture_blocks(model, calls)
+    return calls, captured, [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here
+
+
+def captured_again(
+    step: Specialisation, model: nn.Module, source: ModelSource, clips: Sequence[VideoClip]
+) -> CapturedModel:
+    """What ``specialise`` captured at this step, not verified again; of a graph for each shape none yet."""
+    calls = sample.example_calls(model, source, clips, most=step.clips)
+    if step.graphs is Graphs.ONE:
+        return blocks.capture_blocks(model, calls, verify=False)
+    return blocks.whole_blocks(model, calls)
+
+
+def captured_at(
+    step: Specialisation, clip: VideoClip, model: nn.Module, source: ModelSource, clips: Sequence[VideoClip]
+) -> CapturedModel:
+    """The graphs of clips shaped like ``clip``. Raises ``UserError`` where this shape has none."""
+    calls = sample.example_calls(model, source, clips, most=step.clips)
+    at = sample.calls_of_shape(model, source, clip, most=step.clips)
+    return blocks.capture_blocks(model, calls, at=at, verify=False)
+
+
+def _another_step_may_do(refusal: UserError, earlier: Sequence[UserError]) -> bool:
+    if cannot_on_meta(refusal) or _final(refusal):
+        return False
+    cannot_run = all(isinstance(diagnostic, CannotRecord) for diagnostic in refusal.diagnostics)
+    return not (cannot_run and earlier)  # neither with several clips nor with one
+
+
+def _final(refusal: UserError) -> bool:
+    return not all(isinstance(diagnostic, STEPS_DOWN) for diagnostic in refusal.diagnostics)

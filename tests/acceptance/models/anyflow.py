@@ -1,0 +1,22 @@
+"""Diffusers' AnyFlow: Wan's blocks with two times."""
+
+from diffusers import AnyFlowTransformer3DModel
+from parts import fixed, latent_shape, loss, noised  # noqa: F401
+
+
+def build():
+    return AnyFlowTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=48, num_layers=2,
+    )  # fmt: skip
+
+
+def sample(clip, generator):
+    x, t, target = noised(clip, generator, latent_shape(clip))
+    return {
+        "hidden_states": x.transpose(1, 2),
+        "timestep": (1000 * t)[:, None].repeat(1, x.shape[2]),
+        "r_timestep": (500 * t)[:, None].repeat(1, x.shape[2]),
+        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
+        "return_dict": False,
+    }, target.transpose(1, 2)

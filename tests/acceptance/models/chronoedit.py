@@ -1,0 +1,21 @@
+"""Diffusers' ChronoEdit: Wan's blocks with places in time that are skipped."""
+
+from diffusers import ChronoEditTransformer3DModel
+from parts import fixed, latent_shape, loss, noised  # noqa: F401
+
+
+def build():
+    return ChronoEditTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=48, num_layers=2,
+    )  # fmt: skip
+
+
+def sample(clip, generator):
+    x, t, target = noised(clip, generator, latent_shape(clip))
+    return {
+        "hidden_states": x,
+        "timestep": 1000 * t,
+        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
+        "return_dict": False,
+    }, target

@@ -1,0 +1,85 @@
+"""The lines of an epoch name every clip of the manifest once, whatever interrupted the run, and on whatever ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from arachnec.backends.torch_distributed.audit_log import AuditLine, AuditLog, lines_of
+from tests.distributed.executor_cases import Work, clip, executable, train_on
+from tests.distributed.harness import RankError
+
+BATCHES = [[clip("a", 3), clip("b", 5)], [clip("c", 2), clip("d", 2), clip("e", 3)], [clip("f", 9)]]
+WORKS = [Work((0,), (0,), 0), Work((1,), (1,), 0)]
+# A rank fails once it has made the batches of so many clips.
+INTERRUPTED = """
+
+from pathlib import Path
+
+def sample(clip, generator, inner=sample, seen=[]):
+    seen.append(clip.id)
+    if len(seen) >= int(Path("{place}").read_text()):
+        raise ValueError("interrupted")
+    return inner(clip, generator)
+"""
+UNEVEN_NAN = """
+
+def sample(clip, generator, inner=sample):
+    kwargs, target = inner(clip, generator)
+    return kwargs, target * float("nan") if clip.id == "d" else target
+"""
+
+
+def epochs(folder: Path) -> list[list[AuditLine]]:
+    return [list(lines_of(file)) for file in sorted((folder / "audit").glob("epoch-*.jsonl"))]
+
+
+def demand_every_clip_once(lines: list[AuditLine]) -> None:
+    seen = Counter(clip for line in lines for clip in [*line.trained, *(note.clip for note in line.set_aside)])
+    assert seen == Counter(clip.id for batch in BATCHES for clip in batch)
+
+
+def test_after_interruptions_and_on_other_ranks_every_clip_is_there_once_an_epoch(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    steps = 0
+    for ranks, fails, more in ((2, 7, 9), (1, 5, 9), (2, None, 3), (1, None, 1)):
+        place = tmp_path / "fails"
+        place.write_text(str(fails or 1000))
+        code = INTERRUPTED.format(place=place)
+        folder = executable(tmp_path / "build", BATCHES, WORKS, 2, more=code)
+        options = {"steps": more, "checkpoint": kept, "every": 1, "resume": True, "keep": 1}
+        if fails:
+            with pytest.raises(RankError, match="interrupted"):
+                train_on(ranks, folder, **options)
+        else:
+            steps = train_on(ranks, folder, **options)["steps"][-1]["step"] + 1
+    assert steps > 3
+    lines = [line for epoch in epochs(kept) for line in epoch]
+    assert [line.step for line in lines] == list(range(steps))
+    for epoch in epochs(kept)[: steps // 3]:
+        demand_every_clip_once(epoch)
+
+
+def test_the_clips_of_a_skipped_step_count_as_seen(tmp_path: Path) -> None:
+    folder = executable(tmp_path / "build", BATCHES, WORKS, 2, more=UNEVEN_NAN)
+    train_on(2, folder, steps=3)
+    (lines,) = epochs(folder)
+    demand_every_clip_once(lines)
+    assert [line.skipped for line in lines] == [False, True, False]
+    assert [note.clip for note in lines[1].not_finite] == ["d"]
+
+
+def test_lost_steps_and_a_line_that_was_cut_off_are_dropped(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, 2, 0)
+    for step in range(5):
+        log.add(AuditLine(step, [f"clip {step}"]))
+    log.sync(4)
+    last = tmp_path / "audit" / "epoch-00002.jsonl"
+    last.write_bytes(last.read_bytes() + b'{"step": 5, "trai')
+    assert [line.step for line in lines_of(last)] == [4]
+    again = AuditLog(tmp_path, 2, 3)
+    again.add(AuditLine(3, ["other"]))
+    assert [[line.step for line in epoch] for epoch in epochs(tmp_path)] == [[0, 1], [2, 3]]
+    assert epochs(tmp_path)[1][1].trained == ["other"]
