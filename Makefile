@@ -6,11 +6,11 @@ PART ?=
 # Dozens of processes import the same sources: they are compiled once, whatever the environment says.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test fuzz parts golden bench lint format docs clean
+.PHONY: help demo demo-finetune test fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "arachnec needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -22,6 +22,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos, on 4 processes
 	$(BIN)/python -m examples.demo.run
+
+demo-finetune: $(READY) ## fine-tune a pretrained folder, with LoRA and whole, into files that Diffusers loads
+	$(BIN)/python -m examples.finetune.run
 
 test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
 	$(PYTEST) -n 2 $(addprefix tests/,$(PART))

@@ -95,18 +95,27 @@ def batch_loss(
     kwargs: Mapping[str, Any],
     target: Tensor,
     predicted: Callable[[Tensor], None] | None = None,
+    kept: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean loss of one prepared micro-batch, a scalar with its graph; ``predicted`` sees the prediction."""
+    """The mean loss of one prepared micro-batch, a scalar with its graph; ``predicted`` sees the prediction, and only
+    the clips ``kept`` count."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
     prediction = prediction_of(output)
     if predicted is not None:
         predicted(prediction)
-    return loss_of(model_file, prediction, target)
+    return loss_of(model_file, prediction, target, kept)
 
 
-def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean loss of a prediction, a scalar with its graph. One that is not finite has no finite gradient."""
+def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Sequence[int] | None = None) -> Tensor:
+    """The mean loss of a prediction, a scalar with its graph. One that is not finite has no finite gradient.
+
+    Of a micro-batch only the clips ``kept`` count, by number; zero where none does.
+    """
+    if kept is not None and not kept:
+        return prediction.sum() * 0.0
+    if kept is not None:
+        prediction, target = prediction[list(kept)], target[list(kept)]
     loss = model_file.loss(prediction, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -73,12 +73,14 @@ class TextEncoder(nn.Module):
     """A frozen transformers text encoder and its tokenizer.
 
     A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
-    that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count.
+    that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count. Without ``masked`` padding
+    is a token like others.
     """
 
-    def __init__(self, tokenizer: Any, model: nn.Module) -> None:
+    def __init__(self, tokenizer: Any, model: nn.Module, *, masked: bool = True) -> None:
         super().__init__()
         self.tokenizer = tokenizer
+        self.masked = masked
         self.model = model.requires_grad_(False).eval()
 
     def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
@@ -94,8 +96,11 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, loaded: Tensor) -> Tensor:
-        """The last hidden state ``[B, text_tokens, width]``; zero at padding."""
+        """The last hidden state ``[B, text_tokens, width]``; where ``masked``, zero at padding."""
         ids, mask = loaded.unbind(1)
+        if not self.masked:
+            plain: Tensor = self.model(input_ids=ids).last_hidden_state
+            return plain
         # transformers looks at a mask's values, and on the meta device it has none.
         hidden: Tensor = self.model(input_ids=ids, attention_mask=None if mask.is_meta else mask).last_hidden_state
         return hidden * mask[..., None].to(hidden.dtype)

@@ -304,6 +304,8 @@ def _raised(error: BaseException, path: Path, where: str) -> ModelFileRaised:
 def _remedy(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "install that package, or put its folder on PYTHONPATH (an executable carries the model file alone)"
+    if "Target modules" in str(error) or "target_modules" in str(error):
+        return "LoRA's target_modules name layers as model.named_modules() does: to_q, or blocks.0.attn1.to_q"
     if "meta tensor" in str(error):
         return "the model is planned under torch.device('meta'), without numbers: see docs/your_model.md"
     return "correct the model file; it runs alone with `python FILE`"

@@ -34,6 +34,7 @@ from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
+from arachnec.backends.torch_distributed.set_aside import LeftOut, stand_in, usable
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
@@ -157,6 +158,7 @@ class Run:
     losses: dict[str, Tensor] = field(default_factory=dict)
     shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
     rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
         """The clips, by name, whose loss on this rank is not finite. Waits for the device."""
@@ -242,6 +244,8 @@ class _Walk:
     before_step: Callable[[Mapping[str, Tensor]], None] | None
     ahead: Ahead | None
     progress: StepProgress | None
+    kept: dict[str, list[int]] = field(default_factory=dict)  # of a cascade's clips, those that can be used
+    corrected: bool = False
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
 
@@ -251,10 +255,12 @@ class _Walk:
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op in ("norm", "step"):
+            self.run.left_out.tell()
             if self.ahead is not None:
                 self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
             with clock.measure("reduce", instruction.target):
                 self.gradients.wait()
+            self._correct_weights()
             if not self.stepped and self.run.norm is None:
                 for updated in self.context.updated.values():
                     updated.wait()  # a rank without a forward has waited for none
@@ -282,8 +288,15 @@ class _Walk:
         self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
 
     def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
-        loads = self.context.loads
-        return encode_loaded(self.context.encoders[stage], (loads.take(step, stage, clip) for clip in clips))
+        """Clip by clip; no number for one that cannot be read."""
+        encoder, rows = self.context.encoders[stage], []
+        for clip in clips:
+            loaded = self.context.loads.take_readable(step, stage, clip)
+            if loaded is None:
+                rows.append(stand_in(encoder, clip, self.context.device))
+            else:
+                rows.append(encode_loaded(encoder, [loaded]))
+        return torch.cat(rows)
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         assert self.ahead is not None
@@ -315,6 +328,7 @@ class _Walk:
         """What a forward reads, in a thread of its own."""
         here = {name: self.run.values[name].wait() for name in cascade.inputs}
         encoded = encoded_inputs(self.iteration.module, cascade, here)
+        encoded, self.kept[cascade.name] = usable(encoded, len(cascade.clips))
         context = self.context
         batch = batch_of(context.model_file, self._clips(cascade), encoded, context.training, self.iteration.step)
         return context.runtime.to_device(batch)
@@ -322,17 +336,36 @@ class _Walk:
     def _forward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
-        share = len(cascade.clips) / len(self.iteration.module.clips) / max(1, len(instruction.peers))
+        kept, count, degree = self.kept[cascade.name], len(cascade.clips), max(1, len(instruction.peers))
+        share = len(kept) / len(self.iteration.module.clips) / degree
         if cascade.stage in self.context.updated:
             self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
+        self._leave_out(cascade, degree)
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
-            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen) * share
+            whole = None if len(kept) == count else kept
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
         self.run.losses[cascade.name] = objective
         self.run.shares[cascade.name] = objective.detach()
+
+    def _leave_out(self, cascade: Cascade, degree: int) -> None:
+        """Note the clips of a cascade that take no part. Each of its ranks has an equal share of them."""
+        kept = self.kept[cascade.name]
+        names = [clip.id for number, clip in enumerate(self._clips(cascade)) if number not in kept]
+        self.run.left_out.clips += names
+        self.run.left_out.share += len(names) / degree
+
+    def _correct_weights(self) -> None:
+        """The mean is that of the clips that took part."""
+        if self.corrected:
+            return
+        self.corrected = True
+        factor = self.run.left_out.factor(len(self.iteration.module.clips))
+        if factor != 1.0:
+            self.context.optimizer.scale_gradients(self.gradients.parts, factor)
 
     def _predicted(self, cascade: Cascade, target: Tensor, prediction: Tensor) -> None:
         clips = len(cascade.clips)
@@ -344,11 +377,13 @@ class _Walk:
     ) -> None:
         context = self.context
         message = self._message(self.staged.before(cascade))
+        whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, made = self.staged.forward(
-                cascade, context.model, context.model_file, kwargs, target, message, share
+                cascade, context.model, context.model_file, kwargs, target, message, share, whole
             )
         if objective is not None:
+            self._leave_out(cascade, max(1, len(instruction.peers)))
             self.run.shares[cascade.name] = objective.detach()
         if made is not None:
             self.run.values[cascade.name] = context.runtime.to_host(made)
@@ -433,6 +468,7 @@ class _Walk:
 
     def end_step(self) -> None:
         """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        self._correct_weights()
         if not self.stepped:
             self._show_gradients()
 

@@ -6,6 +6,7 @@ the next. How much is ahead is bounded by its size on the host.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from arachnec.backends.torch_distributed.set_aside import is_unreadable, reason_of
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Program
 from arachnec.kernels.attention.sequence_shard import even_split
@@ -20,6 +22,8 @@ from arachnec.runtime.device_runtime import DeviceRuntime
 
 HOST_BYTES = 2 * 2**30  # of pixels that are loaded, and not yet encoded
 HOST = torch.device("cpu")
+TRIES = 3  # for a clip that cannot be loaded
+BETWEEN_TRIES_S = 0.2
 Key = tuple[int, str, str | int]  # step, encoder, clip
 
 
@@ -40,6 +44,7 @@ class LoadAhead:
         self._todo: deque[tuple[Key, VideoClip]] = deque()
         self._loading: dict[Key, tuple[Future[Tensor], int]] = {}
         self._wanted: set[int] = set()  # steps
+        self.unreadable: dict[str | int, str] = {}  # clips that could not be loaded, and why
 
     def want(self, step: int, clips: Iterable[tuple[str, VideoClip]]) -> None:
         """Load these for ``step``, encoder by encoder and clip, behind all that was wanted before; once a step."""
@@ -49,10 +54,23 @@ class LoadAhead:
         self._todo.extend(((step, stage, clip.id), clip) for stage, clip in clips)
         self._fill()
 
+    def take_readable(self, step: int, stage: str, clip: VideoClip) -> Tensor | None:
+        """As ``take``; None for a clip that cannot be read, which is then among the ``unreadable``."""
+        try:
+            taken = self.take(step, stage, clip)
+        except Exception as error:
+            if not is_unreadable(error):
+                raise
+            self.unreadable[clip.id] = reason_of(error)
+            self._fill()
+            return None
+        self.unreadable.pop(clip.id, None)
+        return taken
+
     def take(self, step: int, stage: str, clip: VideoClip) -> Tensor:
         """A clip for its encoder, on the device, waited for; loaded now where nobody wanted it.
 
-        Raises ``UserError`` for a clip that cannot be loaded.
+        Raises what kept a clip from being loaded.
         """
         key = (step, stage, clip.id)
         if key not in self._loading:
@@ -78,6 +96,13 @@ class LoadAhead:
         """On the host, from where the device can copy it without anybody waiting: what waits takes no device memory."""
         load = self._encoders[stage].load
         assert callable(load)
+        for _ in range(TRIES - 1):
+            try:
+                return self._runtime.pinned(load(clip, HOST))
+            except Exception as error:
+                if not is_unreadable(error):
+                    raise
+                time.sleep(BETWEEN_TRIES_S)
         return self._runtime.pinned(load(clip, HOST))
 
 

@@ -88,6 +88,13 @@ class Optimizer:
         return whole if self._parts is None else {name: self._parts.own(value) for name, value in whole.items()}
 
     @torch.no_grad()
+    def scale_gradients(self, parts: Mapping[str, Tensor], factor: float) -> None:
+        """Multiply the gradients where they are, this rank's ``parts`` of them too."""
+        whole = [gradient_of(value) for value in self._parameters.values()]
+        for gradient in (*parts.values(), *(value for value in whole if value is not None)):
+            gradient.mul_(factor)
+
+    @torch.no_grad()
     def step(self, parts: Mapping[str, Tensor] | None = None, norm: Tensor | None = None) -> Tensor:
         """Update from ``gradients(parts)``, and return the global norm before clipping: a scalar, on the device.
 

@@ -22,6 +22,7 @@ class ClipNote(msgspec.Struct, frozen=True):
 
     clip: str | int
     ranks: list[int]
+    reason: str = ""
 
 
 class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
@@ -43,6 +44,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     to_host: int = 0
     skipped: bool = False  # the gradient was not finite: no parameter changed
     not_finite: list[ClipNote] = []  # the clips whose loss was not finite
+    set_aside: list[ClipNote] = []  # the clips that could not be used; the loss is the mean of the others
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):
@@ -128,6 +130,12 @@ def imbalance(busy: Sequence[float]) -> float:
 
 def busy_ms(intervals: Sequence[Interval]) -> float:
     return sum(i.end - i.start for i in intervals if i.op in BUSY)
+
+
+def planned_busy_ms(module: Module, ranks: int) -> list[float]:
+    """What each rank is planned to compute, by rank."""
+    planned = {p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in BUSY) for p in module.programs}
+    return [planned.get(rank, 0.0) for rank in range(ranks)]
 
 
 def peak_memory_gib(runtime: DeviceRuntime) -> float:

@@ -95,10 +95,11 @@ class StageCascades:
         target: Tensor,
         message: Tensor | None,
         share: float,
+        kept: Sequence[int] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run a stage on what it was handed. Returns its share of the objective, or its message to the next stage.
 
-        ``share`` is what the mean loss of these clips counts.
+        ``share`` is what the mean loss of these clips counts; only those ``kept`` do, by number.
         """
         number, cut = self.pipeline.number(cascade.stage), self._cut(cascade)
         given: dict[Output, Tensor] = {}
@@ -109,7 +110,7 @@ class StageCascades:
         with self.deferring(cascade.name) or nullcontext():
             run = run_stage(model, cut, number, arguments, given)
             if run.prediction is not None:
-                objective = loss_of(model_file, run.prediction, target) * share
+                objective = loss_of(model_file, run.prediction, target, kept) * share
         self._saved[cascade.name] = _Saved(run, objective, number, cut)
         if objective is not None:
             return objective, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver
+from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
@@ -50,6 +51,7 @@ from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.slow_ranks import SlowRanks
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -88,6 +90,7 @@ class Trainer:
         self._begun: set[PlanKey] = set()  # plans that were carried out before
         self._skipped = 0  # steps in a row
         self._most_skipped = options.max_skipped
+        self._slow = SlowRanks()
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
@@ -359,12 +362,17 @@ class Trainer:
         mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
+        aside, clips = self._left_out(own, run), len(own.module.clips)
+        loss *= clips / max(1, clips - len(aside))
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
         self._skipped = 0 if finite else self._skipped + 1
         if self._audit is not None:
-            seen = [own.clips[clip.id].id for clip in own.module.clips]
-            self._audit.add(AuditLine(own.step, seen, not finite, notes))
+            unused = {note.clip for note in aside}
+            names = [own.clips[clip.id].id for clip in own.module.clips]
+            trained = [name for name in names if name not in unused]
+            self._audit.add(AuditLine(own.step, trained, not finite, notes, aside))
+        self._tell_slow(own.module, everyone[:, 2].tolist())
         if not finite:
             self._tell_skipped(own.step, cause_of_skip(notes, norm))
         step_ms = float(everyone[:, 1].max())
@@ -385,7 +393,26 @@ class Trainer:
             to_host=int(everyone[:, 7].sum()),
             skipped=not finite,
             not_finite=notes,
+            set_aside=aside,
         )
+
+    def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
+        self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
+        for rank, factor in slow.items():
+            text = f"rank {rank} computes {factor:.1f} times as slowly as the others: see to its host and device"
+            events.emit(report.Note(text))
+
+    def _left_out(self, own: Iteration, run: Run) -> list[report.ClipNote]:
+        """The clips of the step that were set aside. Raises ``UserError`` where that are all."""
+        total = run.left_out.total()
+        if not total:
+            return []
+        notes = notes_of_left_out(run.left_out.clips, self._context.loads.unreadable)
+        for note in notes:
+            events.emit(report.Note(f"step {own.step}: clip {note.clip} is set aside: {note.reason}"))
+        if round(total) >= len(own.module.clips):
+            raise UserError(NothingLeft(None, own.step, f"clip {notes[0].clip}: {notes[0].reason}"))
+        return notes
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self._most_skipped:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,11 +120,14 @@ def text_to_video(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> CogVideoXTextToVideo:
-    """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
+    """A named configuration, or that in a folder of pretrained weights, with ``config`` laid over it.
+
+    Without a name, the class's defaults with ``config``.
 
     With rotary positions the model reads a clip's ``text_tokens`` text tokens as they are, and ``text_length`` pads all
     captions with zeros to one length. Without, its position table starts after ``max_text_seq_length`` text tokens, so
-    captions are always padded to that. ``snr_shift`` is the scheduler's ``snr_shift_scale``: 3 for the 2B, else 1.
+    captions are always padded to that. ``snr_shift`` is the scheduler's ``snr_shift_scale``: a folder's
+    own, 3 for the 2B, else 1.
     ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown name
     or key.
     """
@@ -130,8 +135,15 @@ def text_to_video(
     config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)
     if not config["use_rotary_positional_embeddings"]:
         text_length = config["max_text_seq_length"]
-    alphas = alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "", 1.0))
+    alphas = alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "") or _snr_shift_of(name))
     return CogVideoXTextToVideo(config, text_length, alphas, dtype)
+
+
+def _snr_shift_of(folder: str | None) -> float:
+    """What the scheduler of a pipeline's folder has; else 1."""
+    path = Path(folder or "") / "scheduler" / "scheduler_config.json"
+    shift = json.loads(path.read_text(encoding="utf-8")).get("snr_shift_scale") if path.is_file() else None
+    return float(shift or 1.0)
 
 
 def velocity_prediction(

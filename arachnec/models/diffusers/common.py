@@ -16,6 +16,7 @@ from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.initial_weights import model_folder, read_config
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class NoDiffusers(Diagnostic):
 class UnknownModel(Diagnostic):
     title: ClassVar[str] = "there is no configuration named `{name}`"
     label: ClassVar[str] = "{suggestion}"
-    help: ClassVar[str] = "the names are {names}; without a name, give the configuration as keywords"
+    help: ClassVar[str] = "the names are {names}; or give a folder of pretrained weights, or keywords"
     name: str
     suggestion: str
     names: str
@@ -43,6 +44,18 @@ class UnknownConfigKey(Diagnostic):
     model: str
     key: str
     suggestion: str
+
+
+@dataclass(frozen=True)
+class NoConfig(Diagnostic):
+    title: ClassVar[str] = "{folder} has no config.json of a {model} transformer{reason}"
+    help: ClassVar[str] = (
+        "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path is there "
+        "wherever ranks are started"
+    )
+    folder: str
+    model: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -129,18 +142,31 @@ def constructor(module: str, name: str) -> Any:
 def configuration(
     model: str, parameters: Any, named: Mapping[str, Mapping[str, Any]], name: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The constructor's defaults, then a named configuration, then ``given``, every key held to its parameters."""
-    if name is not None and name not in named:
-        near = difflib.get_close_matches(name, named, n=1)
-        raise UserError(UnknownModel(None, name, f"did you mean `{near[0]}`?" if near else "", ", ".join(named)))
+    """The constructor's defaults, then a named configuration or a folder's, then ``given``, every key held to its
+    parameters."""
     defaults = {key: p.default for key, p in list(inspect.signature(parameters.__init__).parameters.items())[1:]}
+    laid = {} if name is None else named.get(name) or _of_folder(model, parameters, named, name)
     known = list(defaults)
-    for key in given:
+    for key in (*laid, *given):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
             raise UserError(UnknownConfigKey(None, model, key, suggestion))
-    return {**defaults, **(named[name] if name else {}), **given}
+    return {**defaults, **laid, **given}
+
+
+def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """The configuration in a folder of pretrained weights. Raises ``UserError`` for none, and for another class's."""
+    folder = Path(name)
+    if not folder.is_dir() and "/" not in name:
+        near = difflib.get_close_matches(name, named, n=1)
+        raise UserError(UnknownModel(None, name, f"did you mean `{near[0]}`?" if near else "", ", ".join(named)))
+    config = read_config(model_folder(folder))
+    kind = config.get("_class_name")
+    if not config or kind not in (None, parameters.__name__):
+        reason = f", but a {kind}'s" if config else ""
+        raise UserError(NoConfig(None, name, model, reason))
+    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def latents(clip: VideoClip, geometry: Geometry) -> Tensor:

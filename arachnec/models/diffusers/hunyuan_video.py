@@ -75,7 +75,9 @@ class HunyuanTextToVideo:
 def text_to_video(
     name: str | None = None, /, *, text_length: int | None = None, dtype: torch.dtype = torch.float32, **config: Any
 ) -> HunyuanTextToVideo:
-    """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
+    """A named configuration, or that in a folder of pretrained weights, with ``config`` laid over it.
+
+    Without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens; ``text_length`` (256 in HunyuanVideo's own training) pads all
     captions to one length instead, and the attention mask hides the padding. The pooled text embedding is the output of

@@ -66,7 +66,9 @@ class WanTextToVideo:
 def text_to_video(
     name: str | None = None, /, *, text_length: int | None = None, dtype: torch.dtype = torch.float32, **config: Any
 ) -> WanTextToVideo:
-    """A named configuration with ``config`` laid over it, or, without a name, the class's defaults with ``config``.
+    """A named configuration, or that in a folder of pretrained weights, with ``config`` laid over it.
+
+    Without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
     all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the
