@@ -87,7 +87,7 @@ def _compiled(
     start = mark_of(source)
     clips = source.peek()
     if clips is None:
-        raise UserError(NothingLeft(None, counted(source.batches, "batch")))
+        raise UserError(NothingLeft(None, counted(source.batches, "step")))
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     model_file = compiling.model_file

@@ -131,13 +131,13 @@ def _iterators(folder: Path, model: Path | None = None) -> tuple[Any, ...]:
         replayed, stated = folder / "replayed", folder / "stated"
         losses(drawn(), steps=2, checkpoint=replayed)
         losses(Counted(), steps=2, checkpoint=stated)
-        rest = losses(drawn(), checkpoint=replayed, resume=True)
-        said = losses(Counted(), checkpoint=stated, resume=True)
         try:
             losses(drawn(BATCHES[::-1]), checkpoint=folder / "replayed", resume=True)
             told = ""
         except UserError as error:
             told = render(error.diagnostics[0])
+        rest = losses(drawn(), checkpoint=replayed, resume=True)
+        said = losses(Counted(), checkpoint=stated, resume=True)
     return whole, rest, said, told
 
 
