@@ -43,6 +43,7 @@ class Compiled:
     module: Module  # iteration 0, lowered and checked
     planning_ms: float
     tracing_ms: float
+    training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
@@ -54,7 +55,7 @@ class Compiled:
     def write(self, folder: str | Path, *, training: Training | None = None, load: Sequence[Path] = ()) -> Path:
         """Write the executable folder that ``arachnec run`` takes, with the plan as a page to be looked at; returns it.
 
-        ``load`` are files that add passes.
+        ``load`` are files that add passes; ``training`` options stand instead of those it was compiled with.
         """
         page = executable_page(self.module, pipeline=str(self.pipeline), clips=self.manifest.clips)
         return write_executable(
@@ -65,7 +66,7 @@ class Compiled:
             pipeline=str(self.pipeline),
             model_file=self.model_file,
             clips=self.manifest.clips,
-            training=training,
+            training=training or self.training,
             load=load,
             extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
@@ -81,10 +82,16 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
     return front_end(trace_file(model_file, manifest), manifest, parse_cluster(cluster))
 
 
-def trace_file(model_file: ModelFile, manifest: Manifest) -> Trace:
-    from arachnec.passes.trace import trace_model
+def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | None = None) -> Trace:
+    """The model as the options train it: in their precision, with the state of their optimizer.
 
-    return trace_model(model_file, [clip for clips in manifest.iterations for clip in clips])
+    Of each clip shape one clip's file is held against what the manifest says, where the file is here. Raises
+    ``UserError``.
+    """
+    from arachnec.backends.training_trace import training_trace
+
+    clips = [clip for clips in manifest.iterations for clip in clips]
+    return training_trace(model_file, clips, training or Training())
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -117,6 +124,7 @@ def compile(
     *,
     passes: str | Pipeline = "default",
     batch: int | None = None,
+    training: Training | None = None,
     instruments: Sequence[Instrument] = (),
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
@@ -124,16 +132,22 @@ def compile(
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
     one. Raises ``UserError`` for every mistake in the input.
     """
+    from arachnec.backends.training_trace import demand_optimizer_fits
+    from arachnec.optimizers.recipe import demand_torch_takes
+
+    training = training or Training()
+    demand_torch_takes(training)
     model_file = load_model_file(Path(model))
     manifest = read_manifest(Path(data), batch=batch)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
-    trace = trace_file(model_file, manifest)
+    trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
+    demand_optimizer_fits(trace, model_module, model_file, training)
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,
@@ -144,8 +158,9 @@ def compile(
         module=module,
         planning_ms=model_ms + iteration_ms,
         tracing_ms=tracing_ms,
+        training=training,
         warnings=trace.warnings,
-        limits=trace.limits,
+        limits=(*trace.limits, *trace.unknowns),
     )
 
 

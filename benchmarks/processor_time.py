@@ -3,12 +3,13 @@
     python benchmarks/processor_time.py plan_tables.py --budget 2000 --cases 40
 
 Every clock of the process then says how much processor time all its threads have used, and Z3's time-outs count that of
-the thread that asks. So two versions of the scheduler, each run with its own PYTHONPATH, search equally long whatever
-else runs, as if each had one idle core. Times that the benchmark prints are processor time, too.
+the thread that asks. The process runs on one core. So two versions of the scheduler, each run with its own PYTHONPATH,
+search equally long whatever else runs, as if each had one idle core. What the benchmark prints is processor time, too.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import threading
@@ -66,6 +67,7 @@ def noted(set_option: Any) -> Any:
 def main() -> None:
     script = Path(__file__).parent / sys.argv[1]
     sys.argv = [str(script), *sys.argv[2:]]
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     time.perf_counter = time.process_time
     z3.Solver.check = limited(z3.Solver.check)
     z3.Solver.set = noted(z3.Solver.set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,8 @@ from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.batch import make_batch, prediction_of
+from arachnec.models.batch import clip_in_step, make_batch, prediction_of
+from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile, own_errors
 from arachnec.models.precision import in_precision
 
@@ -37,6 +38,15 @@ def build_model(model_file: ModelFile, training: Training, device: torch.device)
     return model.to(device)
 
 
+def in_training_precision(model_file: ModelFile, training: Training) -> ModelFile:
+    """The model file as it is trained: its model and its samples in the precision of ``training``."""
+    if training.dtype == "fp32":
+        return model_file
+    dtype = DTYPES[training.dtype]
+    cast = CastSamples(model_file, dtype)
+    return replace(model_file, build=lambda: in_precision(model_file.build(), dtype), sample=cast.sample)
+
+
 def build_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
     """The frozen encoders by name; none where the model file has none."""
     if model_file.encoders is None:
@@ -44,6 +54,11 @@ def build_encoders(model_file: ModelFile, training: Training, device: torch.devi
     torch.manual_seed(training.seed)
     encoders = model_file.encoders()
     return {name: encoder.to(device).eval().requires_grad_(False) for name, encoder in encoders.items()}
+
+
+def in_step(training: Training, clip: VideoClip, step: int) -> VideoClip:
+    """A clip as the options have it in one step, for its encoders and its sample."""
+    return clip_in_step(clip, training.seed, step, training.caption_dropout, training.timesteps)
 
 
 def encode(encoder: nn.Module, clips: Sequence[VideoClip], device: torch.device) -> Tensor:
@@ -86,6 +101,7 @@ def batch_of(
 ) -> tuple[dict[str, Any], Tensor]:
     """The forward's keyword arguments and the target of a micro-batch of equal clips."""
     dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
+    clips = [in_step(training, clip, step) for clip in clips]
     return make_batch(model_file, clips, training.seed, step, device, encoded=encoded, dtype=dtype)
 
 

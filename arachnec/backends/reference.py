@@ -16,6 +16,7 @@ from arachnec.backends.cascade_step import (
     drop_gradients,
     encode,
     gradients_of,
+    in_step,
     trained_parameters,
 )
 from arachnec.backends.stages_in_turn import StagesInTurn
@@ -79,7 +80,8 @@ def run_reference(
     for cascade in module.cascades:
         chosen = [clips[clip] for clip in cascade.clips]
         if cascade.phase is Phase.ENCODE:
-            values[cascade.name] = encode(encoders[cascade.stage], chosen, device)
+            read = [in_step(training, clip, step) for clip in chosen]
+            values[cascade.name] = encode(encoders[cascade.stage], read, device)
         elif cascade.phase is Phase.TRAIN:
             encoded = encoded_inputs(module, cascade, values)
             weight = len(cascade.clips) / len(module.clips)

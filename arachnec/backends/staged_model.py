@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from arachnec.backends.cascade_step import DTYPES, build_model
-from arachnec.backends.cast_samples import CastSamples
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
 from arachnec.models.batch import prediction_of
+from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.tracing.cuts import Cut
 from arachnec.tracing.dataflow import Form, Given, Output, record_dataflow, replaced

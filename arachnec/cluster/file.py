@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSp
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.solver.budget import usable_cores
 
 LARGEST_FILE = 2**20  # bytes
 
@@ -197,7 +197,7 @@ def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
 
 def _own_cores(values: dict[str, object]) -> dict[str, object]:
     """CPU ranks of a short form are processes of this machine; where they outnumber its cores, they share them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     device, gpus = values["device"], values["gpus"]
     return {"cores": cores} if device == "cpu" and isinstance(gpus, int) and gpus > cores else {}
 

@@ -58,6 +58,7 @@ def _saved(files: tuple[Path, ...]) -> str:
 def _detected() -> str:
     from arachnec.cluster.detect import cluster_file, cpu_file
     from arachnec.cluster.nvidia_tools import QUERY, parse_devices, parse_matrix
+    from arachnec.solver.budget import usable_cores
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     devices = _by_nvml()
@@ -66,7 +67,7 @@ def _detected() -> str:
         devices = parse_devices(listed, "nvidia-smi --query-gpu") if listed else ()
     if not devices:
         click.echo("no GPU was found on this machine; the file describes its processor", err=True)
-        return cpu_file(len(os.sched_getaffinity(0)), memory)
+        return cpu_file(usable_cores(), memory)
     matrix = _output_of("nvidia-smi", "topo", "-m")
     return cluster_file(parse_matrix(matrix, "nvidia-smi topo -m") if matrix else None, devices, memory)
 

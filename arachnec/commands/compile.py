@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
+from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.executable.training_options import Training
 
 
 @click.command("compile")
@@ -27,8 +29,7 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--run", "then_run", is_flag=True, help="Train on this machine afterwards.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to train with --run.")
-@click.option("--lr", type=float, help="Learning rate of AdamW.")
-@click.option("--seed", type=int, help="Of weights, noise and timesteps.")
+@training_options
 @pass_options
 def command(
     model: Path,
@@ -41,32 +42,29 @@ def command(
     as_json: bool,
     then_run: bool,
     steps: int,
-    lr: float | None,
-    seed: int | None,
+    training: Training,
     options: PassOptions,
 ) -> None:
     """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and
     write the executable."""
-    from arachnec.backends.torch_distributed.options import RunOptions
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
     from arachnec.executable.folder import demand_folder
-    from arachnec.executable.training_options import Training
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
     if output is not None:
         demand_folder(output)
-    training = RunOptions(lr=lr, seed=seed).training(Training())
     compiled = compile_model(
         model,
         data,
         cluster,
         passes=options.pipeline(passes, profile),
         batch=batch,
+        training=training,
         instruments=options.instruments(),
     )
-    folder = compiled.write(output, training=training, load=options.files) if output is not None else None
+    folder = compiled.write(output, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)
         print()

@@ -66,15 +66,16 @@ def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
 
 def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, ...] = ()) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
-    from arachnec.executable.folder import HEADER, iteration_of, read_executable
+    from arachnec.executable.folder import HEADER, read_executable
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.passes.infra.registry import installed, load_file
     from arachnec.views.what_if import begin_of, what_if
 
     if not (program / HEADER).is_file():
-        return what_if(begin_of(module), Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)
+        begin = begin_of(module)
+        return what_if(begin, begin, Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)
     executable = read_executable(program)
     registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
     with contextlib.chdir(program):  # where the pipeline finds its profile
         pipeline = Pipeline.parse(executable.header.pipeline, registry)
-        return what_if(iteration_of(executable.traced, 0), pipeline, module, budget_ms)
+        return what_if(executable.traced, executable.model, pipeline, module, budget_ms)

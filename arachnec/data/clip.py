@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arachnec.data.timesteps import UNIFORM, Timesteps
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -20,6 +22,7 @@ class VideoClip:
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``values`` are the
     tensors that a dataset gave with it, by its own names; empty for a clip that only has a size.
+    ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     """
 
     id: str | int
@@ -32,6 +35,7 @@ class VideoClip:
     start: int = 0
     encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    timesteps: Timesteps = field(default=UNIFORM, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

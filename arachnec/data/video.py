@@ -58,6 +58,17 @@ def probe(path: str | Path) -> VideoHeader:
         raise UserError(UnreadableVideo(None, str(path), _reason(error))) from None
 
 
+def count_frames(path: str | Path) -> int:
+    """The frames that are there, whatever the header states; nothing is decoded. Raises ``UserError`` as ``probe``."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            return sum(packet.pts is not None for packet in container.demux(_stream(container, path)))
+    except (av.error.FFmpegError, OSError) as error:
+        raise UserError(UnreadableVideo(None, str(path), _reason(error))) from None
+
+
 def read_frames(path: str | Path, start: int, frames: int, height: int, width: int) -> Tensor:
     """Decode ``frames`` consecutive frames from frame ``start`` on, as uint8 RGB ``[3, frames, height, width]``.
 

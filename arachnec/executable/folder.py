@@ -6,7 +6,7 @@ traced.cascade      cluster, stages, graphs and every clip of the manifest with 
                     planned from, with the passes of scope `model` first
 model.cascade       cluster, stages and graphs after those passes; every program is held to them, fused regions are run
 executable.json     pipeline, training options, fingerprint, versions
-model.py            the model file as it was; the only code, and the only file to trust like code
+model.py            the model file as it was, and beside it the modules of its folder that it imports: the only code
 clips.jsonl         the clips, by their ids in the IR
 profile.json        the measured costs the plan was made with, where there are some
 timeline.html       the plan to be looked at: see docs/show_and_explain.md
@@ -23,10 +23,10 @@ import platform
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 import msgspec
@@ -39,6 +39,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module
 from arachnec.models.file import ModelFile, load_model_file
+from arachnec.models.neighbours import MOST
 from arachnec.version import __version__
 
 FORMAT = 1
@@ -64,6 +65,13 @@ class NotExecutable(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NameTaken(Diagnostic):
+    title: ClassVar[str] = "the model file imports `{name}` from its folder, and the executable has a file of that name"
+    help: ClassVar[str] = "give that module another name"
+    name: str
+
+
+@dataclass(frozen=True)
 class Changed(Diagnostic):
     title: ClassVar[str] = "{file} in {folder} is not the one this executable was compiled with"
     help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
@@ -81,6 +89,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: dict[str, str]
     versions: dict[str, str]
     load: tuple[str, ...] = ()  # files in this folder that add passes
+    modules: tuple[str, ...] = ()  # files in this folder that the model file imports
+    origin: str | None = None  # the model file that this folder's is a copy of
 
 
 class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -118,7 +128,7 @@ class Executable:
 
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""
-        return load_model_file(self.folder / MODEL)
+        return load_model_file(self.folder / MODEL, origin=self.header.origin, modules=self.header.modules)
 
 
 def write_executable(
@@ -154,18 +164,29 @@ def write_executable(
         CLIPS: "".join(msgspec.json.encode(row_of(clip)).decode() + "\n" for clip in clips),
     }
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
+    texts |= _modules_of(model_file, taken=set(texts))
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
         iterations=max(1, len(batch_sizes(traced))),
         training=training,
-        fingerprint={name: _digest(texts[name].encode()) for name in FINGERPRINTED},
+        fingerprint={name: _digest(texts[name].encode()) for name in (*FINGERPRINTED, *model_file.modules)},
         versions=versions(),
         load=tuple(path.name for path in load),
+        modules=model_file.modules,
+        origin=str(model_file.path),
     )
     texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
     _write_all(folder, {**texts, **(extra or {})})
     return folder
+
+
+def _modules_of(model_file: ModelFile, taken: Set[str]) -> dict[str, str]:
+    """The texts of what the model file imports from its folder. Raises ``UserError`` for a name that is taken."""
+    for name in model_file.modules:
+        if name in taken:
+            raise UserError(NameTaken(None, name))
+    return {name: (model_file.path.parent / name).read_text(encoding="utf-8") for name in model_file.modules}
 
 
 def demand_folder(folder: Path) -> None:
@@ -183,10 +204,12 @@ def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
         for name, text in texts.items():
+            (Path(draft) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(draft) / name).write_text(text, encoding="utf-8")
         for stale in OF_RUNS:  # of a program that is no longer this folder's
             (folder / stale).unlink(missing_ok=True)
         for name in sorted(texts, key=lambda name: name == HEADER):  # without a header it is no executable
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(draft) / name).replace(folder / name)
 
 
@@ -217,9 +240,9 @@ def read_executable(folder: Path) -> Executable:
     if not (folder / HEADER).is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
     header = read_header(folder)
-    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *header.load)}
+    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *header.load, *header.modules)}
     digests = {name: _digest(data) for name, data in raw.items()}
-    for name in FINGERPRINTED:
+    for name in (*FINGERPRINTED, *header.modules):
         if name not in header.fingerprint:
             raise UserError(NotExecutable(None, str(folder), f"its fingerprint leaves out {name}"))
     for name, digest in header.fingerprint.items():
@@ -288,6 +311,8 @@ def read_header(folder: Path) -> Header:
         raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
     if any(Path(name).name != name for name in header.load):
         raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+    if any(not _is_inside(name) for name in header.modules) or len(header.modules) > MOST:
+        raise UserError(NotExecutable(None, str(folder), "its model file imports from outside of its folder"))
     if len(header.load) > MOST_LOADED:
         raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
     for option in FILE_OPTION.finditer(header.pipeline):
@@ -296,6 +321,11 @@ def read_header(folder: Path) -> Header:
             raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
     verified(header.training)
     return header
+
+
+def _is_inside(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return name.endswith(".py") and bool(parts) and not name.startswith("/") and ".." not in parts and name != MODEL
 
 
 def _read(folder: Path, name: str) -> bytes:

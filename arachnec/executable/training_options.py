@@ -1,21 +1,65 @@
-"""Training options, stored in ``executable.json``: learning rate, clipping, precision, EMA, seed."""
+"""Training options, stored in ``executable.json``: optimizer, schedule, precision, EMA, seed, and what is drawn.
+
+``train_file`` reads them as a person writes them; docs/training_options.md says what each does.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+
+
+class TorchClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A class by its name in torch, and its arguments by keyword."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The learning rate over steps: ``warmup`` of them rising linearly, then a scheduler of torch, or none."""
+
+    warmup: int = 0
+    scheduler: TorchClass | None = None
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters with ``arguments`` of the optimizer of their own.
+
+    Those whose name fits one of the patterns in ``match`` and that have at most ``dimensions`` dimensions; None fits
+    all.
+    """
+
+    match: tuple[str, ...] | None = None
+    dimensions: int | None = None
+    arguments: dict[str, Any] = {}
+
+
+class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where every step is written: a file of JSON lines, a folder of TensorBoard, a project of Weights & Biases."""
+
+    jsonl: str | None = None
+    tensorboard: str | None = None
+    wandb: str | None = None
+
+
+OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the optimizer and of the random generators.
 
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
-    copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average.
+    copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
+    first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
+    come in another order in every epoch. In a step a clip has no caption with probability ``caption_dropout``.
     """
 
     lr: float = 1e-4
@@ -23,6 +67,31 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["fp32", "bf16"] = "fp32"
     ema: float = 0.0
     seed: int = 0
+    optimizer: TorchClass = OWN_OPTIMIZER
+    groups: tuple[Group, ...] = ()
+    schedule: Schedule = Schedule()
+    accumulate: int = 1
+    shuffle: bool = False
+    caption_dropout: float = 0.0
+    timesteps: Timesteps = UNIFORM
+    logging: Logging = Logging()
+
+
+@dataclass(frozen=True)
+class BadTrainValue(Diagnostic):
+    title: ClassVar[str] = "the training option `{key}` is {found}: {reason}"
+    label: ClassVar[str] = "not what it must be"
+    help: ClassVar[str] = "{remedy}"
+    key: str
+    found: str
+    reason: str
+    remedy: str
+
+
+def bad_value(key: str, value: object, reason: str, remedy: str, span: Span | None = None) -> BadTrainValue:
+    """``value`` as it was given, cut where it is long."""
+    found = repr(value)
+    return BadTrainValue(span, key, found if len(found) <= 80 else f"{found[:77]}...", reason, remedy)
 
 
 @dataclass(frozen=True)
@@ -36,11 +105,19 @@ class BadTraining(Diagnostic):
 
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
+    warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
     rules = (
         ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),
         ("clip-norm", training.clip_norm, training.clip_norm >= 0, "give a norm, or 0 for no clipping"),
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
         ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
+        ("schedule.warmup", warmup, warmup >= 0, "give a number of steps, or 0 for none"),
+        ("accumulate", training.accumulate, training.accumulate >= 1, "give a number of global batches, 1 or more"),
+        ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
+        ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
+        ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),
+        ("timesteps.shift", drawn.shift, 0 < drawn.shift < math.inf, "a shift is above zero; 1 shifts nothing"),
+        ("timesteps.base_tokens", drawn.base_tokens or 1, (drawn.base_tokens or 1) > 0, "give a number of tokens"),
     )
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)
     if bad:

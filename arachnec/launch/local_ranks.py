@@ -25,6 +25,7 @@ from typing import IO, ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
+from arachnec.solver.budget import usable_cores
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 WORKER = "arachnec.backends.torch_distributed.worker"
@@ -124,10 +125,6 @@ def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, s
         "TORCHELASTIC_RESTART_COUNT": "0",
         ERROR_FD: str(error_fd),
     }
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None]) -> _Rank | None:

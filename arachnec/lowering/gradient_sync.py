@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
+from arachnec.cost.host_copies import step_copies, sum_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
@@ -16,7 +17,6 @@ from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, inte
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.lowering.host_copies import step_copies
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ def _add_buckets(
         for rank in group:
             same, time = shards[rank % cell], times[rank % cell]
             attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell_of(stage) else None)
-            if layers_in_host(stage) and len(same) > 1:  # through the device, to be summed
-                attrs = attrs.updated(from_host=size, to_host=size)
+            attrs = attrs.updated(**dict(sum_copies(stage, same, size).pairs))
             if bucket is not None:
                 attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
             backward = overlapped.get(rank)

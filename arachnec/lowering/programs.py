@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import split_backwards
+from arachnec.cost.host_copies import with_host_copies
 from arachnec.cost.memory import divided, on_one_side
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
@@ -33,7 +34,6 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
-from arachnec.lowering.host_copies import with_host_copies
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,

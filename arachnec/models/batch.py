@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import ModelFile, check_sample
 
@@ -42,6 +43,16 @@ def clip_seed(seed: int, step: int, clip: str | int) -> int:
 def clip_generator(seed: int, step: int, clip: str | int) -> torch.Generator:
     """The CPU generator that a clip's noise and timestep are drawn from in one step."""
     return torch.Generator("cpu").manual_seed(clip_seed(seed, step, clip))
+
+
+def clip_in_step(clip: VideoClip, seed: int, step: int, dropout: float, timesteps: Timesteps = UNIFORM) -> VideoClip:
+    """A clip as one step trains it: with these ``timesteps``, and with probability ``dropout`` an empty caption.
+
+    Whether it is dropped follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip
+    keeps its ``text_tokens``, which is what was planned: an encoder pads to them.
+    """
+    dropped = dropout > 0 and clip_seed(seed, step, f"caption/{clip.id}") / 2**63 < dropout
+    return replace(clip, timesteps=timesteps, caption="" if dropped else clip.caption)
 
 
 def make_batch(

@@ -7,14 +7,16 @@ output does not depend on the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.video import read_frames
+from arachnec.data.video import count_frames, probe, read_frames
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 
@@ -32,6 +34,46 @@ class NoCaption(Diagnostic):
         "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
     )
     clip: str | int
+
+
+@dataclass(frozen=True)
+class WrongClip(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}`: {reason}"
+    help: ClassVar[str] = "{remedy}"
+    clip: str | int
+    reason: str
+    remedy: str
+
+
+def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
+    """Raises ``UserError`` where a clip has more frames than its video from its start on, or is larger than it.
+
+    Sizes may be rounded up to a multiple. A video whose header states too few frames is counted before it is refused.
+    """
+    if clip.path is None or clip.path.suffix == ".safetensors":
+        return
+    with _named(clip):
+        header = probe(clip.path)
+        if clip.start + clip.frames > header.frames:
+            header = replace(header, frames=count_frames(clip.path))
+    if clip.start + clip.frames > header.frames:
+        reason = f"the video `{clip.path}` has {header.frames} frames, not {clip.start + clip.frames}"
+        raise UserError(WrongClip(None, clip.id, reason, "take fewer frames or an earlier start"))
+    if clip.height >= header.height + multiple or clip.width >= header.width + multiple:
+        sizes = f"{clip.height} x {clip.width}", f"{header.height} x {header.width}"
+        reason = f"it is {sizes[0]}, and the video `{clip.path}` is {sizes[1]} (height x width)"
+        remedy = "give sizes that the video has, or leave out `height` and `width`: they are read from its header"
+        raise UserError(WrongClip(None, clip.id, reason, remedy))
+
+
+@contextmanager
+def _named(clip: VideoClip) -> Iterator[None]:
+    """Has what goes wrong with a clip's file say which clip it is."""
+    try:
+        yield
+    except UserError as error:
+        named = (WrongClip(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)
+        raise UserError(*named) from None
 
 
 class VideoEncoder(nn.Module):
@@ -53,7 +95,13 @@ class VideoEncoder(nn.Module):
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
             raise UserError(NoVideo(None, clip.id))
-        return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+        self.check(clip)
+        with _named(clip):
+            return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+
+    def check(self, clip: VideoClip) -> None:
+        """Hold a clip against its video's header, without decoding. Raises ``UserError`` where they disagree."""
+        hold_against_header(clip, self.multiple)
 
     @torch.no_grad()
     def forward(self, loaded: Tensor) -> Tensor:

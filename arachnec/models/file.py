@@ -13,15 +13,15 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
+from arachnec.models.neighbours import Source, make_importable, neighbours
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ARGUMENTS = {"build": (), "sample": ("clip", "generator"), "loss": ("prediction", "target"), "encoders": ()}
+ARGUMENTS = {
+    "build": (),
+    "sample": ("clip", "generator"),
+    "loss": ("prediction", "target"),
+    "encoders": (),
+    "optimizer": ("parameters",),
+    "on_step": ("step", "metrics"),
+}
 PACKAGE = Path(__file__).parents[1]
 REQUIRED = ("build", "sample", "loss")
 
@@ -96,7 +103,8 @@ class BadSample(Diagnostic):
 class ModelFile:
     """The functions of a model file; each reports the file's own exceptions as a ``UserError`` at the line that raised.
 
-    ``digest`` is the SHA-256 of the source, in hexadecimal.
+    ``digest`` is the SHA-256 of the source, in hexadecimal; ``modules`` are the files beside it that it imports, by
+    their paths in its folder.
     """
 
     build: Callable[[], torch.nn.Module]
@@ -105,6 +113,9 @@ class ModelFile:
     encoders: Callable[[], dict[str, torch.nn.Module]] | None
     path: Path
     digest: str
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None
+    modules: tuple[str, ...] = ()
     module: torch.nn.Module | None = None  # the model itself, where it was given and not built
 
     def span(self, name: str) -> Span | None:
@@ -112,16 +123,32 @@ class ModelFile:
         return definition(self.path, name)
 
 
-def load_model_file(path: str | Path) -> ModelFile:
-    """Import ``path`` as a module of its own. Raises ``UserError`` for anything wrong with it; runs the file's code."""
+def load_model_file(
+    path: str | Path, *, origin: str | Path | None = None, modules: Sequence[str] | None = None
+) -> ModelFile:
+    """Import ``path`` as a module of its own, and of its folder what it imports. Runs the file's code.
+
+    ``origin`` is the file that ``path`` is a copy of: messages name it as long as it is the same. ``modules`` are the
+    only files of the folder that may be imported; found if not given. Raises ``UserError`` for anything wrong.
+    """
     path = Path(path).absolute()
     if not path.is_file() or path.suffix != ".py":
         raise UserError(NoModelFile(None, str(path)))
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
-    module = _import(path, digest)
-    functions = {name: _function(module, path, name) for name in ARGUMENTS}
-    return ModelFile(**functions, path=path, digest=digest)
+    modules = neighbours(path) if modules is None else tuple(modules)
+    make_importable(path.parent, modules)
+    shown = path if origin is None or not _same(Path(origin), source) else Path(origin)
+    module = _import(path, digest, shown)
+    functions = {name: _function(module, shown, name) for name in ARGUMENTS}
+    return ModelFile(**functions, path=shown, digest=digest, modules=modules)
+
+
+def _same(origin: Path, source: bytes) -> bool:
+    try:
+        return origin.read_bytes() == source
+    except OSError:
+        return False
 
 
 def definition(path: Path, name: str) -> Span | None:
@@ -136,17 +163,9 @@ def definition(path: Path, name: str) -> Span | None:
     return None
 
 
-class _Source(SourceFileLoader):
-    """Leaves no ``__pycache__`` in an executable's folder, and takes nothing from one."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
-def _import(path: Path, digest: str) -> ModuleType:
+def _import(path: Path, digest: str, shown: Path) -> ModuleType:
     name = f"arachnec_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{digest[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=Source(name, str(path), str(shown)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
@@ -154,10 +173,10 @@ def _import(path: Path, digest: str) -> ModuleType:
         spec.loader.exec_module(module)
     except UserError as error:
         sys.modules.pop(name)
-        raise _placed(error, path) from None
+        raise _placed(error, shown) from None
     except (Exception, SystemExit) as error:
         sys.modules.pop(name)
-        raise UserError(_raised(error, path, "its import")) from error
+        raise UserError(_raised(error, shown, "its import")) from error
     return module
 
 
@@ -303,7 +322,15 @@ def _raised(error: BaseException, path: Path, where: str) -> ModelFileRaised:
 
 def _remedy(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return "install that package, or put its folder on PYTHONPATH (an executable carries the model file alone)"
+        return (
+            "install that package, or put it beside the model file: an executable carries that file and the modules of "
+            "its folder that it imports by name"
+        )
+    if isinstance(error, FileNotFoundError):
+        return (
+            "give the file by its whole path: an executable carries the model file and the modules of its folder, and "
+            "no other files"
+        )
     if "Target modules" in str(error) or "target_modules" in str(error):
         return "LoRA's target_modules name layers as model.named_modules() does: to_q, or blocks.0.attn1.to_q"
     if "meta tensor" in str(error):

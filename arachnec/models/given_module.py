@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,20 @@ class NothingGiven(Diagnostic):
     kind: str
     name: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class NoFunction(Diagnostic):
+    title: ClassVar[str] = "`optimizer` is a {kind}, not a function of the parameters"
+    help: ClassVar[str] = "give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+    kind: str
+
+
+def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
+    """The model file with this function in place of its ``optimizer``. Raises ``UserError`` where it is none."""
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise UserError(NoFunction(None, type(optimizer).__name__))
+    return replace(model_file, optimizer=optimizer)
 
 
 def given_module(

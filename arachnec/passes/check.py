@@ -29,6 +29,7 @@ from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_sources
+from arachnec.verification.host_copies import check_host_copies
 from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
@@ -83,6 +84,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_memory_claims(values)
     yield from check_memory(values, model)
     yield from check_host_memory(values)
+    yield from check_host_copies(values)
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:

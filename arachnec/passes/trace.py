@@ -5,6 +5,7 @@ The model is built on the meta device, so that tracing allocates no weights; ``d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,20 +14,23 @@ import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
+from arachnec.models.batch import prediction_of
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import CannotTake, cannot_on_meta
+from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.measured_stage import measured_stage
-from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
+from arachnec.tracing.record import ExampleCall, Repeats, flatten_call, is_meta, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders, raised_at
 
 TRAINED = "dit"
+TRY_S = 60.0  # of compiling, for running the model at the clips' shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,17 @@ class Trace:
         """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
         return self.counter(clip)
 
+    @property
+    def unknowns(self) -> tuple[str, ...]:
+        """What compiling did not try, in a line; none where every clip shape ran through the whole model."""
+        count = len(self.counter.untried)
+        if not count:
+            return ()
+        return (
+            f"{counted(count, 'clip shape')} ran up to the first block only: what the model does behind it is first "
+            "tried in their step",
+        )
+
 
 def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], cluster: Cluster) -> Module:
     """Every clip of these global batches as one module; a clip's id in the IR is its position in all of them."""
@@ -57,45 +72,55 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
 
 
 class _Reached(BaseException):
-    """Carries the count out of the forward; no ``except Exception`` of a model stops it."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    """Ends a forward at its first block; no ``except Exception`` of a model stops it."""
 
 
 @dataclass
 class TokenCounter:
-    """Runs the model's own forward up to its first block, once per distinct clip shape."""
+    """Runs the model for every distinct clip shape, shapes only, and reads S where the first block is given it.
+
+    On the meta device the whole model runs, each kind of block once, until ``TRY_S`` seconds have gone by; from then
+    on, and where it would compute, up to the first block. ``untried`` are the shapes of which no more is known.
+    """
 
     model: nn.Module
     captured: CapturedModel
     source: ModelSource
     encoders: dict[str, nn.Module]
     counts: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    untried: set[tuple[int, int, int, int]] = field(default_factory=set)
+    _spent: float = 0.0
 
     def __call__(self, clip: VideoClip) -> int:
         if clip.shape not in self.counts:
-            self.counts[clip.shape] = self._count(clip)
+            whole = is_meta(self.model) and self._spent < TRY_S
+            started = time.perf_counter()
+            self.counts[clip.shape] = self.run(clip, whole=whole)
+            self._spent += time.perf_counter() - started
+            if not whole:
+                self.untried.add(clip.shape)
         return self.counts[clip.shape]
 
-    def _count(self, clip: VideoClip) -> int:
+    def run(self, clip: VideoClip, *, whole: bool) -> int:
+        """S of a clip. Raises ``UserError``, which names it, where the model cannot take it."""
         place = self.captured.tokens_at
+        counted: list[int] = []
 
-        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, _ = flatten_call(module, args, kwargs)
-            raise _Reached(place.read(leaves))
+            counted.append(place.read(leaves))
+            if counted[0] < 1 or not whole:
+                raise _Reached
 
         device = str(next(self.model.parameters()).device)
-        handle = self.model.get_submodule(place.path).register_forward_pre_hook(stop, with_kwargs=True)
+        handle = self.model.get_submodule(place.path).register_forward_pre_hook(read, with_kwargs=True)
         try:
             arguments = arguments_of(self.source, clip, self.encoders, device=device)
-            with torch.no_grad(), training_mode(self.model), torch.device(device):
-                self.model(**arguments)
-        except _Reached as reached:
-            if reached.tokens < 1:
-                reason = "the first block is given no tokens"
-                raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from None
-            return reached.tokens
+            repeats = Repeats(self.model, find_blocks(self.model) if whole else {})
+            with torch.no_grad(), training_mode(self.model), torch.device(device), repeats:
+                prediction_of(self.model(**arguments))
+        except _Reached:
+            pass
         except UserError:
             raise
         except Exception as error:
@@ -104,7 +129,10 @@ class TokenCounter:
             raise UserError(CannotTake(line, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
         finally:
             handle.remove()
-        raise AssertionError("the first block of the recording was not called")
+        if not counted or counted[0] < 1:
+            reason = "the first block is given no tokens"
+            raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason))
+        return counted[0]
 
 
 def _sizes(clip: VideoClip) -> str:

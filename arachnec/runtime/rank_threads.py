@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from arachnec.runtime.handoffs import HandoffThreads
+from arachnec.solver.budget import usable_cores
 
 MOST_LOADERS = 4
 
@@ -27,5 +28,4 @@ class RankThreads:
 
 def loaders() -> int:
     """Threads that load clips: of this rank's cores all but one, and one where it has no more."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_LOADERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
+    return min(MOST_LOADERS, max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))

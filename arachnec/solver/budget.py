@@ -5,6 +5,7 @@ A step stands for about a millisecond. Whoever works counts what it does; by the
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 
@@ -73,3 +74,8 @@ class Clock:
 def question_ms(variables: int) -> float:
     """The least time in which Z3 may answer a question with so many variables; making it takes a fifth of that."""
     return variables / Z3_VARIABLES_PER_MS
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

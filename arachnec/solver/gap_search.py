@@ -3,12 +3,14 @@
 "Is there a schedule that ends by this horizon" is easy to refuse near the bound, where little area is free and most
 degrees are out of the question, easy to grant far above the optimum, and hard in between. So horizons are asked from
 the bound upwards, and a question that takes long is put off: the next ones lie below it, and it comes up again, with
-twice the time, when those are answered. Two questions run at once (Z3 works outside of Python's lock), one from the
-bound upwards, one from above: is there anything shorter at all. Its refusal ends the search. An answer stops the other
-question where it has become pointless.
+twice the time, when those are answered. Other questions come from above: is there anything shorter at all. No proof
+comes without the refusal of one, and one about sets that is cut off begins anew. So it has all the time there is.
 
-What is known outlasts a call, so that a search can go on where it ended. So do
-questions about start times: one that was cut off goes on where Z3 was.
+With two cores one question of each kind runs (Z3 works outside of Python's lock), and an answer stops the other where
+it has become pointless. With one core they take turns: first one from the bound, with a fifth of what is left.
+
+What is known outlasts a call, so that a search can go on where it ended. So do questions about start times: one that
+was cut off goes on where Z3 was.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock, question_ms
+from arachnec.solver.budget import Clock, question_ms, usable_cores
 from arachnec.solver.problem import Problem, Schedule, violations
 from arachnec.solver.z3_assignment import Assignment, Conflict
 from arachnec.solver.z3_question import Answer
@@ -105,7 +107,6 @@ class GapSearch:
         self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
         self.limit = 2 * question_ms(variables(problem))
-        self.limit_from_above = 4 * self.limit
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
@@ -116,7 +117,7 @@ class GapSearch:
         self.low = max(self.low, bound)
         if schedule.makespan(self.problem) < self.high:
             self._shorter(schedule)
-        self.alone = clock.steps is not None
+        self.alone = clock.steps is not None or usable_cores() == 1
         if self.alone:
             self.work(clock, seed)
             return
@@ -133,7 +134,7 @@ class GapSearch:
                 self.number += 1
                 inquiry = self._inquiry(asked.from_above, seed + self.number)
                 self.asked[inquiry] = asked
-                effort = clock.effort(self.limit_from_above if asked.from_above else self.limit)
+                effort = clock.effort(None if asked.from_above else self._limit(clock))
             question, schedule = inquiry.question, None
             before = question.steps
             try:
@@ -152,6 +153,10 @@ class GapSearch:
                         other.question.stop()
                 if isinstance(inquiry, StartTimes):
                     self.idle[asked.from_above] = inquiry
+
+    def _limit(self, clock: Clock) -> float:
+        """ms of a question that is not from above; with one core the next one has four times that or more."""
+        return min(self.limit, clock.left() / 5) if self.alone else self.limit
 
     def _inquiry(self, above: bool, seed: int) -> Inquiry:
         if self.by_sets:
@@ -172,7 +177,7 @@ class GapSearch:
         return Asked(horizon if horizon not in running else self.low + room // 4)
 
     def _from_above(self) -> bool:
-        """Every other question of one thread, one of the questions of two."""
+        """Every other question of one thread, one of the two at once."""
         return self.number % 2 == 1 if self.alone else not any(asked.from_above for asked in self.asked.values())
 
     def learn(self, asked: Asked, answer: Answer, schedule: Schedule | None) -> None:
@@ -181,9 +186,7 @@ class GapSearch:
         elif schedule is not None and not violations(self.problem, schedule):
             if schedule.makespan(self.problem) < self.high:
                 self._shorter(schedule)
-        elif asked.from_above:
-            self.limit_from_above *= 2
-        else:
+        elif not asked.from_above:
             self.put_off = min(self.put_off, asked.horizon)
             if self.put_off <= self.low:
                 self.put_off, self.limit = self.high, 2 * self.limit

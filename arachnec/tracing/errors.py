@@ -139,7 +139,10 @@ class CannotRecord(Diagnostic):
 
 def cannot_on_meta(refusal: UserError) -> bool:
     """Whether a model was refused only because it was on the meta device: one with values may be taken."""
-    return all(isinstance(found, CannotRecord) and "meta" in found.reason for found in refusal.diagnostics)
+    return all(
+        isinstance(found, CannotRecord) and any(said in found.reason for said in ("meta", "unsupported scalarType"))
+        for found in refusal.diagnostics
+    )
 
 
 @dataclass(frozen=True)

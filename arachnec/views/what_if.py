@@ -1,7 +1,7 @@
 """What a plan would come to if something were different. Every answer is planned anew, none is estimated.
 
 The plan as it is is planned again too, with the same small budget, so that a difference is never one of search time
-alone.
+alone. What was decided once for the model is decided again where the machines differ, and held else.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Change = Callable[[Module], Module]
 
 @dataclass(frozen=True)
 class Question:
-    """``change`` is made to the module that the passes begin with, or, of its cascades, to the partitioned one."""
+    """``change`` is made to the traced module, or, of cascades, to the iteration once it is partitioned."""
 
     title: str
     change: Change
-    of_cascades: bool = False
+    of_cascades: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,28 @@ class Answer:
     refused: str = ""
 
 
-def what_if(begin: Module, pipeline: Pipeline, plan: Module, budget_ms: float) -> tuple[Answer, ...]:
+def what_if(traced: Module, model: Module, pipeline: Pipeline, plan: Module, budget_ms: float) -> tuple[Answer, ...]:
     """The plan as it is, planned again, and then every change that applies to it.
 
-    ``begin`` is what ``pipeline`` begins with, ``plan`` the lowered module that it came to. ``budget_ms`` is for each
+    ``traced`` is what ``pipeline`` begins with, ``model`` what its passes of scope ``model`` gave, and ``plan`` the
+    lowered module that one iteration came to; without such passes the first two are the same. ``budget_ms`` is for each
     search; searches that count steps instead keep their count.
     """
     limited = with_budget(pipeline, budget_ms)
-    asked_questions = (Question("as it is, planned again", lambda module: module), *questions(plan))
-    return tuple(_answer(begin, limited, question) for question in asked_questions)
+
+    def of_iteration(module: Module) -> Module:
+        return replace(module, name=plan.name, clips=plan.clips, graphs=())
+
+    def answered(question: Question) -> Answer:
+        try:
+            if question.of_cascades:
+                return _answer(of_iteration(model), limited.iteration_part, question)
+            laid = limited.run_model_part(question.change(traced))
+            return Answer(question.title, planned(limited.run_iteration_part(of_iteration(laid))).end)
+        except UserError as error:
+            return Answer(question.title, None, str(error))
+
+    return tuple(map(answered, (Question("as it is, planned again", lambda module: module), *questions(plan))))
 
 
 def sentences(answers: Sequence[Answer]) -> list[str]:
@@ -64,18 +77,18 @@ def questions(plan: Module) -> Iterator[Question]:
     cluster = plan.cluster
     assert cluster is not None, "a lowered module has a cluster"
     larger = with_nodes(cluster, cluster.nodes + 1)
-    yield Question(f"One more node ({larger.world} in all instead of {cluster.world})", _on(larger))
+    yield Question(f"One more node ({larger.world} in all instead of {cluster.world})", _on(larger), of_cascades=False)
     roomy = with_memory(cluster, 2.0)
     size = "" if "mixed" in cluster.attrs else f" ({roomy.memory:.4g} GiB)"
-    yield Question(f"Twice the memory on each{size}", _on(roomy))
+    yield Question(f"Twice the memory on each{size}", _on(roomy), of_cascades=False)
     widest = max((c.degree for c in plan.cascades if c.phase is not Phase.ENCODE), default=1)
     if widest > 1:
-        yield Question(f"No cascade on more than {_ranks(widest // 2)}", _at_most(widest // 2), of_cascades=True)
+        yield Question(f"No cascade on more than {_ranks(widest // 2)}", _at_most(widest // 2))
     if any("degrees" in stage.attrs and stage.trained for stage in plan.stages):
-        yield Question("Every degree legal", _any_degree, of_cascades=True)
+        yield Question("Every degree legal", _any_degree)
     if any(cascade.phase is Phase.ENCODE for cascade in plan.cascades):
-        yield Question("Encoders one step ahead, so that nothing waits for them", _without_inputs, of_cascades=True)
-        yield Question("Clips encoded beforehand", _without_encoders, of_cascades=True)
+        yield Question("Encoders one step ahead, so that nothing waits for them", _without_inputs)
+        yield Question("Clips encoded beforehand", _without_encoders)
 
 
 def with_budget(pipeline: Pipeline, budget_ms: float) -> Pipeline:
@@ -107,13 +120,10 @@ def begin_of(plan: Module) -> Module:
     )
 
 
-def _answer(begin: Module, pipeline: Pipeline, question: Question) -> Answer:
-    first = _until_partitioned(begin, pipeline) if question.of_cascades else 0
-    try:
-        module = question.change(Pipeline(pipeline.passes[:first]).run(begin))
-        return Answer(question.title, planned(pipeline.after(first).run(module)).end)
-    except UserError as error:
-        return Answer(question.title, None, str(error))
+def _answer(iteration: Module, pipeline: Pipeline, question: Question) -> Answer:
+    first = _until_partitioned(iteration, pipeline)
+    module = question.change(Pipeline(pipeline.passes[:first]).run(iteration))
+    return Answer(question.title, planned(pipeline.after(first).run(module)).end)
 
 
 def _until_partitioned(begin: Module, pipeline: Pipeline) -> int:

@@ -151,13 +151,25 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def write(rows: dict[str, dict[str, object]], wanted: list[tuple[str, str | None]]) -> None:
+    """The results and the page, after every row: a run that is cut short keeps what it measured."""
+    import diffusers
+    import torch
+
+    listed = [rows[name] for name, _ in wanted if name in rows]
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    RESULTS.write_text(json.dumps({"versions": versions, "rows": listed}, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    said = f"torch {versions['torch'].split('+')[0]}, Diffusers {versions['diffusers']}:"
+    PAGE.write_text(f"{before}{BEGIN}\n{said}\n\n{table(listed)}\n{END}{rest.partition(END)[2]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="names of files in tests/acceptance/models; default: all")
     parser.add_argument("--write", action="store_true", help="write the results and the page")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import diffusers
     import torch
 
     torch.set_num_threads(1)
@@ -172,12 +184,8 @@ def main() -> int:
         rows.append(row)
         if known is None:
             print(table([row]).splitlines()[-1], flush=True)
-    if arguments.write:
-        versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-        RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        said = f"torch {versions['torch'].split('+')[0]}, Diffusers {versions['diffusers']}:"
-        PAGE.write_text(f"{before}{BEGIN}\n{said}\n\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+            if arguments.write:
+                write(kept | {each["name"]: each for each in rows}, wanted)
     bad = [row for row in rows if row["error"] is not None and not row["error"] <= parity.GRADIENT]
     return 1 if bad or any(str(row["took"]).startswith("failed") for row in rows) else 0
 

@@ -186,7 +186,7 @@ OPTIONS = {
     ("--passes", "schedule-z3{budget=-1s}"): "a time with its unit",
     ("--passes", "annotate,partition"): "needs a partitioned module",
     ("--passes", "partition,annotate"): "needs a lowered one",
-    ("--passes", "default,default"): "of scope `model` and stands after `check`",
+    ("--passes", "default,default"): "stands twice",
     ("--passes", "default,partition"): "needs a traced module",
     ("--profile", "none.json"): "neither a profile file nor",
     ("--profile", "binary"): "not a profile",
@@ -374,3 +374,25 @@ def test_a_failed_compile_leaves_the_old_executable(built: Path, refused: Callab
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_takes_an_option_it_does_not_know(command: str, refused: Callable[..., str]) -> None:
     assert "--no-such-option" in refused(command, "--no-such-option")
+
+
+SETTINGS = {
+    "learning_rate=3": "unknown training option `learning_rate`",
+    "timesteps.sampler=uniform": "did you mean `sampling`?",
+    "timesteps.sampling=uniforn": "`timesteps.sampling` is 'uniforn'",
+    "accumulate=0": "accumulate = 0 cannot be trained with",
+    "optimizer=AdmW": "did you mean `AdamW`?",
+    "schedule=StepLR": "it needs `step_size`",
+    "lr": "sets nothing",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_options_that_are_none(setting: str, refused: Callable[..., str]) -> None:
+    assert SETTINGS[setting] in refused(*COMPILE, "--set", setting)
+
+
+def test_a_training_file_that_is_none(refused: Callable[..., str]) -> None:
+    assert "no training file" in refused(*COMPILE, "--train", "none.toml")
+    assert "not TOML" in refused(*COMPILE, "--train", "binary")
+    assert "no training file" in refused(*COMPILE, "--train", "folder")

@@ -8,9 +8,11 @@ import numpy
 import pytest
 import torch
 
+from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.data.video import probe, read_frames
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.models.encoders import hold_against_header
 
 FRAMES, HEIGHT, WIDTH = 24, 48, 80
 
@@ -117,3 +119,25 @@ def test_a_start_behind_the_end_of_the_video_is_refused(video: Path) -> None:
     manifest.write_text('{"path": "grey.mp4", "caption": "grey", "start": 24}')
     with pytest.raises(UserError, match="`start` is 24, expected less than 24"):
         read_manifest(manifest)
+
+
+@pytest.mark.parametrize(
+    ("start", "frames", "height", "width", "said"),
+    [
+        (0, FRAMES, 48, 80, None),
+        (20, 4, 63, 95, None),
+        (20, 5, 48, 80, "clip `a`: the video `grey.mp4` has 24 frames, not 25"),
+        (0, 5, 64, 80, "clip `a`: it is 64 x 80, and the video `grey.mp4` is 48 x 80 (height x width)"),
+        (0, 5, 80, 48, "clip `a`: it is 80 x 48, and the video `grey.mp4` is 48 x 80 (height x width)"),
+    ],
+)
+def test_a_clip_is_held_against_its_videos_header(
+    video: Path, start: int, frames: int, height: int, width: int, said: str | None
+) -> None:
+    clip = VideoClip("a", frames, height, width, 0, path=video, start=start)
+    if said is None:
+        hold_against_header(clip)
+        return
+    with pytest.raises(UserError) as caught:
+        hold_against_header(clip)
+    assert str(caught.value).replace(str(video.parent) + "/", "") == said

@@ -363,12 +363,15 @@ def _train(folder: Path, options: RunOptions) -> None:
 
 
 def plain_loop(
-    folder: Path, clips: Sequence[VideoClip], *, seed: int = 0, step: int = 0
+    folder: Path, clips: Sequence[VideoClip], *, seed: int = 0, step: int = 0, model: nn.Module | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The objective and its gradients, written without anything of the executor: one clip at a time."""
+    """The objective and its gradients, written without anything of the executor: one clip at a time.
+
+    Of a ``model`` in training, else of the one that the seed gives.
+    """
     model_file = load_model_file(folder / "model.py")
     torch.manual_seed(seed)
-    model = model_file.build()
+    model = model or model_file.build()
     torch.manual_seed(seed)
     encoders = model_file.encoders() if model_file.encoders else {}
     total = 0.0

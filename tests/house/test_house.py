@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining"),
     ("models", "cost"),
     ("verification", "tracing", "lowering", "simulation", "executable", "launch"),
-    ("spmd", "planning", "runtime"),
+    ("spmd", "planning", "runtime", "optimizers"),
     ("passes", "codegen"),
     ("views",),
     ("backends",),

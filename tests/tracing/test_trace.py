@@ -324,3 +324,19 @@ def test_what_goes_between_stages_is_what_the_later_ones_read():
         assert sorted(handed) == [(paths[stage], (1, 8, WIDTH)), ("text", (1, 6, WIDTH))]
     owned = [sorted(names) for names in cut.parameters]
     assert sorted(name for names in owned for name in names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_every_distinct_shape_is_run_through_the_whole_model_and_the_clip_is_named():
+    class Choosy(Model):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if output.shape[1] == 11 * 4 * 6:
+                raise ValueError("no head for that many")
+            return output
+
+    clips = [CLIPS[0], VideoClip("unlucky", 41, 64, 96, 40)]
+    traced = trace_model(source(build=Choosy), clips)
+    assert traced.tokens(clips[0]) == 5 * 4 * 6
+    with pytest.raises(UserError, match=r"cannot take clip unlucky .*no head for that many"):
+        traced.tokens(clips[1])
+    assert not traced.counter.untried

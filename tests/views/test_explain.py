@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Cluster, Module, Phase, quantity
+from arachnec.ir.nodes import Cluster, Level, Module, Phase, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.programs import lower
+from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.bound_parts import bound_parts
 from arachnec.planning.formulate import problem_of
@@ -122,7 +123,7 @@ def test_each_cause_of_a_bound_is_told_from_the_others() -> None:
 def test_every_answer_is_what_planning_anew_comes_to() -> None:
     module = plan()
     begin = begin_of(module)
-    found = {answer.title: answer.iteration_ms for answer in what_if(begin, PASSES, module, 0.0)}
+    found = {answer.title: answer.iteration_ms for answer in what_if(begin, begin, PASSES, module, 0.0)}
     assert found["as it is, planned again"] == planned(PASSES.run(begin)).end
     by_hand = {
         "One more node (12 in all instead of 8)": replace(begin, cluster=grown(begin, nodes=3)),
@@ -135,6 +136,24 @@ def test_every_answer_is_what_planning_anew_comes_to() -> None:
     }
     for title, changed in by_hand.items():
         assert found[title] == planned(PASSES.run(changed)).end, title
+
+
+def test_what_was_decided_for_the_model_is_decided_again_for_other_machines_only() -> None:
+    decided_for = []
+
+    class Decide(Pass):
+        needs = gives = Level.TRACED
+        scope = Scope.MODEL
+
+        def run(self, module: Module) -> Module:
+            assert module.cluster is not None
+            decided_for.append((module.cluster.world, module.cluster.memory))
+            return module
+
+    module = plan()
+    begin = begin_of(module)
+    what_if(begin, begin, Pipeline((Decide(), *PASSES.passes)), module, 0.0)
+    assert decided_for == [(12, 79.0), (8, 158.0)]
 
 
 def grown(module: Module, **values: int | Quantity) -> Cluster:
@@ -154,7 +173,7 @@ def test_a_limit_of_the_degree_is_kept_by_the_plan_that_answers() -> None:
 def test_what_cannot_be_planned_is_said_with_its_reason() -> None:
     module = plan()
     cramped = replace(begin_of(module), cluster=grown(module, memory=Quantity(66.0, "GiB")))
-    answers = what_if(cramped, PASSES, replace(module, cluster=cramped.cluster), 0.0)
+    answers = what_if(cramped, cramped, PASSES, replace(module, cluster=cramped.cluster), 0.0)
     narrow = next(answer for answer in answers if answer.title.startswith("No cascade on more than"))
     assert narrow.iteration_ms is None
     assert "fits no degree" in narrow.refused

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from arachnec.ir.nodes import Instruction, Module, Stage, integer
+from arachnec.analysis.communicators import grid
+from arachnec.ir.nodes import Instruction, Module, Stage
 from arachnec.kernels.attention.attention_backend import attention_backend
 from arachnec.kernels.attention.fused_attention import capability_of
 from arachnec.lowering.attention import demand_known, head_size
@@ -40,10 +41,9 @@ def attention_by_grid(module: Module, dtype: str, device: torch.device) -> dict[
             if step.op == "forward":
                 family = attention_of(step, stages[cascades[step.target].stage], dtype, device)
                 families.setdefault(_grid(step), set()).add(family or "chosen by each call")
-    return {grid: ", ".join(sorted(names)) for grid, names in sorted(families.items())}
+    return {words: ", ".join(sorted(names)) for words, names in sorted(families.items())}
 
 
 def _grid(forward: Instruction) -> str:
-    degree = max(1, len(forward.peers))
-    ulysses = integer(forward.attrs.get("ulysses", 1 if "ring" in forward.attrs else degree))
-    return f"ulysses {ulysses} x ring {integer(forward.attrs.get('ring', degree // ulysses))}"
+    ulysses, ring = grid(forward)
+    return f"ulysses {ulysses} x ring {ring}"

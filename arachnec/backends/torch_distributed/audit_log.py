@@ -1,7 +1,7 @@
-"""What became of every clip: ``audit/epoch-00000.jsonl``, a line for each optimizer step, one file an epoch.
+"""What became of every clip: ``audit/epoch-00000.jsonl``, a line for each global batch, one file an epoch.
 
-Always true: of the steps that count, each has one line. A run that goes on from a checkpoint drops the lines of the
-steps that were lost, and writes them anew. So the lines of an epoch name every clip of the manifest once.
+Always true: of the batches of steps that count, each has one line. A run that goes on from a checkpoint drops the
+lines of steps that were lost, and writes them anew. So the lines of an epoch name every clip of the manifest once.
 """
 
 from __future__ import annotations

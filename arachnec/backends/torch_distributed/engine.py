@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +27,7 @@ from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
 from arachnec.backends.torch_distributed.run_files import write_measured
-from arachnec.backends.torch_distributed.told_batches import CannotDraw
-from arachnec.backends.torch_distributed.torch_optimizers import OptimizerFactory
+from arachnec.backends.torch_distributed.step_log import StepLog, metrics_of
 from arachnec.backends.torch_distributed.training_run import (
     Enter,
     Trainer,
@@ -43,13 +41,15 @@ from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
-from arachnec.executable.training_options import Training
+from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.launch.own_script import OwnScript
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.models.given_module import given_module
+from arachnec.models.given_module import given_module, with_own_optimizer
+from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
+from arachnec.runtime.told_batches import CannotDraw
 
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
@@ -90,7 +90,7 @@ class Engine:
     ``batches`` gives batches of clips, or single clips of which ``batch`` make one; rank 0 alone draws from it.
     ``cluster`` is a file or a short form such as ``2x8:h100-80g``; without, the ranks are on CPUs of this machine.
     ``optimizer`` makes a torch optimizer of the parameters, ``scheduler`` a learning rate schedule of that. ``options``
-    are those of ``arachnec run``: steps, checkpoint, every, keep, resume, dtype, clip_norm, ema, seed, ...
+    are those of ``arachnec run``: steps, checkpoint, every, keep, resume, dtype, train, settings, ...
 
     Every rank makes it, alike. Raises ``UserError`` for every mistake in the input.
     """
@@ -101,7 +101,7 @@ class Engine:
         batches: object = None,
         *,
         cluster: str | Path | None = None,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: UserOptimizer | None = None,
         scheduler: Scheduler | None = None,
         sample: Callable[..., Any] | None = None,
         loss: Callable[..., Any] | None = None,
@@ -117,9 +117,12 @@ class Engine:
         self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
         enter = self._script.enter
         file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
+        file = file if optimizer is None else with_own_optimizer(file, optimizer)
         resumed = newest_checkpoint(own)
         source = BatchSource(batches, batch, repeat=own.steps is not None) if dist.get_rank() == 0 else None
         training = own.training(Training())
+        if scheduler is not None and training.schedule != Schedule():
+            raise UserError(bad_value("schedule", training.schedule, "Engine has a `scheduler`", "keep one of them"))
         machine = cluster_for(machine, dist.get_world_size())
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
@@ -132,7 +135,6 @@ class Engine:
             batches=drawn,
             resumed=resumed,
             model_file=file,
-            optimizer=optimizer,
             scheduler=scheduler,
         )
         for note in self._script.notes:
@@ -166,26 +168,25 @@ class Engine:
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
         model_file: ModelFile | None = None,
-        optimizer: OptimizerFactory | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         self._executable, self._options, self._enter = executable, options, enter
         program = executable.program
         with explained_memory(DeviceRuntime.of(device), program, program_of(program, dist.get_rank())):
-            self._trainer = Trainer(
-                executable, options, device, enter, batches, resumed, model_file=model_file, optimizer=optimizer
-            )
+            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file)
         self.done = self.first = self._trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
         endless = batches is None
-        count = options.steps or (executable.header.iterations if endless else None)
+        count = options.steps or (self._trainer.steps_of(executable.header.iterations) if endless else None)
         restarted = self._script.restarted
         self.end = None if count is None else end_of_job(options.checkpoint, self.first, count, restarted=restarted)
         self._saved = self.first
         self._closed = False
+        self._log = StepLog()
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         if self.scheduler is not None:
             _advance(self.scheduler, self.first)
+            self._trainer.leave_rates()
         self._enter("your own code")
 
     @property
@@ -213,6 +214,7 @@ class Engine:
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
         try:
+            self._log = self._trainer.step_log(self.end)
             while self.end is None or self.done < self.end:
                 step = self._step(last=self.end is not None and self.done + 1 == self.end)
                 if step is None:
@@ -239,6 +241,7 @@ class Engine:
             return None
         self.done += 1
         self.steps.append(took)
+        self._log.tell(took)
         if self.scheduler is not None:
             self.scheduler.step()
         every = self._options.every
@@ -246,15 +249,9 @@ class Engine:
         self._trainer.saves(self.done, due)
         if due:
             self._saved = self.done
-        metrics = {
-            name: float(value)
-            for name, value in msgspec.structs.asdict(took).items()
-            if isinstance(value, int | float) and name not in ("step", "iteration")
-        }
         self._enter("your own code")
-        clips = tuple(self._trainer.planned.clips[clip] for clip in sorted(self._trainer.planned.clips))
         loss = math.nan if took.loss is None else took.loss
-        return EngineStep(took.step, loss, metrics, clips, took)
+        return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
 
     def _save_last(self) -> None:
         """A checkpoint of the last step, where there is none, and wait until it is whole."""
@@ -267,6 +264,7 @@ class Engine:
         """End what runs beside the steps. The loop does so at its end."""
         if not self._closed:
             self._closed = True
+            self._log.close()
             self._trainer.close()
 
 
@@ -276,9 +274,9 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     for name in options:
         if name not in known:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
-    paths = {"save_gradients", "report", "init", "checkpoint"}
+    paths = {"train", "save_gradients", "report", "init", "checkpoint"}
     given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
-    return RunOptions(**given)
+    return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:

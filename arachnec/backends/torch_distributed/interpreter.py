@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
@@ -30,7 +31,6 @@ from arachnec.backends.torch_distributed.cells.parameters import CellParameters
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
-from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
 from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
@@ -48,12 +48,14 @@ from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, Received, TensorSpec
 from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_inputs import HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.rank_threads import RankThreads
@@ -118,8 +120,23 @@ class RankContext:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What an iteration is of an optimizer step over several: whether it ``begins`` it, whether it ``ends`` it with the
+    update, and the part of the step's ``clips`` that are its own. Of those before ``left_out`` were set aside."""
+
+    begins: bool = True
+    ends: bool = True
+    part: float = 1.0
+    clips: int = 0  # 0: the iteration's own
+    left_out: int = 0
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class Iteration:
-    """What a rank is to do in one step."""
+    """What a rank is to do in one iteration."""
 
     module: Module
     program: Program
@@ -128,6 +145,7 @@ class Iteration:
     step: int
     posts: tuple[tuple[Instruction, ...], ...]
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
+    share: Share = WHOLE
 
     @classmethod
     def of(
@@ -184,12 +202,14 @@ def run_iteration(
     ``before_step`` sees the whole gradients by name, before clipping, and is given on all ranks or none; ``ahead`` is
     what to do of the next program while gradients are on their way; ``progress`` is told of every instruction.
     """
-    drop_gradients(context.parameters)
+    share = iteration.share
+    if share.begins:
+        drop_gradients(context.parameters)
     run = Run()
     cascades = {cascade.name: own_part(cascade, context.rank) for cascade in iteration.module.cascades}
     tags = {name: number for number, name in enumerate(cascades)}
     handoffs = Handoffs(context.connections, context.threads.handoffs, tags, context.notes)
-    gradients = _gradients(context, iteration.module, iteration.program)
+    gradients = _gradients(context, iteration.module, iteration.program, goes_on=not share.begins)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
     for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
@@ -212,7 +232,9 @@ def run_iteration(
     return run
 
 
-def _gradients(context: RankContext, module: Module, program: Program) -> GradientSynchronisation | ShardGradients:
+def _gradients(
+    context: RankContext, module: Module, program: Program, *, goes_on: bool
+) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
     layers = layers_in(module, context.model)
     synchronisation = GradientSynchronisation(
@@ -230,7 +252,7 @@ def _gradients(context: RankContext, module: Module, program: Program) -> Gradie
         synchronisation = replace(synchronisation, of_stages=of_stages, tied=pipeline.tied, place=place)
     if context.cells is None:
         return synchronisation
-    return context.cells.gradients(context.gradient_groups, synchronisation, size)
+    return context.cells.gradients(context.gradient_groups, synchronisation, size, goes_on=goes_on)
 
 
 @dataclass
@@ -248,6 +270,7 @@ class _Walk:
     corrected: bool = False
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
+    settled: bool = False  # what was updated before is here
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -256,12 +279,14 @@ class _Walk:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op in ("norm", "step"):
             self.run.left_out.tell()
-            if self.ahead is not None:
-                self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
-            with clock.measure("reduce", instruction.target):
-                self.gradients.wait()
-            self._correct_weights()
-            if not self.stepped and self.run.norm is None:
+            if self.iteration.share.ends:
+                if self.ahead is not None:
+                    self.ahead.run(partial(self._encoded_ahead, clock), self._only_waits)
+                with clock.measure("reduce", instruction.target):
+                    self.gradients.wait()
+                self._correct_weights()
+            if self.iteration.share.begins and not self.settled:
+                self.settled = True
                 for updated in self.context.updated.values():
                     updated.wait()  # a rank without a forward has waited for none
             return
@@ -337,14 +362,15 @@ class _Walk:
         cascade = self.cascades[instruction.target]
         kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
         kept, count, degree = self.kept[cascade.name], len(cascade.clips), max(1, len(instruction.peers))
-        share = len(kept) / len(self.iteration.module.clips) / degree
+        share = self.iteration.share.part * len(kept) / len(self.iteration.module.clips) / degree
         if cascade.stage in self.context.updated:
             self.context.updated[cascade.stage].wait_outside()
         if cascade.phase is Phase.FORWARD:
             self._forward_stage(instruction, cascade, kwargs, target, share)
             return
         self._leave_out(cascade, degree)
-        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
+        clips = naming(self._clips(cascade))
+        with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
             whole = None if len(kept) == count else kept
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
@@ -363,7 +389,8 @@ class _Walk:
         if self.corrected:
             return
         self.corrected = True
-        factor = self.run.left_out.factor(len(self.iteration.module.clips))
+        share = self.iteration.share
+        factor = self.run.left_out.factor(share.clips or len(self.iteration.module.clips), share.left_out)
         if factor != 1.0:
             self.context.optimizer.scale_gradients(self.gradients.parts, factor)
 
@@ -407,7 +434,7 @@ class _Walk:
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
         if cascade.phase is Phase.BACKWARD:
-            inside = self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ()))
+            inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 message = self._message(self.staged.before(cascade))
                 made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
@@ -416,10 +443,14 @@ class _Walk:
             return
         with (
             self._sharded(instruction, cascade),
-            self.gradients.inside_backward(self._reduces_inside.get(cascade.name, ())),
+            self.gradients.inside_backward(self._inside(cascade)),
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
+        """The all-reduces that start inside a backward: none before an update's last iteration."""
+        return self._reduces_inside.get(cascade.name, ()) if self.iteration.share.ends else ()
 
     def _cells(self, cascade: Cascade) -> StageCells | None:
         """How the cascade's stage is dealt out; None where it is whole."""
@@ -442,15 +473,20 @@ class _Walk:
         """Posted already, as early as memory allowed; waited for where its batch is made."""
 
     def _gather(self, instruction: Instruction) -> None:
-        """A layer's forward waits for it."""
+        """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""
+        if not self.iteration.share.begins:
+            return
         group = self.context.gradient_groups.get(instruction.peers)
         self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.gradients.start(instruction)  # `step` waits for it
+        if self.iteration.share.ends:
+            self.gradients.start(instruction)  # `step` waits for it
 
     def _norm(self, instruction: Instruction) -> None:
         """Of the gradients of all these ranks, of which this one has a share."""
+        if not self.iteration.share.ends:
+            return
         own, pipeline = self.context.optimizer.gradients(self.gradients.parts or None), self.context.pipeline
         if pipeline is not None:
             own = {name: gradient for name, gradient in own.items() if pipeline.counts(name)}
@@ -459,7 +495,7 @@ class _Walk:
 
     def _step(self, instruction: Instruction) -> None:
         """The update of all stages on this rank, at the first ``step``: their gradients are whole by then."""
-        if self.stepped:
+        if self.stepped or not self.iteration.share.ends:
             return
         self.stepped = True
         self._show_gradients()
@@ -468,6 +504,8 @@ class _Walk:
 
     def end_step(self) -> None:
         """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""
+        if not self.iteration.share.ends:
+            return
         self._correct_weights()
         if not self.stepped:
             self._show_gradients()
@@ -530,11 +568,9 @@ class _Walk:
 
 def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], int, int]:
     """Tokens per rank, Ulysses degree and ring degree of a forward on several ranks."""
-    degree = len(forward.peers)
-    ulysses = integer(forward.attrs.get("ulysses", 1 if "ring" in forward.attrs else degree))
-    ring = integer(forward.attrs.get("ring", degree // ulysses))
-    shards = integers(forward.attrs["shards"]) if "shards" in forward.attrs else even_split(cascade.tokens, degree)
-    return shards, ulysses, ring
+    listed = forward.attrs.get("shards")
+    shards = even_split(cascade.tokens, len(forward.peers)) if listed is None else integers(listed)
+    return shards, *grid(forward)
 
 
 def needs_sequence(module: Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -36,7 +36,10 @@ class LoadAhead:
         encoders: Mapping[str, nn.Module],
         runtime: DeviceRuntime,
         host_bytes: int = HOST_BYTES,
+        in_step: Callable[[VideoClip, int], VideoClip] = lambda clip, step: clip,
     ) -> None:
+        """``in_step`` says what is read of a clip in a step."""
+        self._in_step = in_step
         self._threads = threads
         self._encoders = encoders
         self._runtime = runtime
@@ -51,7 +54,7 @@ class LoadAhead:
         if step in self._wanted:
             return
         self._wanted = {known for known in self._wanted if known >= step - 1} | {step}
-        self._todo.extend(((step, stage, clip.id), clip) for stage, clip in clips)
+        self._todo.extend(((step, stage, clip.id), self._in_step(clip, step)) for stage, clip in clips)
         self._fill()
 
     def take_readable(self, step: int, stage: str, clip: VideoClip) -> Tensor | None:
@@ -75,7 +78,7 @@ class LoadAhead:
         key = (step, stage, clip.id)
         if key not in self._loading:
             self._todo = deque(item for item in self._todo if item[0] != key)
-            loaded = self._load(stage, clip)
+            loaded = self._load(stage, self._in_step(clip, step))
         else:
             loading, _ = self._loading.pop(key)
             loaded = loading.result()

@@ -12,9 +12,12 @@ from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
+from arachnec.executable.train_file import located
+from arachnec.ir.diagnostic import UserError
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.initial_weights import model_folder
 from arachnec.models.weight_files import weight_files
+from arachnec.optimizers.recipe import demand_torch_takes
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import terminal
 
@@ -26,7 +29,10 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
     ranks that the cluster cannot be divided into.
     """
     executable = read_executable(folder)
-    options.training(executable.training)
+    try:
+        demand_torch_takes(options.training(executable.training))
+    except UserError as error:
+        raise located(error, options.train) from None
     for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):
         demand_folder(place)
     if options.checkpoint is not None:

@@ -1,12 +1,14 @@
-"""AdamW over a stage's parameters: clipping by global norm, fp32 master copies of low-precision parameters, EMA.
+"""An optimizer of torch over a stage's parameters: clipping by global norm, fp32 master copies of low-precision
+parameters, EMA, rates by step.
 
-Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); master copies after Micikevicius et al.,
-"Mixed Precision Training" (ICLR 2018), section 3.1.
+Master copies after Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1. Which optimizer, and which
+arguments a parameter's update has, a ``Recipe`` says; what it keeps lies in ``KeptState``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from arachnec.backends.kept_gradients import gradient_of
 from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
-from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
-from arachnec.backends.torch_distributed.torch_optimizers import ADAMW, OptimizerFactory, kept_by
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
+from arachnec.optimizers.kept_state import KeptState
+from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
+from arachnec.optimizers.schedules import Rates, demand_schedule
+from arachnec.runtime.host_optimizer import HostMasters
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 WHOLE = 2**63  # bytes of a piece, which a layer never has
@@ -32,7 +36,8 @@ class Optimizer:
     same; with it, every rank of ``group``, by default of all, holds its part of each parameter's state (``Parts``) and
     updates that (ZeRO, arXiv 1910.02054, section 5.1). The parameters are whole again once they were gathered
     (``gathered``), which all these ranks do together. With ``host`` the whole state lies in the host's memory, and
-    the parameters on the device; ``on_host``: both do. ``factory`` makes another optimizer than AdamW.
+    the parameters on the device; ``on_host``: both do. ``recipe`` is that of the whole model, where this rank has
+    pieces of it or the model file has an optimizer of its own.
     """
 
     def __init__(
@@ -44,31 +49,25 @@ class Optimizer:
         group: dist.ProcessGroup | None = None,
         host: HostMasters | None = None,
         on_host: bool = False,
-        factory: OptimizerFactory | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._training = training
         self._host, self._on_host = host, on_host or host is not None
         self._parts = Parts.of(group) if sharded else None
+        self._recipe = recipe or recipe_of(self._parameters, training)
+        assert self._recipe.elementwise or not sharded, "parts of parameters are updated element by element"
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
-        # Group by group: the update of a group needs twice its size for a moment. A rank may have no part at all.
-        groups = [{"params": piece} for piece in pieces_of(self._masters.values(), UPDATED_BYTES, _dtype)]
-        nothing = torch.nn.Parameter(torch.empty(0))
-        self.torch: torch.optim.Optimizer
-        if factory is None:
-            self._kept = ADAMW
-            self.torch = torch.optim.AdamW(
-                groups or [nothing],
-                lr=training.lr,
-                betas=(0.9, 0.95),
-                weight_decay=0.01,
-                eps=1e-8,
-                fused=True,  # in one pass over memory, and on its device it sees whether the norm is finite
-            )
-        else:
-            self._kept = kept_by(factory)
-            self.torch = factory(list(self._masters.values()) or [nothing])
+        groups = tuple(self._fused(group) for group in self._recipe.groups)
+        runs = [(run, number) for number, group in enumerate(groups) for run in self._runs(group)]
+        self.torch = self._recipe.make([(run, groups[number]) for run, number in runs])
+        numbers = range(len(groups)) if self._recipe.kind is None else (number for _, number in runs)
+        self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
+        self._kept = KeptState(self._recipe, groups, self.torch)
+        self._rates = Rates(training.schedule, [group.arguments for group in groups])
+        self.sets_rates = True  # unless somebody else's schedule does
+        self.done = 0  # updates, those before a resumed run included
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
     @property
@@ -113,12 +112,18 @@ class Optimizer:
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+        self._kept.settle(self._masters)
+        if self.sets_rates:
+            self._set_rates()
         finite = norm.isfinite()
         if getattr(self.torch, "_step_supports_amp_scaling", False):
             self.torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.torch.step()
+            self._kept.updated(self._masters)
         elif finite:
             self.torch.step()
+            self._kept.updated(self._masters)
+        self.done += 1
         for master in self._masters.values():
             master.grad = None
         self.round_parameters()
@@ -133,14 +138,12 @@ class Optimizer:
         """This rank's state as flat tensors over the memory in use; loading copies into them in place."""
         state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
-            held = self._state_of(master)
-            kept = {"master": master.detach()} | {key: held[key] for key in self._kept.like}
-            kept |= {"ema": self.ema[name]} if self.ema else {}
+            elements, scalars = self._kept.of(name, master)
+            kept = {"master": master.detach(), **elements} | ({"ema": self.ema[name]} if self.ema else {})
             for key, value in kept.items():
                 flat = value.view(-1)
                 state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])
-            for key in self._kept.scalars:
-                count = held[key].view(1)
+            for key, count in scalars.items():
                 state[f"{key}/{name}"] = (
                     count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
                 )
@@ -179,16 +182,31 @@ class Optimizer:
         self._host.bring(name, own, master)
         return own
 
-    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
-        # An optimizer makes its state at a parameter's first gradient; a checkpoint needs the tensors before that.
-        state: dict[str, Tensor] = self.torch.state[master]
-        for key in self._kept.like:
-            if state.get(key) is None:
-                state[key] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        for key in self._kept.scalars:
-            if key not in state:
-                state[key] = torch.zeros((), dtype=torch.float32)
-        return state
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group in the latest update."""
+        return float(self.torch.param_groups[0].get("lr", 0.0))
+
+    def demand_lasting(self, steps: int) -> None:
+        """Raises ``UserError`` for a schedule that ends before so many updates."""
+        demand_schedule(self._training.schedule, [group.arguments for group in self._recipe.groups], steps)
+
+    def _set_rates(self) -> None:
+        rates = self._rates.at(self.done)
+        for group, number in zip(self.torch.param_groups, self._group_of, strict=True):
+            group.update(rates[number] if rates else {})
+
+    def _runs(self, group: ParameterGroup) -> list[list[Tensor]]:
+        """A group's masters, piece by piece: the update of a piece needs twice its size for a moment."""
+        return pieces_of((self._masters[n] for n in group.names if n in self._masters), UPDATED_BYTES, _dtype)
+
+    def _fused(self, group: ParameterGroup) -> ParameterGroup:
+        """In one pass over memory, and on its device it sees whether the norm is finite."""
+        arguments = group.arguments
+        asked = any(arguments.get(key) is not None for key in ("foreach", "fused"))
+        if self._recipe.kind not in (torch.optim.Adam, torch.optim.AdamW) or asked or arguments.get("differentiable"):
+            return group
+        return replace(group, arguments={**arguments, "fused": True})
 
 
 @torch.no_grad()

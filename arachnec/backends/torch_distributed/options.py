@@ -10,14 +10,27 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.executable.training_options import Training, verified
+from arachnec.executable.train_file import located, training_of
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
 from arachnec.launch.timeouts import Timeouts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+READ = click.Path(path_type=Path)
 PRETRAINED = click.Path(path_type=Path)
+FLAGS = ("lr", "clip_norm", "dtype", "ema", "seed")  # training options with an option of their own
+TRAINING = (
+    click.option("--train", type=READ, help="Training options, a TOML file: docs/training_options.md."),
+    click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="One training option, as in that file."),
+    click.option("--lr", type=float, help="Learning rate of the optimizer."),
+    click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
+    click.option("--ema", type=float, help="Decay of an average of the weights, such as 0.999."),
+    click.option("--seed", type=int, help="Of weights, noise and timesteps."),
+)
 OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
@@ -29,6 +42,7 @@ OPTIONS = (
     ),
     click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that stay."),
     click.option("--resume", is_flag=True, help="Continue from the newest whole checkpoint; without one begin at 0."),
+    *TRAINING,
     click.option(
         "--max-skipped",
         type=click.IntRange(min=1),
@@ -36,11 +50,6 @@ OPTIONS = (
         show_default=True,
         help="Steps in a row, skipped because a gradient is not finite, that end the run.",
     ),
-    click.option("--lr", type=float, help="Learning rate of AdamW."),
-    click.option("--clip-norm", type=float, help="Largest norm of the whole gradient; 0 for no limit."),
-    click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Precision; bf16 keeps fp32 master weights."),
-    click.option("--ema", type=float, help="Decay of an average of the weights, such as 0.999."),
-    click.option("--seed", type=int, help="Of weights, noise and timesteps."),
     *(
         click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
         for phase, what in (
@@ -65,6 +74,8 @@ class RunOptions:
     every: int | None = None
     keep: int = 2
     resume: bool = False
+    train: Path | None = None
+    settings: tuple[str, ...] = ()
     lr: float | None = None
     clip_norm: float | None = None
     dtype: str | None = None
@@ -86,10 +97,9 @@ class RunOptions:
 
     def training(self, compiled: Training) -> Training:
         """The executable's options, with those given here in their place. Raises ``UserError`` for one out of range."""
-        import msgspec
-
-        given = {name: getattr(self, name) for name in Training.__struct_fields__}
-        return verified(msgspec.structs.replace(compiled, **{k: v for k, v in given.items() if v is not None}))
+        given = {name: getattr(self, name) for name in FLAGS}
+        flags = {name: value for name, value in given.items() if value is not None}
+        return training_of(compiled, self.train, self.settings, flags)
 
     def arguments(self) -> list[str]:
         """These options as a worker's command line."""
@@ -99,11 +109,29 @@ class RunOptions:
             if value == given.default:
                 continue
             flag = "--" + name.replace("_", "-")
-            if value is True:
+            if name == "settings":
+                words += [word for text in value for word in ("--set", text)]
+            elif value is True:
                 words.append(flag)
             else:
                 words += [flag, str(value)]
         return words
+
+
+def training_options(function: F) -> F:
+    """Give a click command the training options of ``RunOptions``, as the one argument ``training``."""
+
+    @functools.wraps(function)
+    def wrapped(**given: Any) -> Any:
+        own = RunOptions(**{name: given.pop(name) for name in ("train", "settings", *FLAGS)})
+        try:
+            return function(training=own.training(Training()), **given)
+        except UserError as error:
+            raise located(error, own.train) from None
+
+    for option in reversed(TRAINING):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]
 
 
 def run_options(function: F) -> F:

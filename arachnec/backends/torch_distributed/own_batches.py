@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.backends.torch_distributed.told_batches import ToldBatches, mark_of
+from arachnec.backends.training_trace import demand_optimizer_fits, training_trace
 from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
@@ -23,7 +23,11 @@ from arachnec.ir.nodes import Cluster, Level
 from arachnec.launch.local_ranks import RankTold
 from arachnec.models.file import ModelFile
 from arachnec.models.given_module import source_of
+from arachnec.optimizers.recipe import demand_torch_takes
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.trace import traced_module
 from arachnec.runtime.agreement import share_text
+from arachnec.runtime.told_batches import ToldBatches, mark_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def own_executable(
         if told.error is not None:
             raise UserError(RankTold(None, told.error))
         for name, text in told.files.items():
-            (folder / Path(name).name).write_text(text, encoding="utf-8")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
         return read_executable(folder), ToldBatches(Mark(*told.mark))
     try:
         start, batches = _compiled(folder, compiling, source, resumed)
@@ -71,7 +76,7 @@ def own_executable(
         message = "\n".join(render(d) for d in error.diagnostics).removeprefix("error: ")
         share_text(msgspec.json.encode(_Told(error=message)).decode())
         raise
-    files = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir() if path.is_file()}
+    files = {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in folder.rglob("*") if p.is_file()}
     share_text(msgspec.json.encode(_Told(files, (start.clips, start.data, start.source))).decode())
     return read_executable(folder), batches
 
@@ -79,21 +84,20 @@ def own_executable(
 def _compiled(
     folder: Path, compiling: Compiling, source: BatchSource, resumed: Position | None
 ) -> tuple[Mark, ToldBatches]:
-    from arachnec.passes.infra.pipeline import Pipeline
-    from arachnec.passes.trace import trace_model, traced_module
-
+    model_file, training = compiling.model_file, compiling.training
+    demand_torch_takes(training)
     if resumed is not None:
-        source.restore(resumed.steps, resumed.clips, resumed.data, resumed.source)
+        source.restore(resumed.steps * training.accumulate, resumed.clips, resumed.data, resumed.source)
     start = mark_of(source)
     clips = source.peek()
     if clips is None:
-        raise UserError(NothingLeft(None, counted(source.batches, "step")))
+        raise UserError(NothingLeft(None, counted(-(-source.batches // training.accumulate), "step")))
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
-    model_file = compiling.model_file
-    trace = trace_model(model_file, clips)
+    trace = training_trace(model_file, clips, training)
     traced = traced_module(trace, [clips], compiling.cluster)
     model = pipeline.run_model_part(traced)
+    demand_optimizer_fits(trace, model, model_file, training)
     program = pipeline.run_iteration_part(iteration_of(model, 0))
     write_executable(
         folder,
@@ -103,7 +107,7 @@ def _compiled(
         model_file=model_file,
         clips=clips,
         model=model,
-        training=compiling.training,
+        training=training,
         source=None if model_file.module is None else source_of(model_file),
     )
     return start, ToldBatches(start, source, trace.tokens)

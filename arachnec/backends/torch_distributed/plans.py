@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed import told_batches
 from arachnec.backends.torch_distributed.background_planner import (
     BackgroundPlanner,
     PlannedClip,
     Question,
     cluster_for,
 )
+from arachnec.backends.torch_distributed.other_options import demand_room
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
@@ -32,6 +32,7 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.passes.check import Check
+from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text
 
 PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and how often the links were measured anew
@@ -55,7 +56,17 @@ class Planned:
 class Plans:
     """Hands out checked programs. All ranks make it together, and ask for the same steps in the same order."""
 
-    def __init__(self, executable: Executable, rank: int, world: int, batches: Batches | None = None) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        rank: int,
+        world: int,
+        batches: Batches | None = None,
+        *,
+        more_state: float = 0.0,
+    ) -> None:
+        """``more_state`` is GiB that this run's options take on every rank, beyond what is planned."""
+        self._more_state = more_state
         self._rank = rank
         self._executable = executable
         self.batches = batches or ManifestBatches(executable)
@@ -157,6 +168,7 @@ class Plans:
         module = checked_program(text or "", f"iteration {drawn.number}")
         clips = self._compiled_clips if compiled else drawn.planned
         demand_own_input(self._executable, module, drawn.number, self._cluster, clips)
+        demand_room(module, self._more_state)
         return module
 
     def _shared(self, drawn: Drawn, key: PlanKey) -> str:

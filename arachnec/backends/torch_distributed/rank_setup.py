@@ -14,18 +14,17 @@ import torch
 import torch.distributed as dist
 
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
-from arachnec.backends.cascade_step import trained_parameters
+from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
-from arachnec.backends.torch_distributed.host_optimizer import HostMasters
 from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.shared_weights import given_module, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
-from arachnec.backends.torch_distributed.torch_optimizers import OptimizerFactory
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
+from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.host_placement import in_host, layers_in_host, optimizer_in_host
@@ -34,12 +33,16 @@ from arachnec.ir.parameter_cells import replicas
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.models.file import ModelFile
+from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_optimizer import HostMasters
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.timesteps_read import demand_timesteps_read
 
 
 def set_up_rank(
@@ -50,14 +53,13 @@ def set_up_rank(
     device: torch.device,
     *,
     init: Path | None = None,
-    optimizer: OptimizerFactory | None = None,
     follows_links: bool = False,
 ) -> RankContext:
     """Everything that stays from step to step. Collective.
 
-    ``clips`` are examples that the model takes, ``init`` is a folder of weights to begin with, ``optimizer`` makes the
-    optimizer in place of AdamW; ``follows_links`` notes what handoffs take. Raises ``UserError`` where the model cannot
-    be built, the ranks' models differ, or ``init`` has another model's weights.
+    ``clips`` are examples that the model takes, ``init`` is a folder of weights to begin with; ``follows_links`` notes
+    what handoffs take. Raises ``UserError`` where the model cannot be built, the ranks' models differ, or ``init`` has
+    another model's weights.
     """
     rank, runtime = dist.get_rank(), DeviceRuntime.of(device)
     pipeline = PipelineRank.of(model_file, training, first, clips, rank)
@@ -73,7 +75,12 @@ def set_up_rank(
     else:
         model = own_model(model_file, training, device, own, init)
     encoders = shared_encoders(model_file, training, device, init)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
     parameters = trained_parameters(model)
+    recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
+    demand_whole_tensors(first, recipe)
     keep_gradients(parameters if cells is None else parameters | cells.pieces, first)
     gradient_groups = ProcessGroups(GROUP_TIMEOUT)
     gradient_groups.ensure(wanted_gradient_groups(first), device=device)
@@ -83,14 +90,14 @@ def set_up_rank(
     place = None if pipeline is None else pipeline.place
     if stage is not None and sharded and pipeline is None:
         place = replicas(rank, stage.cell, stage.ranks)
-    updates = Optimizer(
+    optimizer = Optimizer(
         parameters if cells is None else cells.pieces,
         training,
         sharded=sharded if pipeline is None else place is not None,
         group=None if place is None else gradient_groups.get(place),
         host=HostMasters(copies) if masters and copies is not None else None,
         on_host=cells is not None and cells.copies is not None,
-        factory=optimizer,
+        recipe=recipe,
     )
     threads = RankThreads()
     context = RankContext(
@@ -101,13 +108,13 @@ def set_up_rank(
         parameters=parameters,
         encoders=encoders,
         sequence=None,
-        optimizer=updates,
+        optimizer=optimizer,
         groups=ProcessGroups(GROUP_TIMEOUT, most=MOST_COMMUNICATORS - ALWAYS),
         gradient_groups=gradient_groups,
         host_groups=ProcessGroups(GROUP_TIMEOUT),
         connections=HandoffConnections(timeout=GROUP_TIMEOUT),
         threads=threads,
-        loads=LoadAhead(threads.loads, encoders, runtime),
+        loads=LoadAhead(threads.loads, encoders, runtime, in_step=lambda clip, step: in_step(training, clip, step)),
         training=training,
         cells=cells,
         pipeline=pipeline,
@@ -119,7 +126,7 @@ def set_up_rank(
     gathering = {}
     if cells is not None and pipeline is None:
         layers, gathering = cells.layers, {name: stage.gathering for name, stage in cells.stages.items()}
-    context = replace(context, updated=updated_parameters(layers, first, model, updates, gathering))
+    context = replace(context, updated=updated_parameters(layers, first, model, optimizer, gathering))
     context.groups.ensure(family_groups(first), device=device)
     return context
 

@@ -44,6 +44,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     to_host: int = 0
     skipped: bool = False  # the gradient was not finite: no parameter changed
     not_finite: list[ClipNote] = []  # the clips whose loss was not finite
+    lr: float = 0.0  # learning rate of the optimizer's first group
     set_aside: list[ClipNote] = []  # the clips that could not be used; the loss is the mean of the others
 
 
@@ -109,6 +110,33 @@ def run_report(
         peak_reserved_gib=max(s.peak_reserved_gib for s in steps),
         attention=dict(attention),
         plans_reused=plans_reused,
+    )
+
+
+def accumulated(step: int, reports: Sequence[StepReport], clips: int) -> StepReport:
+    """An optimizer step over several batches, of so many ``clips``: losses are shares, times add up."""
+    last = reports[-1]
+    if len(reports) == 1:
+        return msgspec.structs.replace(last, step=step)
+    losses = [r.loss for r in reports if r.loss is not None]
+    aside = [note for r in reports for note in r.set_aside]
+    ms = sum(r.step_ms for r in reports)
+    return msgspec.structs.replace(
+        last,
+        step=step,
+        loss=sum(losses) * clips / max(1, clips - len(aside)) if len(losses) == len(reports) else None,
+        step_ms=ms,
+        planned_ms=sum(r.planned_ms for r in reports),
+        imbalance=sum(r.imbalance * r.step_ms for r in reports) / ms,
+        tokens_per_s=sum(r.tokens_per_s * r.step_ms for r in reports) / ms,
+        exposed_planning_ms=sum(r.exposed_planning_ms for r in reports),
+        peak_memory_gib=max(r.peak_memory_gib for r in reports),
+        cascades=sum(r.cascades for r in reports),
+        peak_reserved_gib=max(r.peak_reserved_gib for r in reports),
+        from_host=sum(r.from_host for r in reports),
+        to_host=sum(r.to_host for r in reports),
+        not_finite=[note for r in reports for note in r.not_finite],
+        set_aside=aside,
     )
 
 

@@ -90,11 +90,11 @@ class LeftOut:
             self._counts = torch.tensor([self.share], dtype=torch.float64)
             self._told = dist.all_reduce(self._counts, async_op=True)
 
-    def factor(self, clips: int) -> float:
+    def factor(self, clips: int, before: int = 0) -> float:
         """What the gradient of a step of so many clips is multiplied with, for the mean of those that took part. Not a
         number, so that the step is skipped, where ranks of one cascade differ in what they could read, or none could.
         """
-        total = self.total()
+        total = before + self.total()
         whole = abs(total - round(total)) < TOLERANCE and round(total) < clips
         return clips / (clips - round(total)) if whole else float("nan")
 

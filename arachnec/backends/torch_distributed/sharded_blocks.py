@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from arachnec.backends.cast_samples import CastSamples
 from arachnec.backends.torch_distributed.interpreter import SequenceParallel, is_shared, needs_sequence
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Module
+from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.spmd.specialisation import Graphs, Specialisation
 from arachnec.tracing.errors import cannot_on_meta

@@ -24,9 +24,10 @@ from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, Audit
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
-from arachnec.backends.torch_distributed.interpreter import Iteration, Run, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver
@@ -36,11 +37,14 @@ from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
-from arachnec.backends.torch_distributed.torch_optimizers import OptimizerFactory
+from arachnec.backends.torch_distributed.step_log import StepLog
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
+from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.shuffled_batches import ShuffledBatches
+from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
@@ -80,10 +84,9 @@ class Trainer:
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
         model_file: ModelFile | None = None,
-        optimizer: OptimizerFactory | None = None,
     ) -> None:
         """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
-        that ``batches`` go on from; ``optimizer`` makes another than AdamW."""
+        that ``batches`` go on from."""
         self.timeouts = options.timeouts()
         self._enter = enter
         self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
@@ -97,12 +100,17 @@ class Trainer:
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file = model_file or executable.model_file()
         self._executable = executable
-        self._plans = Plans(executable, rank, world, batches)
+        more_state = state_beyond_plan(executable, model_file, training)
+        if training.shuffle and batches is not None:
+            raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+        drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
+        self._plans = Plans(executable, rank, world, drawn, more_state=more_state)
         resumed = newest_checkpoint(options) if batches is None else resumed
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
-        self._planned = self._plan(self.done)
+        self._each = training.accumulate  # batches of an optimizer step
+        self._planned = self._plan(self.done * self._each)
         assert self._planned is not None, "a run has a first batch"
         first = self._planned.module
         enter("start", self.timeouts.of_start(first), "--start-timeout")
@@ -113,7 +121,6 @@ class Trainer:
             executable.clips,
             device,
             init=options.init,
-            optimizer=optimizer,
             follows_links=self._plans.follows_links,
         )
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
@@ -133,10 +140,12 @@ class Trainer:
         self._resume(resumed)
         epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
         log = options.checkpoint or executable.folder
-        self._audit = AuditLog(log, epoch, self.done) if rank == 0 else None
+        self._audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
+        self._seen: list[AuditLine] = []  # of the batches of a step that has not ended
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
+        self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
         self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
 
@@ -148,11 +157,9 @@ class Trainer:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._context.optimizer.torch
 
-    @property
-    def planned(self) -> Planned:
-        """The batch and program of the latest step, or of the first."""
-        assert self._planned is not None
-        return self._planned
+    def leave_rates(self) -> None:
+        """From now on somebody else sets the learning rates."""
+        self._context.optimizer.sets_rates = False
 
     @property
     def device(self) -> torch.device:
@@ -166,23 +173,52 @@ class Trainer:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
 
+    def steps_of(self, batches: int) -> int:
+        """Optimizer steps that so many batches make."""
+        return -(-batches // self._each)
+
+    def step_log(self, end: int | None) -> StepLog:
+        """What is told of every step. Raises ``UserError`` where the schedule does not last up to ``end``, if known."""
+        context = self._context
+        if end is not None:
+            context.optimizer.demand_lasting(end)
+        return StepLog.open(context.training, context.model_file.on_step, context.rank)
+
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport | None:
         """Plan and carry out optimizer step ``number``; put together what all ranks measured. None without a batch.
 
         A rank that has to wait at its end encodes for the step after it, unless it is the ``last``.
         """
-        planned = self._plan(number)
-        if planned is None:
-            return None
+        begin = number * self._each
+        plans = [self._plan(begin + place) for place in range(self._each)]
+        batches = [planned for planned in plans if planned is not None]
+        counts = [len(planned.module.clips) for planned in batches]
+        self.clips = tuple(clip for planned in batches for _, clip in sorted(planned.clips.items()))
+        reports: list[report.StepReport] = []
+        for place, planned in enumerate(batches):
+            share = Share()
+            if len(batches) > 1:
+                aside = sum(len(done.set_aside) for done in reports)
+                share = Share(place == 0, planned is batches[-1], counts[place] / sum(counts), sum(counts), aside)
+            following = None if share.ends else batches[place + 1]
+            if share.ends and not last:
+                following = self._following(begin + self._each)
+            reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
+        self._watch_links(number)
+        return report.accumulated(number, reports, sum(counts)) if reports else None
+
+    def _iterate(
+        self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None
+    ) -> report.StepReport:
+        """Carry out one batch, of the optimizer step that it has a share of."""
         self._planned, self.module = planned, planned.module
         self.plans_reused += planned.reused
         self._enter_step(planned)
-        self._prepare(self.module)
+        self._prepare(self.module, share)
         context = self._context
         given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
-        own = self._iteration(planned, given)
+        own = replace(self._iteration(planned, given), share=share)
         self._load(planned)
-        following = None if last else self._following(number + 1)
         self._ahead = None if following is None else self._look_ahead(following)
         if following is not None:
             self._load(following)
@@ -198,12 +234,11 @@ class Trainer:
         if planned.key in self._begun:
             self._longest_ms = max(self._longest_ms, elapsed)
         self._begun.add(planned.key)
-        self._watch_links(number)
         return self._report(own, planned.number, run, elapsed, exposed)
 
     def _watch_links(self, number: int) -> None:
-        """Where plans follow the links: compare what all ranks noted, and plan anew from the step after the next on,
-        whose plan is not yet made."""
+        """Where plans follow the links: compare what all ranks noted, and plan anew from the third batch after this
+        step on: the two before it are drawn and planned by now."""
         notes = self._context.notes
         if notes is None:
             return
@@ -215,7 +250,7 @@ class Trainer:
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow(watch.planned, number + 2)
+            self._plans.follow(watch.planned, (number + 1) * self._each + 2)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
@@ -304,7 +339,8 @@ class Trainer:
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
             if self._audit is not None:
-                self._audit.sync(steps - 1)
+                for batch in range((steps - 1) * self._each, steps * self._each):
+                    self._audit.sync(batch)
             self._checkpoints.save(self._state(), self._position(steps))
         else:
             self._checkpoints.poll()
@@ -317,8 +353,8 @@ class Trainer:
 
     def _position(self, steps: int) -> Position:
         planned = self._planned
-        drawn = planned is not None and planned.step + 1 == steps
-        mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps)
+        drawn = planned is not None and planned.step // self._each + 1 == steps
+        mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps * self._each)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
         return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source)
 
@@ -341,11 +377,12 @@ class Trainer:
             groups.close()
         context.connections.close()
 
-    def _prepare(self, module: Module) -> None:
+    def _prepare(self, module: Module, share: Share) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
         context = self._context
-        drop_gradients(context.parameters)
-        keep_gradients(context.parameters, module)
+        if share.begins:
+            drop_gradients(context.parameters)
+            keep_gradients(context.parameters, module)
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
@@ -363,18 +400,17 @@ class Trainer:
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = self._left_out(own, run), len(own.module.clips)
-        loss *= clips / max(1, clips - len(aside))
+        if not own.share.clips:
+            loss *= clips / max(1, clips - len(aside))
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
-        self._skipped = 0 if finite else self._skipped + 1
-        if self._audit is not None:
-            unused = {note.clip for note in aside}
-            names = [own.clips[clip.id].id for clip in own.module.clips]
-            trained = [name for name in names if name not in unused]
-            self._audit.add(AuditLine(own.step, trained, not finite, notes, aside))
+        unused = {note.clip for note in aside}
+        names = [own.clips[clip.id].id for clip in own.module.clips]
+        trained = [name for name in names if name not in unused]
+        self._seen.append(AuditLine(own.step, trained, False, notes, aside))
         self._tell_slow(own.module, everyone[:, 2].tolist())
-        if not finite:
-            self._tell_skipped(own.step, cause_of_skip(notes, norm))
+        if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
+            self._end_step(own.step // self._each, finite, norm)
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
@@ -391,10 +427,22 @@ class Trainer:
             peak_reserved_gib=float(everyone[:, 5].max()),
             from_host=int(everyone[:, 6].sum()),
             to_host=int(everyone[:, 7].sum()),
-            skipped=not finite,
+            skipped=own.share.ends and not finite,
             not_finite=notes,
+            lr=self._context.optimizer.rate,
             set_aside=aside,
         )
+
+    def _end_step(self, step: int, finite: bool, norm: float) -> None:
+        """Keep account of a step and its batches, and say whether it was skipped."""
+        self._skipped = 0 if finite else self._skipped + 1
+        notes = [note for line in self._seen for note in line.not_finite]
+        if self._audit is not None:
+            for line in self._seen:
+                self._audit.add(msgspec.structs.replace(line, skipped=not finite))
+        self._seen.clear()
+        if not finite:
+            self._tell_skipped(step, cause_of_skip(notes, norm))
 
     def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
         self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
@@ -431,6 +479,7 @@ class Trainer:
         if whole is not None:
             checkpoint.restore(whole, self._state(), self._position(0))
             self._context.optimizer.round_parameters()
+            self._context.optimizer.done = whole.position.steps
 
 
 def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:

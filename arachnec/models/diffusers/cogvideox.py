@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.models.diffusers import common
 from arachnec.models.precision import in_precision
 
@@ -76,7 +77,9 @@ class CogVideoXTextToVideo:
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
-        x_t, timestep, target = velocity_prediction(x0, self.alphas, generator)
+        x_t, timestep, target = velocity_prediction(
+            x0, self.alphas, generator, clip.timesteps, self.geometry.tokens(clip)
+        )
         text, _ = common.text_embeddings(clip, "CogVideoX", self.config["text_embed_dim"], self.text_length)
         arguments: dict[str, object] = {
             "hidden_states": x_t,
@@ -147,14 +150,19 @@ def _snr_shift_of(folder: str | None) -> float:
 
 
 def velocity_prediction(
-    x0: Tensor, alphas: tuple[float, ...], generator: torch.Generator
+    x0: Tensor,
+    alphas: tuple[float, ...],
+    generator: torch.Generator,
+    timesteps: Timesteps = UNIFORM,
+    tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One training point of v-prediction (Salimans and Ho, arXiv 2202.00512, section 4).
 
-    The timestep is uniform on 0..999; with a its cumulated alpha, x_t = sqrt(a) x0 + sqrt(1 - a) noise and the target
-    is sqrt(a) noise - sqrt(1 - a) x0. Returns x_t, the timestep of shape [1] (int64), and the target.
+    The timestep is 1000 t rounded down, of a t drawn as ``timesteps`` say for so many tokens. With a its cumulated
+    alpha, x_t = sqrt(a) x0 + sqrt(1 - a) noise and the target is sqrt(a) noise - sqrt(1 - a) x0. Returns x_t, the
+    timestep of shape [1] (int64), and the target.
     """
-    timestep = (common.draw_uniform(generator) * len(alphas)).long()
+    timestep = (common.draw_time(timesteps, tokens, generator) * len(alphas)).long().clamp(max=len(alphas) - 1)
     noise = common.draw_normal(x0.shape, generator)
     alpha = torch.tensor(alphas, device=x0.device)[timestep]
     signal, spread = alpha.sqrt(), (1 - alpha).sqrt()

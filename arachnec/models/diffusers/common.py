@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.initial_weights import model_folder, read_config
 
@@ -221,15 +222,27 @@ def pooled_text(clip: VideoClip, width: int) -> Tensor:
     return synthetic((1, width), f"pooled/{clip.id if clip.caption is None else clip.caption}")
 
 
-def flow_matching(x0: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def flow_matching(
+    x0: Tensor, generator: torch.Generator, timesteps: Timesteps = UNIFORM, tokens: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """One training point on the straight path from data to noise (Flow Matching, arXiv 2210.02747).
 
-    t is uniform on [0, 1); x_t = (1 - t) x0 + t noise; the target is the path's velocity, noise - x0.
-    Returns x_t, the timestep 1000 t of shape [1], and the target.
+    t is drawn as ``timesteps`` say for a clip of so many tokens; x_t = (1 - t) x0 + t noise; the target is the path's
+    velocity, noise - x0. Returns x_t, the timestep 1000 t of shape [1], and the target.
     """
-    t = draw_uniform(generator)
+    t = draw_time(timesteps, tokens, generator)
     noise = draw_normal(x0.shape, generator)
     return (1 - t) * x0 + t * noise, 1000 * t, noise - x0
+
+
+def draw_time(timesteps: Timesteps, tokens: int, generator: torch.Generator) -> Tensor:
+    """float32 ``[1]`` on [0, 1]: the noise level of a clip of so many tokens."""
+    if timesteps.sampling == "uniform":
+        t = draw_uniform(generator)
+    else:
+        t = torch.sigmoid(timesteps.mean + timesteps.std * draw_normal((1,), generator))
+    factor = timesteps.factor(tokens)
+    return t if factor == 1.0 else factor * t / (1 + (factor - 1) * t)
 
 
 def draw_normal(shape: tuple[int, ...] | torch.Size, generator: torch.Generator) -> Tensor:

@@ -55,7 +55,8 @@ class HunyuanTextToVideo:
         return in_precision(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
-        x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
+        x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
+        x_t, timestep, target = common.flow_matching(x0, generator, clip.timesteps, tokens)
         text, real = common.text_embeddings(clip, "HunyuanVideo", self.config["text_embed_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,

@@ -50,7 +50,8 @@ class WanTextToVideo:
         return in_precision(common.constructor(MODULE, "WanTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
-        x_t, timestep, target = common.flow_matching(common.latents(clip, self.geometry), generator)
+        x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
+        x_t, timestep, target = common.flow_matching(x0, generator, clip.timesteps, tokens)
         text, _ = common.text_embeddings(clip, "Wan", self.config["text_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,

@@ -67,6 +67,11 @@ class Pipeline:
         return self._run(range(self._model_passes, len(self.passes)), iteration, instruments)
 
     @property
+    def iteration_part(self) -> Pipeline:
+        """The passes of scope ``iteration`` alone."""
+        return self.after(self._model_passes)
+
+    @property
     def _model_passes(self) -> int:
         """How many of the passes, from the first on, are of scope ``model``."""
         return sum(step.scope is Scope.MODEL for step in self.passes)

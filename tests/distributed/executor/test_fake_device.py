@@ -29,7 +29,6 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.passes import trace
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
 from arachnec.runtime.clock import Clock
@@ -38,7 +37,6 @@ from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import TensorSpec
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
-from arachnec.tracing import blocks
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python
@@ -122,12 +120,10 @@ def steps(folder: Path, everything: bool = False) -> dict[int, Seen]:
     (folder / "model.py").write_text(MODEL + (WITH_ENCODER if everything else ""))
     (folder / "small.toml").write_text(CLUSTER)
     (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for clip in CLIPS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "capture_blocks", blocks.capture_blocks)  # what this rank has captured, it keeps
-        compiled = compile(
-            folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
-            passes=pipeline(GRIDS[0]),
-        )  # fmt: skip
+    compiled = compile(
+        folder / "model.py", folder / "clips.jsonl", folder / "small.toml" if everything else f"1x{RANKS}:h100-80g",
+        passes=pipeline(GRIDS[0]),
+    )  # fmt: skip
     seen = {}
     for ulysses in (RANKS,) if everything else GRIDS:
         module, _ = plan_iteration(compiled.model, pipeline(ulysses), 0)

@@ -9,11 +9,11 @@ from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
 from arachnec.backends.torch_distributed.cells.gathering import Gathering
 from arachnec.backends.torch_distributed.cells.host_shard import HostShard
 from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
-from arachnec.backends.torch_distributed.host_inputs import HostInputs
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.values import Attributes
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_inputs import HostInputs
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python

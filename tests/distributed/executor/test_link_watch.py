@@ -48,7 +48,7 @@ def test_plans_change_at_most_every_few_steps_and_only_for_what_differs() -> Non
 def test_a_run_plans_anew_for_what_it_measured_and_trains_the_same(tmp_path: Path) -> None:
     """The cluster file's links are not this machine's, so plans change; losses are those of the fixed k."""
     clips = tuple(clip(name, 3) for name in "abcd")
-    steps = EVERY + 4  # behind step EVERY + 1 plans change, from the step after the next on
+    steps = EVERY + 5  # behind step EVERY + 1 plans change, from the third step after it on
     adaptive = executable(tmp_path / "adaptive", 2, [clips], pipeline_of("p=2", "schedule=kfkb"))
     fixed = executable(tmp_path / "fixed", 2, [clips], pipeline_of("p=2", "schedule=kfkb,k=1"))
     for folder in (adaptive, fixed):

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from arachnec.backends.torch_distributed.torch_optimizers import UnexpectedState, kept_by
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
+from arachnec.models.file import load_model_file
+from arachnec.models.given_module import with_own_optimizer
 from tests.distributed.executor_cases import MODEL, captured_once
 from tests.distributed.harness import run_ranks
 
@@ -165,8 +166,30 @@ def _breaks(folder: Path) -> tuple[str, int]:
     return render(told.value.diagnostics[0]), whole.position.steps
 
 
-def test_state_that_is_not_elementwise_is_refused_by_name() -> None:
-    with pytest.raises(UserError) as told:
-        kept_by(lambda parameters: torch.optim.Adafactor(parameters))
-    assert isinstance(told.value.diagnostics[0], UnexpectedState)
-    assert kept_by(lambda parameters: torch.optim.SGD(parameters, lr=1.0)).like == ()
+def test_several_batches_of_an_update_are_drawn_and_a_resumed_run_goes_on_behind_them(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for whole, resumed, clips in run_ranks(2, _accumulates, tmp_path):
+        assert len(whole) == 2
+        assert resumed == pytest.approx(whole[1:])
+        assert clips == [*"abcd"]
+
+
+def _accumulates(folder: Path) -> tuple[list[float], list[float], list[Any]]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def steps(**options: Any) -> list[Any]:
+        batches = ([_item(name) for name in batch] for batch in BATCHES)
+        return list(Engine(folder / "model.py", batches, settings=["accumulate=2"], **options))
+
+    with captured_once():
+        whole = steps()
+        steps(steps=1, checkpoint=folder / "checkpoints")
+        resumed = steps(checkpoint=folder / "checkpoints", resume=True)
+    return [s.loss for s in whole], [s.loss for s in resumed], [clip.id for clip in whole[0].clips]
+
+
+def test_an_optimizer_that_is_made_already_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(UserError, match="`optimizer` is a SGD, not a function of the parameters"):
+        with_own_optimizer(load_model_file(tmp_path / "model.py"), optimizer)

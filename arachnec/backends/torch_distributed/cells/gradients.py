@@ -48,10 +48,13 @@ class ShardGradients:
     groups: ProcessGroups
     whole: GradientSynchronisation
     piece_bytes: int = SMALLEST_PIECE
+    goes_on: bool = False  # from the iteration before, whose gradients no update has used
     _started: list[Instruction] = field(default_factory=list)
     _pending: list[_Started] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.goes_on:
+            return
         for flat in self._trained:
             flat.gradient = None
             flat.used.clear()

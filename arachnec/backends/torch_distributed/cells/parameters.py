@@ -78,9 +78,12 @@ class CellParameters:
             for name, stage in self.stages.items()
         }
 
-    def gradients(self, groups: ProcessGroups, whole: GradientSynchronisation, piece_bytes: int) -> ShardGradients:
-        """The gradients of one iteration; ``whole`` are those of what is not dealt out."""
-        return ShardGradients(self.stages, groups, whole, piece_bytes)
+    def gradients(
+        self, groups: ProcessGroups, whole: GradientSynchronisation, piece_bytes: int, *, goes_on: bool = False
+    ) -> ShardGradients:
+        """The gradients of one iteration; ``whole`` are those of what is not dealt out. Where it ``goes_on`` they are
+        added to those of the iteration before."""
+        return ShardGradients(self.stages, groups, whole, piece_bytes, goes_on)
 
     def parts(self, state: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The optimizer's state by ``kind/name``, each tensor of a piece as a part of its parameter's.
@@ -100,7 +103,7 @@ class CellParameters:
                 continue
             (piece, first), part = pieces[name], part_of(value)
             writes = part.writes if isinstance(value, Part) else first  # a part is no other cell's
-            if kind == "step":
+            if kind.partition(".")[0] == "step":  # a scalar of the whole parameter
                 parts[key] = Part(part.values, 0, 1, writes=writes and piece.start == 0)
             else:
                 parts[key] = Part(part.values, piece.start + part.first, piece.slot.size, writes=writes)

@@ -6,7 +6,7 @@ meanwhile, and the bytes that cross each way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from arachnec.analysis.gathers import layers_listed
@@ -51,6 +51,13 @@ def step_copies(stage: Stage) -> Attributes:
     return Attributes.of(
         from_host=round(own * element_bytes(stage)), to_host=round(own * gradient_element_bytes(stage))
     )
+
+
+def sum_copies(stage: Stage, ranks: Sequence[int], size: int) -> Attributes:
+    """Of gradients in host memory, so many bytes, that ranks add up: through the device."""
+    if not layers_in_host(stage) or len(ranks) < 2:
+        return Attributes()
+    return Attributes.of(from_host=size, to_host=size)
 
 
 def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first: bool) -> Instruction:

@@ -1,0 +1,279 @@
+"""Training options as a person writes them: ``train.toml``, and ``--set key=value`` on a command line.
+
+In: a file, settings, options that stand already. Out: ``Training``. Later ones stand instead of earlier ones. A table
+is laid over the one before key by key, but for ``optimizer`` and ``schedule`` with a ``name``: these begin anew, since
+another class has other arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from arachnec.cluster.file import Lines
+from arachnec.executable.training_options import OWN_OPTIMIZER, BadTrainValue, Training, bad_value, verified
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+
+LARGEST_FILE = 2**20  # bytes
+NAMED = ("optimizer", "schedule")  # tables that say a class of torch
+OF_A_GROUP = ("match", "dimensions")
+OWN_KEYS = {"optimizer": ("name",), "schedule": ("name", "warmup"), "groups": OF_A_GROUP}
+
+
+@dataclass(frozen=True)
+class UnknownTrainKey(Diagnostic):
+    title: ClassVar[str] = "unknown training option `{key}`"
+    label: ClassVar[str] = "no such key"
+    help: ClassVar[str] = "{suggestion}"
+    key: str
+    suggestion: str
+
+
+@dataclass(frozen=True)
+class BadTrainFile(Diagnostic):
+    title: ClassVar[str] = "the training file is not TOML: {reason}"
+    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line; docs/training_options.md has examples"
+    reason: str
+
+
+@dataclass(frozen=True)
+class NoTrainFile(Diagnostic):
+    title: ClassVar[str] = "there is no training file `{path}`"
+    help: ClassVar[str] = "give the path of a TOML file; docs/training_options.md lists its keys"
+    path: str
+
+
+@dataclass(frozen=True)
+class BadSetting(Diagnostic):
+    title: ClassVar[str] = "`--set {given}` sets nothing"
+    help: ClassVar[str] = "write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
+    given: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """Options as they were written, by key, and where."""
+
+    values: Mapping[str, Any]
+    lines: Lines
+
+
+def training_of(
+    standing: Training,
+    file: Path | None = None,
+    settings: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> Training:
+    """``standing`` with what the file, then the settings, then the flags say.
+
+    Raises ``UserError`` for an unknown key or a value that it cannot have.
+    """
+    layers = [] if file is None else [read_train_file(file)]
+    layers += [setting(text) for text in settings]
+    layers.append(Given(flags or {}, Lines(None, "")))
+    values = _written(standing)
+    for layer in layers:
+        _demand_known(layer)
+        values = _laid_over(values, layer.values)
+        parsed(values, layer.lines)  # a wrong value is shown where it was given
+    return parsed(values, layers[-1].lines)
+
+
+def read_train_file(path: Path) -> Given:
+    """A TOML file's tables. Raises ``UserError`` where it is none."""
+    if not path.is_file():
+        raise UserError(NoTrainFile(None, str(path)))
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(BadTrainFile(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return Given(tomllib.loads(text), Lines(str(path), text))
+    except (ValueError, RecursionError) as error:
+        position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line, column = (int(position[1]), int(position[2])) if position else (1, 1)
+        span = Span(str(path), line, column, line, column + 1)
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(BadTrainFile(span, reason)) from None
+
+
+def setting(text: str) -> Given:
+    """``optimizer.name=SGD`` as tables. A value that is no TOML is a text."""
+    key, equals, value = text.partition("=")
+    names = [name.strip() for name in key.split(".")]
+    if not equals or not all(names):
+        raise UserError(BadSetting(None, text))
+    try:
+        read = tomllib.loads(f"value = {value}")
+        inner: Any = read["value"] if set(read) == {"value"} else value
+    except (ValueError, RecursionError):
+        inner = value.strip()
+    for name in reversed(names):
+        inner = {name: inner}
+    return Given(inner, Lines(None, ""))
+
+
+def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
+    """The options that these tables say. Raises ``UserError``."""
+    tables: dict[str, Any] = dict(values)
+    tables["optimizer"] = _torch_class(values["optimizer"], "optimizer", lines)
+    schedule = dict(_table(values["schedule"], "schedule", lines))
+    warmup, name = schedule.pop("warmup", 0), schedule.get("name")
+    if name is None and schedule:
+        found = next(iter(schedule))
+        remedy = 'add `name`, such as name = "CosineAnnealingLR"; without one there is `warmup` alone'
+        raise UserError(_bad(lines, f"schedule.{found}", schedule[found], "no scheduler takes it", remedy))
+    scheduler = None if name is None else _torch_class(schedule, "schedule", lines)
+    tables["schedule"] = {"warmup": warmup, "scheduler": scheduler}
+    tables["groups"] = [_group(group, lines) for group in _list(values["groups"], "groups", lines)]
+    try:
+        return verified(msgspec.convert(tables, Training))
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
+        key = key.replace("scheduler.", "").replace("arguments.", "")
+        found = _at(tables, place.strip("`"))
+        remedy = "docs/training_options.md says what it takes"
+        raise UserError(_bad(lines, key, found, _first_small(message), remedy)) from None
+
+
+def _written(training: Training) -> dict[str, Any]:
+    """Options as tables, as a person would write them."""
+    tables: dict[str, Any] = msgspec.to_builtins(training)
+    tables["optimizer"] = _flat(tables["optimizer"])
+    scheduler = tables["schedule"]["scheduler"]
+    tables["schedule"] = {"warmup": training.schedule.warmup, **(_flat(scheduler) if scheduler else {})}
+    tables["groups"] = [
+        {key: group[key] for key in OF_A_GROUP if group[key] is not None} | group["arguments"]
+        for group in tables["groups"]
+    ]
+    return tables
+
+
+def _flat(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": chosen["name"], **chosen["arguments"]}
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with others over them."""
+    result = dict(below)
+    for key, value in above.items():
+        if key in NAMED and isinstance(value, str):
+            value = {"name": value}
+        under = below.get(key)
+        if not isinstance(value, Mapping) or not isinstance(under, Mapping):
+            result[key] = value
+        elif key in NAMED and "name" in value:
+            kept = {"warmup": under["warmup"]} if "warmup" in under else {}
+            result[key] = {**kept, **value}
+        else:
+            result[key] = {**under, **value}
+    return result
+
+
+def _demand_known(given: Given) -> None:
+    known = Training.__struct_fields__
+    for key in given.values:
+        if key not in known:
+            raise UserError(UnknownTrainKey(given.lines.span(key), key, _suggestion(key, known)))
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
+    for key, value in given.values.items():
+        kind = kinds[key]
+        if isinstance(value, Mapping) and key not in OWN_KEYS and hasattr(kind, "__struct_fields__"):
+            for inner in value:
+                if inner not in kind.__struct_fields__:
+                    suggestion = _suggestion(inner, kind.__struct_fields__)
+                    raise UserError(UnknownTrainKey(given.lines.span(inner), f"{key}.{inner}", suggestion))
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
+
+
+def _torch_class(value: Any, key: str, lines: Lines) -> dict[str, Any]:
+    arguments = dict(_table(value, key, lines))
+    name = arguments.pop("name", OWN_OPTIMIZER.name)
+    if key == "optimizer" and "lr" in arguments:
+        raise UserError(
+            _bad(lines, "optimizer.lr", arguments["lr"], "the learning rate has a key of its own", "lr = ...")
+        )
+    return {"name": name, "arguments": arguments}
+
+
+def _group(value: Any, lines: Lines) -> dict[str, Any]:
+    arguments = dict(_table(value, "groups", lines))
+    own = {key: arguments.pop(key) for key in OF_A_GROUP if key in arguments}
+    if isinstance(own.get("match"), str):
+        own["match"] = [own["match"]]
+    if not own:
+        remedy = 'add match = ["*bias"], a pattern of names, or dimensions = 1, the most that they have'
+        raise UserError(_bad(lines, "groups", value, "it says of no parameter that it is in it", remedy))
+    return {**own, "arguments": arguments}
+
+
+def _table(value: Any, key: str, lines: Lines) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        example = f"[{key}]" if key in NAMED else f"[[{key}]]"
+        raise UserError(_bad(lines, key, value, "it is a table", f"write {example}, and its keys below"))
+    return value
+
+
+def _list(value: Any, key: str, lines: Lines) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise UserError(_bad(lines, key, value, "it is a list of tables", f"write [[{key}]], and its keys below"))
+    return value
+
+
+def _bad(lines: Lines, key: str, value: object, reason: str, remedy: str) -> BadTrainValue:
+    return bad_value(key, value, reason, remedy, place(lines, key))
+
+
+def place(lines: Lines, key: str) -> Span | None:
+    """Where ``schedule.T_max`` stands: behind the head of its table, or the head itself; None without a file."""
+    table, _, name = key.rpartition(".")
+    if lines.file is None or not table:
+        return lines.span(key)
+    rows = lines.text.splitlines()
+    head = next((i for i, row in enumerate(rows) if re.match(rf"\s*\[\[?\s*{re.escape(table)}\s*\]", row)), None)
+    if head is None:
+        return lines.span(table)
+    for number, row in enumerate(rows[head + 1 :], head + 2):
+        if re.match(r"\s*\[", row):
+            break
+        if match := re.match(rf"\s*({re.escape(name)})\b", row):
+            return Span(lines.file, number, match.start(1) + 1, number, match.end(1) + 1)
+    return Span(lines.file, head + 1, 1, head + 1, len(rows[head]) + 1)
+
+
+def located(error: UserError, file: Path | None) -> UserError:
+    """What is wrong with options that torch was given, at their lines of the training file."""
+    if file is None or not file.is_file():
+        return error
+    lines = Lines(str(file), file.read_text(encoding="utf-8", errors="replace"))
+    unplaced = [isinstance(d, BadTrainValue) and d.span is None for d in error.diagnostics]
+    diagnostics = (
+        replace(d, span=place(lines, d.key)) if missing and isinstance(d, BadTrainValue) else d
+        for d, missing in zip(error.diagnostics, unplaced, strict=True)
+    )
+    return UserError(*diagnostics)
+
+
+def _at(tables: Any, path: str) -> Any:
+    for name in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            tables = tables[name[0]] if name[0] else tables[int(name[1])]
+        except (KeyError, IndexError, TypeError):
+            return tables
+    return tables
+
+
+def _first_small(text: str) -> str:
+    return text[:1].lower() + text[1:]

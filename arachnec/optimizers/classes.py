@@ -1,0 +1,89 @@
+"""Optimizers and schedulers of torch by name, their arguments held to what the class takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from arachnec.executable.training_options import bad_value
+from arachnec.ir.diagnostic import UserError
+
+T = TypeVar("T")
+
+# These update an element from its own gradient and state alone, so that any cut of a parameter is updated as the whole.
+ELEMENTWISE = frozenset(
+    "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905
+)
+REFUSED = {
+    "LBFGS": "it computes the loss again within an update, and here a step computes it once",
+    "SparseAdam": "it takes sparse gradients, and here they are dense",
+}
+UNWRITABLE = {
+    "LambdaLR": "it takes a function, which a file cannot hold",
+    "MultiplicativeLR": "it takes a function, which a file cannot hold",
+    "SequentialLR": "it takes other schedulers; `warmup` stands in front of any",
+    "ChainedScheduler": "it takes other schedulers",
+    "ReduceLROnPlateau": "it follows losses that a resumed run cannot see again",
+}
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """A class of ``torch.optim``. Raises ``UserError`` for an unknown name, or one that cannot be run here."""
+    kinds = {n: kind for n, kind in vars(torch.optim).items() if _is_proper(kind, Optimizer)}
+    return _of_name("optimizer.name", name, kinds, REFUSED)
+
+
+def scheduler_class(name: str) -> type[lr_scheduler.LRScheduler]:
+    """A class of ``torch.optim.lr_scheduler``. Raises ``UserError`` as ``optimizer_class`` does."""
+    kinds = {n: kind for n, kind in vars(lr_scheduler).items() if _is_proper(kind, lr_scheduler.LRScheduler)}
+    return _of_name("schedule.name", name, kinds, UNWRITABLE)
+
+
+def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping[str, Any]) -> T:
+    """``kind(first, **arguments)``. Raises ``UserError`` for arguments that it does not take, lacks, or refuses.
+
+    ``key`` is the table that they stand in.
+    """
+    known = list(inspect.signature(kind).parameters.values())[1:]
+    names = [parameter.name for parameter in known]
+    called = getattr(kind, "__name__", "it")
+    for name in arguments:
+        if name not in names:
+            raise UserError(
+                bad_value(f"{key}.{name}", arguments[name], f"{called} takes no `{name}`", near(name, names))
+            )
+    lacking = [p.name for p in known if p.default is inspect.Parameter.empty and p.name not in arguments]
+    if lacking:
+        written = ", ".join(f"`{name}`" for name in lacking)
+        raise UserError(bad_value(f"{key}.name", called, f"it needs {written}", f"add `{lacking[0]} = ...` to [{key}]"))
+    try:
+        return kind(first, **arguments)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+        reason = f"{called} refuses its arguments: {' '.join(str(error).split())}"
+        raise UserError(
+            bad_value(key, given or called, reason, f"torch's documentation of {called} has them")
+        ) from None
+
+
+def near(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
+
+
+def _is_proper(kind: object, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and kind is not base and not kind.__name__.startswith("_")
+
+
+def _of_name(key: str, name: str, kinds: Mapping[str, type[T]], refused: Mapping[str, str]) -> type[T]:
+    usable = sorted(n for n in kinds if n not in refused and not n.startswith("_") and n != "LRScheduler")
+    if name in refused:
+        raise UserError(bad_value(key, name, refused[name], f"known are {', '.join(usable)}"))
+    if name not in usable:
+        raise UserError(bad_value(key, name, "torch has none of that name", near(name, usable)))
+    return kinds[name]

@@ -1,0 +1,151 @@
+"""What an optimizer of torch keeps from update to update, as tensors that a checkpoint can write and fill.
+
+torch makes a parameter's state at its first gradient. A checkpoint needs the tensors before that, so they are made like
+those of an update tried before (``arachnec.optimizers.state``); where nothing was read into them, torch makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.optimizers.recipe import ParameterGroup, Recipe
+from arachnec.optimizers.state import kept_state
+
+PROBE = (3,)  # the shape of a tensor that stands for all: an update element by element keeps 3 or 1 of everything
+WATCHED = 2  # updates after which its state is held to what was expected
+STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters.parts`` knows them by it
+
+
+@dataclass(frozen=True)
+class UnexpectedState(Diagnostic):
+    title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
+    help: ClassVar[str] = (
+        "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
+        "another optimizer; checkpoints written before are whole"
+    )
+    optimizer: str
+    key: str
+    parameter: str
+    found: str
+    expected: str
+
+
+@dataclass
+class KeptState:
+    """The state of the masters that ``optimizer`` updates. ``groups`` are those of ``recipe``, as torch has them."""
+
+    recipe: Recipe
+    groups: tuple[ParameterGroup, ...]
+    optimizer: Optimizer
+    _like: dict[object, dict[str, Any]] = field(default_factory=dict)
+    _scalars: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # that are no tensors in torch's state
+    _handed_out: bool = False
+    _updates: int = 0
+
+    def of(self, name: str, master: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The state of one master: tensors of many elements, and scalars as tensors of one, over the memory in use."""
+        self._handed_out = True
+        like, held = self._expected(name, master), self.optimizer.state[master]
+        if held:
+            self._demand(name, master)
+        for key, value in like.items():
+            if key not in held or held[key] is None:
+                held[key] = self._empty(name, value, master)
+        own = self._scalars.setdefault(name, {})
+        elements: dict[str, Tensor] = {}
+        scalars: dict[str, Tensor] = {}
+        for key, value in like.items():
+            kind = key if key == STEP else f"{STEP}.{key}"
+            if not isinstance(value, Tensor):
+                own[key] = torch.tensor([float(held[key])], dtype=torch.float64)
+                scalars[kind] = own[key]
+            elif self._is_scalar(value):
+                scalars[kind] = held[key].view(1)
+            else:
+                held[key] = held[key].contiguous()
+                elements[key] = held[key]
+        if STEP not in like:
+            scalars[STEP] = own.setdefault(STEP, torch.zeros(1))
+        return elements, scalars
+
+    def settle(self, masters: Mapping[str, Tensor]) -> None:
+        """Before an update: what was handed out is in use again, as it was read or as it was."""
+        if not self._handed_out:
+            return
+        self._handed_out = False
+        for name, master in masters.items():
+            held, own = self.optimizer.state[master], self._scalars.get(name, {})
+            count = own[STEP] if STEP in own else held.get(STEP, 0)
+            if not float(count):
+                self.optimizer.state.pop(master, None)
+                continue
+            for key, value in self._expected(name, master).items():
+                if not isinstance(value, Tensor):
+                    held[key] = type(value)(own[key].item())
+
+    def updated(self, masters: Mapping[str, Tensor]) -> None:
+        """After an update. Raises ``UserError`` for state that was not expected."""
+        self._updates += 1
+        for name, master in masters.items():
+            if master.grad is None:
+                continue
+            if STEP not in self._expected(name, master):
+                self._scalars.setdefault(name, {}).setdefault(STEP, torch.zeros(1)).add_(1)
+            if self._updates <= WATCHED:
+                self._demand(name, master)
+
+    def _expected(self, name: str, master: Tensor) -> dict[str, Any]:
+        number = self._numbers[name]
+        shape = PROBE if self.recipe.elementwise else tuple(master.shape)
+        key = number, shape, master.dtype
+        if key not in self._like:
+            state = kept_state(self.recipe, self.groups[number], shape, master.dtype)
+            self._like[key] = {k: v for k, v in state.items() if v is not None}
+        return self._like[key]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The group of every parameter."""
+        return {name: number for number, group in enumerate(self.groups) for name in group.names}
+
+    def _is_scalar(self, like: Tensor) -> bool:
+        return like.numel() == 1 if self.recipe.elementwise else like.ndim == 0
+
+    def _empty(self, name: str, like: Any, master: Tensor) -> Any:
+        if not isinstance(like, Tensor):
+            return like
+        arguments = self.groups[self._numbers[name]].arguments
+        counted_there = arguments.get("fused") or arguments.get("capturable")
+        device = torch.device("cpu") if like.ndim == 0 and not counted_there else master.device
+        if self.recipe.elementwise and not self._is_scalar(like):
+            return torch.zeros(master.shape, dtype=like.dtype, device=device)
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+    def _demand(self, name: str, master: Tensor) -> None:
+        like, held = self._expected(name, master), self.optimizer.state[master]
+        for key, value in held.items():
+            expected = like.get(key)
+            if value is None or (key in like and self._fits(value, expected, master)):
+                continue
+            raise UserError(UnexpectedState(None, self.recipe.name, key, name, _shown(value), _shown(expected)))
+
+    def _fits(self, value: Any, like: Any, master: Tensor) -> bool:
+        if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+            return isinstance(value, int | float) and isinstance(like, int | float)
+        if self.recipe.elementwise and not self._is_scalar(like):
+            return value.shape == master.shape and value.dtype == like.dtype
+        return value.shape == like.shape and value.dtype == like.dtype
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "nothing" if value is None else type(value).__name__

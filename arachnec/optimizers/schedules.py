@@ -1,0 +1,85 @@
+"""Learning rates by step, from a scheduler of torch behind a linear warm-up.
+
+In the k-th of ``warmup`` steps, from 0, rates are (k + 1) / warmup of what the scheduler begins with; the scheduler
+counts from the step behind them. Rates follow from the number of steps alone, so a resumed run has them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from arachnec.executable.training_options import Schedule, bad_value
+from arachnec.ir.diagnostic import UserError
+from arachnec.optimizers.classes import constructed, scheduler_class
+
+MOVED = ("lr", "momentum", "betas")  # what schedulers of torch change
+
+
+class _Held(Optimizer):
+    """Groups that a scheduler may change, and nothing to update."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        own = [{"params": [nn.Parameter(torch.empty(0))], **group} for group in groups]
+        super().__init__(own, dict(groups[0]) if groups else {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Schedulers ask for it before each of theirs."""
+
+
+class Rates:
+    """``groups`` are the arguments of the optimizer's groups, with their own ``lr``."""
+
+    def __init__(self, schedule: Schedule, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._schedule, self._groups = schedule, groups
+        self._begin()
+
+    def at(self, step: int) -> list[dict[str, Any]]:
+        """What the scheduler says of every group in optimizer step ``step``, from 0; ``lr`` at least.
+
+        Raises ``UserError`` where the scheduler has ended before.
+        """
+        warmup = self._schedule.warmup
+        rises = (step + 1) / warmup if step < warmup else 1.0
+        self._advance(max(0, step - warmup))
+        moved = MOVED if self._scheduler is not None else ("lr",)
+        rates = [{key: group[key] for key in moved if key in group} for group in self._held.param_groups]
+        return [{**rate, "lr": rate["lr"] * rises} for rate in rates]
+
+    def _begin(self) -> None:
+        self._held = _Held(self._groups)
+        chosen = self._schedule.scheduler
+        self._count = 0
+        self._scheduler: LRScheduler | None = None
+        if chosen is not None:
+            self._scheduler = constructed(scheduler_class(chosen.name), self._held, "schedule", chosen.arguments)
+
+    def _advance(self, count: int) -> None:
+        if self._scheduler is None:
+            return
+        if count < self._count:
+            self._begin()
+        while self._count < count:
+            self._held.step()
+            try:
+                self._scheduler.step()
+            except ValueError as error:
+                assert self._schedule.scheduler is not None
+                name, warmup = self._schedule.scheduler.name, self._schedule.warmup
+                reason = f"it ends before step {self._count + 1 + warmup}: {error}"
+                remedy = "give it as many steps as the run takes, without those of `warmup`; --resume goes on"
+                raise UserError(bad_value("schedule.name", name, reason, remedy)) from None
+            self._count += 1
+
+
+def demand_schedule(schedule: Schedule, groups: Sequence[Mapping[str, Any]], steps: int = 0) -> None:
+    """Raises ``UserError`` for a schedule that cannot be made, or that does not last for so many steps."""
+    rates = Rates(schedule, groups)
+    chosen = schedule.scheduler
+    if chosen is not None and {"total_steps", "epochs"} & set(chosen.arguments) and steps:
+        rates.at(steps - 1)

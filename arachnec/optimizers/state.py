@@ -1,0 +1,65 @@
+"""What an optimizer keeps for a parameter: found by one update of a tensor like it, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
+
+AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
+
+
+@dataclass(frozen=True)
+class CannotMeasure(Diagnostic):
+    title: ClassVar[str] = "{name} cannot update a tensor of shape {shape}: {reason}"
+    help: ClassVar[str] = "what it keeps is counted before launch by one update with a gradient of zeros; {remedy}"
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+    remedy: str
+
+
+def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """The optimizer's state of one parameter after an update: tensors on the meta device, or numbers on the CPU."""
+    for device in ("meta", "cpu"):  # some look at their numbers
+        value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        value.grad = torch.zeros_like(value)
+        try:
+            optimizer = recipe.make([([value], group)])
+            optimizer.step()
+        except Exception as error:
+            if device == "meta":
+                continue
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            remedy = "choose another optimizer, or groups"
+            raise UserError(CannotMeasure(None, recipe.name, tuple(shape), reason, remedy)) from error
+        return dict(optimizer.state[value])
+    raise AssertionError("the CPU answers")
+
+
+def state_bytes(parameters: Mapping[str, Tensor], recipe: Recipe) -> int:
+    """Bytes that the optimizer keeps for all of these parameters, which train and are whole."""
+    total = 0
+    for group in recipe.groups:
+        dtypes = {name: master_dtype(parameters[name].dtype) for name in group.names}
+        if recipe.elementwise:
+            for dtype, count in Counter(dtypes.values()).items():
+                elements = sum(parameters[name].numel() for name in group.names if dtypes[name] == dtype)
+                few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
+                each = (more - few) // 2
+                total += each * elements + (few - 3 * each) * count
+            continue
+        shapes = Counter((tuple(parameters[name].shape), dtypes[name]) for name in group.names)
+        total += sum(count * nbytes(kept_state(recipe, group, *like)) for like, count in shapes.items())
+    return total
+
+
+def nbytes(state: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,51 @@
+"""Whether a model file's ``sample`` draws its noise level as the options say: seen by what it reads of a clip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.timesteps import UNIFORM, Timesteps
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+from arachnec.tracing.sample import ModelSource, arguments_of
+
+
+@dataclass(frozen=True)
+class TimestepsUnread(Diagnostic):
+    title: ClassVar[str] = "the training options have `timesteps`, and `sample` does not read them"
+    help: ClassVar[str] = (
+        "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or leave "
+        "[timesteps] out"
+    )
+
+
+def demand_timesteps_read(
+    source: ModelSource, timesteps: Timesteps, clip: VideoClip, encoders: Mapping[str, nn.Module], span: Span | None
+) -> None:
+    """Raises ``UserError`` where ``sample``, defined at ``span``, would ignore these timesteps.
+
+    ``encoders`` are on the meta device, as tracing has them.
+    """
+    if timesteps == UNIFORM:
+        return
+    noted = _Noted(timesteps)
+    arguments_of(source, replace(clip, timesteps=noted), encoders, device="meta")  # type: ignore[arg-type]
+    if not noted.reads:
+        raise UserError(TimestepsUnread(span))
+
+
+class _Noted:
+    """Timesteps that know what was asked of them."""
+
+    def __init__(self, timesteps: Timesteps) -> None:
+        self.reads: list[str] = []
+        self._timesteps = timesteps
+
+    def __getattr__(self, name: str) -> Any:
+        self.reads.append(name)
+        return getattr(self._timesteps, name)

@@ -1,0 +1,30 @@
+"""Shuffled batches: every clip once an epoch, in another order each time, the same in every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from arachnec.executable.batches import ManifestBatches
+from arachnec.executable.folder import read_executable
+from arachnec.executable.shuffled_batches import ShuffledBatches
+from tests.distributed.executor_cases import Work, clip, executable
+
+BATCHES = ([clip(n, 1 + n % 3) for n in range(4)], [clip(n, 1 + n % 3) for n in range(4, 7)], [clip(7, 2)])
+
+
+def test_every_epoch_has_every_clip_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    works = [Work((n,), (0,), float(n)) for n in range(4)]
+    read = read_executable(executable(tmp_path, BATCHES, works, 1))
+    batches = ShuffledBatches(read, seed=5)
+    epochs = [[sorted(batches.draw(3 * epoch + number).clips) for number in range(3)] for epoch in range(4)]
+    for epoch in epochs:
+        assert [len(ids) for ids in epoch] == [4, 3, 1]
+        assert sorted(id for ids in epoch for id in ids) == list(range(8))
+    assert len({str(epoch) for epoch in epochs}) > 1
+    again = ShuffledBatches(read, seed=5)
+    assert [sorted(again.draw(step).clips) for step in range(12)] == [ids for epoch in epochs for ids in epoch]
+    assert ShuffledBatches(read, seed=6).draw(0).clips != batches.draw(0).clips
+    drawn = batches.draw(4)
+    assert {c.id: c.frames for c in drawn.planned} == {id: c.frames for id, c in drawn.clips.items()}
+    assert drawn.mark.clips == ManifestBatches(read).mark(5).clips == 8 + 4 + 3
+    assert drawn.mark.data != ManifestBatches(read).mark(5).data, "a checkpoint of another order is another run's"

@@ -1,0 +1,123 @@
+"""Training options from a file, settings and flags: each stands where it was given last, and mistakes have a place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arachnec.executable.train_file import located, training_of
+from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.optimizers.recipe import demand_torch_takes
+
+FILE = """
+lr = 2e-4
+dtype = "bf16"
+
+[optimizer]
+name = "SGD"
+momentum = 0.9
+
+[schedule]
+name = "CosineAnnealingLR"
+T_max = 100
+warmup = 10
+
+[[groups]]
+match = "*bias"
+weight_decay = 0.0
+"""
+
+
+def read(tmp_path: Path, text: str = FILE, settings: tuple[str, ...] = (), **flags: object) -> Training:
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    return training_of(Training(), path, settings, flags)
+
+
+def test_a_file_says_all_of_it(tmp_path: Path) -> None:
+    assert read(tmp_path) == Training(
+        lr=2e-4,
+        dtype="bf16",
+        optimizer=TorchClass("SGD", {"momentum": 0.9}),
+        schedule=Schedule(10, TorchClass("CosineAnnealingLR", {"T_max": 100})),
+        groups=(Group(match=("*bias",), arguments={"weight_decay": 0.0}),),
+    )
+
+
+def test_settings_stand_instead_of_the_file_and_flags_instead_of_both(tmp_path: Path) -> None:
+    settings = ("optimizer.momentum=0.5", "schedule.T_max=7", "lr=1e-3", "seed=4", "ema=0.9")
+    training = read(tmp_path, settings=settings, lr=0.5)
+    assert training.optimizer == TorchClass("SGD", {"momentum": 0.5})
+    assert training.schedule == Schedule(10, TorchClass("CosineAnnealingLR", {"T_max": 7}))
+    assert (training.lr, training.seed, training.ema) == (0.5, 4, 0.9)
+
+
+def test_another_class_begins_anew(tmp_path: Path) -> None:
+    training = read(tmp_path, settings=("optimizer=Adafactor", 'schedule={name = "ConstantLR"}'))
+    assert training.optimizer == TorchClass("Adafactor", {})
+    assert training.schedule == Schedule(10, TorchClass("ConstantLR", {}))
+
+
+def test_without_a_name_arguments_are_those_of_the_own_adamw() -> None:
+    training = training_of(Training(), None, ("optimizer.weight_decay=0.1",))
+    assert training.optimizer == TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("lr = 1\nlearning_rate = 3", 2, "learning_rate"),
+        ("\nlr = 'fast'", 2, "`lr` is 'fast': expected `float`"),
+        ("lr = -1.0", None, "lr = -1.0 cannot be trained with"),
+        ("[optimizer]\nname = 'SGD'\nlr = 1.0", 3, "a key of its own"),
+        ("[schedule]\nT_max = 3", 2, "no scheduler takes it"),
+        ("[[groups]]\nlr = 3.0", 1, "no parameter"),
+        ("groups = 3", 1, "a list of tables"),
+        ("optimizer = 3", 1, "is a table"),
+        ("[schedule]\nwarmup = 'long'", 2, "expected `int`"),
+        ("lr = ", 1, "not TOML"),
+    ],
+)
+def test_a_mistake_is_one_message_at_its_line(tmp_path: Path, text: str, line: int | None, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    (diagnostic,) = caught.value.diagnostics
+    assert expected in diagnostic.text(diagnostic.title)
+    assert diagnostic.text(diagnostic.help)
+    assert line is None or (diagnostic.span is not None and diagnostic.span.line == line)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("warmup=3", "unknown training option"), ("lr", "sets nothing"), ("=3", "sets nothing"), ("ema=2", "ema = 2")],
+)
+def test_a_setting_that_is_none_is_refused(setting: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        training_of(Training(), None, (setting,))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("[schedule]\nname = 'StepLR'", 2, "`schedule.name` is 'StepLR': it needs `step_size`"),
+        ("lr = 1.0\n[schedule]\nstep_size = 3\nname = 'StepLRs'", 4, "torch has none of that name"),
+        ("[optimizer]\nname = 'SGD'\nmomentun = 0.9", 3, "SGD takes no `momentun`"),
+        ("[optimizer]\nname = 'SGD'\nmomentum = -1.0", 1, "SGD refuses its arguments: Invalid momentum value: -1.0"),
+        ("[schedule]\nname = 'LambdaLR'", 2, "it takes a function"),
+        ("optimizer = 'LBFGS'", 1, "it computes the loss again"),
+        ("[[groups]]\nmatch = '*'\nweight_decai = 1", 3, "takes no `weight_decai`"),
+    ],
+)
+def test_what_torch_does_not_take_is_told_at_its_line_before_anything_runs(
+    tmp_path: Path, text: str, line: int, expected: str
+) -> None:
+    training = read(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        demand_torch_takes(training)
+    (diagnostic,) = located(caught.value, tmp_path / "train.toml").diagnostics
+    assert expected in diagnostic.text(diagnostic.title)
+    assert diagnostic.text(diagnostic.help)
+    assert diagnostic.span is not None
+    assert diagnostic.span.line == line

@@ -1,0 +1,237 @@
+"""Optimizers, groups and schedules do what a plain loop of PyTorch with them does; checkpoints carry their state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.checkpoint.parts import part_of
+from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.optimizers.kept_state import UnexpectedState
+from arachnec.optimizers.recipe import recipe_of
+from arachnec.optimizers.schedules import Rates
+from arachnec.optimizers.state import nbytes, state_bytes
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "Adam": {},
+    "AdamW": {"weight_decay": 0.1},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "RMSprop": {"momentum": 0.5},
+    "Rprop": {},
+    "ASGD": {},
+    "Adafactor": {},
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+
+
+def give_gradients(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for value in module.parameters():
+        value.grad = torch.randn(value.shape, generator=generator)
+
+
+def named(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters())
+
+
+def training(name: str, **more: Any) -> Training:
+    return Training(lr=0.05, clip_norm=0, optimizer=TorchClass(name, ARGUMENTS.get(name, {})), **more)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_optimizer_by_name_is_torchs_and_goes_on_from_its_checkpoint(name: str) -> None:
+    ours, theirs = network(), network()
+    optimizer = Optimizer(named(ours), training(name))
+    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.05, **ARGUMENTS[name])
+    for seed in range(5):
+        if seed == 3:  # another run, which has nothing but the checkpoint
+            kept = {key: part_of(value).values.clone() for key, value in optimizer.tensors().items()}
+            ours = network()
+            optimizer = Optimizer(named(ours), training(name))
+            for key, value in optimizer.tensors().items():
+                part_of(value).values.copy_(kept[key])
+            optimizer.round_parameters()
+            optimizer.done = 3
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "Adafactor"])
+def test_a_parameter_that_had_no_gradient_before_the_checkpoint_begins_anew_after_it(name: str) -> None:
+    ours, theirs = network(), network()
+    optimizer = Optimizer(named(ours), training(name))
+    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.05, **ARGUMENTS[name])
+    for seed in range(4):
+        for module in (ours, theirs):
+            give_gradients(module, seed)
+            if seed < 2:
+                module[0].bias.grad = None  # type: ignore[index,union-attr]
+        optimizer.step()
+        reference.step()
+        if seed == 1:
+            optimizer.tensors()  # what a checkpoint does
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_state_is_counted_as_the_optimizer_makes_it(name: str) -> None:
+    module = network()
+    recipe = recipe_of(named(module.to("meta")), training(name))
+    real = network()
+    reference = getattr(torch.optim, name)(real.parameters(), lr=0.05, **ARGUMENTS[name])
+    give_gradients(real, 0)
+    reference.step()
+    assert state_bytes(named(module), recipe) == sum(nbytes(state) for state in reference.state.values())
+
+
+def test_a_parameter_has_the_arguments_of_the_first_group_it_fits() -> None:
+    groups = (Group(match=("2.*",), arguments={"lr": 0.2}), Group(dimensions=1, arguments={"weight_decay": 0.0}))
+    ours, theirs = network(), network()
+    optimizer = Optimizer(named(ours), training("AdamW", groups=groups))
+    plain = named(theirs)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [plain["2.weight"], plain["2.bias"]], "lr": 0.2},
+            {"params": [plain["0.bias"], plain["1.weight"], plain["1.bias"]], "weight_decay": 0.0},
+            {"params": [plain["0.weight"]]},
+        ],
+        lr=0.05,
+        weight_decay=0.1,
+    )
+    for seed in range(3):
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]]] = {
+    "CosineAnnealingLR": ({"T_max": 6}, lambda o: lr_scheduler.CosineAnnealingLR(o, 6)),
+    "StepLR": ({"step_size": 2, "gamma": 0.5}, lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
+    "PolynomialLR": ({"total_iters": 5}, lambda o: lr_scheduler.PolynomialLR(o, 5)),
+    "OneCycleLR": (
+        {"max_lr": 0.3, "total_steps": 8},
+        lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_by_name_moves_rates_and_betas_as_torch_does(name: str) -> None:
+    arguments, scheduler_of = SCHEDULES[name]
+    ours, theirs = network(), network()
+    schedule = Schedule(scheduler=TorchClass(name, arguments))
+    optimizer = Optimizer(named(ours), training("AdamW", schedule=schedule))
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1)
+    scheduler = scheduler_of(reference)
+    for seed in range(7):
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        optimizer.step()
+        reference.step()
+        assert math.isclose(optimizer.rate, scheduler.get_last_lr()[0], rel_tol=1e-12)
+        scheduler.step()
+    assert_same(ours, theirs)
+
+
+def test_warm_up_rises_linearly_and_the_scheduler_counts_from_its_end() -> None:
+    schedule = Schedule(warmup=4, scheduler=TorchClass("CosineAnnealingLR", {"T_max": 6}))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / 4, total_iters=3)
+    expected = []
+    for _ in range(4):
+        expected.append(rising.get_last_lr()[0])
+        optimizer.step()
+        rising.step()
+    falling = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    for _ in range(6):
+        expected.append(falling.get_last_lr()[0])
+        optimizer.step()
+        falling.step()
+    rates = Rates(schedule, [{"lr": 0.1}])
+    assert [rates.at(step)[0]["lr"] for step in range(10)] == pytest.approx(expected)
+    assert Rates(schedule, [{"lr": 0.1}]).at(7)[0]["lr"] == pytest.approx(expected[7]), "a resumed run has it too"
+
+
+class Growing(torch.optim.SGD):
+    """Keeps one more tensor from its second update on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for value in group["params"]:
+                count = self.state[value].get("count", 0) + 1
+                self.state[value]["count"] = count
+                if count > 1:
+                    self.state[value]["surprise"] = torch.zeros_like(value)
+
+
+def test_state_that_was_not_counted_is_refused() -> None:
+    module = network()
+    plain = Training(lr=0.05, clip_norm=0)
+    optimizer = Optimizer(named(module), plain, recipe=recipe_of(named(module), plain, lambda p: Growing(p, lr=0.1)))
+    give_gradients(module, 0)
+    optimizer.step()
+    give_gradients(module, 1)
+    with pytest.raises(UserError) as caught:
+        optimizer.step()
+    (diagnostic,) = caught.value.diagnostics
+    assert isinstance(diagnostic, UnexpectedState)
+    assert diagnostic.key == "surprise"
+
+
+def test_the_model_files_own_elementwise_optimizer_keeps_its_groups() -> None:
+    module = network()
+    groups = recipe_of(
+        named(module),
+        Training(),
+        lambda p: torch.optim.AdamW(
+            [{"params": [v for v in p if v.ndim > 1]}, {"params": [v for v in p if v.ndim < 2], "weight_decay": 0.0}],
+            lr=0.3,
+        ),
+    )
+    assert groups.elementwise
+    assert [group.names for group in groups.groups] == [
+        ("0.weight", "2.weight"),
+        ("0.bias", "1.weight", "1.bias", "2.bias"),
+    ]
+    assert [group.arguments["weight_decay"] for group in groups.groups] == [0.01, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("user", "reason"),
+    [
+        (lambda p: None, "returned a NoneType"),
+        (lambda p: torch.optim.SGD(p[:2], lr=0.1), "leaves out 4 parameters"),
+        (lambda p: torch.optim.SGD([nn.Parameter(v.detach().clone()) for v in p]), "that it was not given"),
+    ],
+)
+def test_a_function_that_makes_no_optimizer_of_these_parameters_is_refused(user: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        recipe_of(named(network()), Training(), user)
