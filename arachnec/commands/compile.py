@@ -27,6 +27,7 @@ from arachnec.executable.training_options import Training
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
+@click.option("--init", type=click.Path(path_type=Path), help="Hold the weights in this folder against the model.")
 @click.option("--run", "then_run", is_flag=True, help="Train on this machine afterwards.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to train with --run.")
 @training_options
@@ -40,6 +41,7 @@ def command(
     profile: Path | None,
     batch: int | None,
     as_json: bool,
+    init: Path | None,
     then_run: bool,
     steps: int,
     training: Training,
@@ -50,11 +52,14 @@ def command(
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
     from arachnec.executable.folder import demand_folder
+    from arachnec.models.initial_weights import demand_fit
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
     if output is not None:
         demand_folder(output)
+    if init is not None:
+        demand_fit(init, model)
     compiled = compile_model(
         model,
         data,
@@ -73,4 +78,5 @@ def command(
     if then_run and folder is not None:
         from arachnec.commands.run import command as run
 
-        run.main([str(folder), "--steps", str(steps)], standalone_mode=False)
+        begun = [] if init is None else ["--init", str(init)]
+        run.main([str(folder), "--steps", str(steps), *begun], standalone_mode=False)

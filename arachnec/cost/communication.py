@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
-from arachnec.cost.compute import passes_of
+from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
@@ -82,6 +82,16 @@ def volumes(
     )
 
 
+def encoder_volumes(cascade: Cascade, stage: Stage, split: Attention) -> Volumes:
+    """Of the ranks of an encoder: its output, and where they divide clips their halos, each an exchange of its own."""
+    gathered = evaluated(stage, "output", cascade) * GIB
+    if not is_divided(cascade, stage, split.ulysses * split.ring):
+        return Volumes(split.ulysses, split.ring, gathered=gathered, gathers=1)
+    gathered += evaluated(stage, "halo", cascade) * GIB
+    gathers = cascade.batch * (1 + count_in(stage, "exchanges"))
+    return Volumes(split.ulysses, split.ring, gathered=gathered, gathers=gathers)
+
+
 def _steps(ranks: int) -> int:
     return math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
@@ -144,8 +154,7 @@ class Communication:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            gathered = evaluated(stage, "output", cascade) * GIB
-            return Volumes(attention.ulysses, attention.ring, gathered=gathered, gathers=1)
+            return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
         return volumes(
             ulysses=attention.ulysses,

@@ -3,7 +3,8 @@
 Terms without S (launch overhead, what every rank does in full for the caption) are not divided, terms linear in S wait
 for the rank with the most tokens, terms in S^2 and S*T for the rank with the most heads. An encoder's ranks deal out
 whole clips and wait for the one with the most, which takes the formula's time for so many, or so many times the
-cascade's ``per_clip``, where that was measured.
+cascade's ``per_clip``, where that was measured. More ranks than clips divide one clip after the other, all but the
+``undivided`` part.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ class Compute:
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase is Phase.ENCODE:
             busiest, clip = on_busiest_rank(cascade, degree), clip_time(cascade)
+            turns, share = clips_in_turn(cascade, self.stages[cascade.stage], degree)
             if clip is not None:
-                return busiest.batch * clip * slowdown
+                return turns * busiest.batch * clip * share * slowdown
             sizes = self._sizes_of(busiest, name)
-            return sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * slowdown
+            return turns * (sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * share * slowdown)
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
@@ -130,6 +132,20 @@ def sizes_of(cascade: Cascade, stage: Stage, name: str) -> Sizes:
         else:
             fixed += value
     return Sizes(fixed, caption, linear, pairwise)
+
+
+def clips_in_turn(cascade: Cascade, stage: Stage, degree: int) -> tuple[int, float]:
+    """How often an encoder's ranks do what the busiest one does, and the part of a clip's time that each then takes."""
+    if not is_divided(cascade, stage, degree):
+        return 1, 1.0
+    undivided = stage.attrs.get("undivided", 0.0)
+    assert isinstance(undivided, int | float)
+    return cascade.batch, undivided + (1 - undivided) / degree
+
+
+def is_divided(cascade: Cascade, stage: Stage, degree: int) -> bool:
+    """Whether ranks have to share an encoder's clips: there are more than clips, and it can be divided."""
+    return cascade.phase is Phase.ENCODE and degree > cascade.batch and count_in(stage, "divides") > 1
 
 
 def on_busiest_rank(cascade: Cascade, degree: int) -> Cascade:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import most_clips, times_of
+from arachnec.ir.stage_sizes import count_in, most_clips, times_of
 
 # Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
 STEP = 8
@@ -18,7 +18,7 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
     """How many ranks a cascade may take, ascending, whether the memory holds them or not.
 
     Those that were measured; else whole cells, where parameters are dealt out; else those that the stage lists; else
-    those of ``wide_steps`` that leave no rank without a token or, of an encoder, without a clip.
+    those of ``wide_steps`` that leave no rank without a token or, of an encoder, without a part of a clip.
     """
     times = times_of(cascade)
     if times:
@@ -29,8 +29,8 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
     listed = stage.attrs.get("degrees")
     if listed is not None:
         return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))
-    largest = min(cluster.world, cascade.batch if cascade.phase is Phase.ENCODE else max(1, cascade.tokens))
-    return wide_steps(largest, cluster.gpus)
+    most = max(cascade.batch, count_in(stage, "divides")) if cascade.phase is Phase.ENCODE else cascade.tokens
+    return wide_steps(min(cluster.world, max(1, most)), cluster.gpus)
 
 
 def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:

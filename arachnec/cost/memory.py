@@ -10,7 +10,7 @@ from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
-from arachnec.cost.compute import on_busiest_rank
+from arachnec.cost.compute import is_divided, on_busiest_rank
 from arachnec.cost.recomputation import Runs, runs_of, share_saved
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
@@ -48,7 +48,7 @@ class Memory:
     def _of(self, cascade: Cascade, ranks: int, recompute: int, side: int) -> float:
         stage = self.stages[cascade.stage]
         if cascade.phase is Phase.ENCODE:
-            return divided(stage, "workspace", on_busiest_rank(cascade, ranks), 1.0) + self.output(cascade)
+            return encoding_workspace(stage, cascade, ranks) + self.output(cascade)
         received = self.received(cascade, side)
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
             return received + scattered_gib(stage)
@@ -199,6 +199,16 @@ class Memory:
 def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
     """What a stage's formulas and its phase make of a cascade's memory depends on nothing else of it."""
     return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
+
+
+def encoding_workspace(stage: Stage, cascade: Cascade, ranks: int) -> float:
+    """GiB that the busiest of an encoder's ranks needs while it runs; ranks that share a clip divide all but a part."""
+    own = on_busiest_rank(cascade, ranks)
+    alone = evaluated(stage, "workspace", own)
+    if not is_divided(cascade, stage, ranks):
+        return alone
+    held = min(alone, evaluated(stage, "held", own))
+    return held + (alone - held) / ranks
 
 
 def most_while_training(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:

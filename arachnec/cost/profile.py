@@ -248,7 +248,10 @@ def fit_links(
     from scipy.optimize import nnls
 
     shared = [
-        (run, run.ms - predict(coefficients, run)) for runs, coefficients in solved for run in runs if run.messages
+        (run, run.ms - predict(coefficients, run))
+        for runs, coefficients in solved
+        for run in runs
+        if run.messages and run.sizes is None  # what an encoder is slower by is its own: ``find_undivided``
     ]
     if not shared:
         return plain
@@ -392,6 +395,22 @@ def find_clip_time(profile: Profile, stage: str, sizes: Mapping[str, int]) -> fl
         if run.sizes is not None and (run.batch, run.degree) == (1, 1) and run.sizes.items() <= sizes.items()
     ]
     return math.fsum(times) / len(times) if times else None
+
+
+def find_undivided(profile: Profile, stage: str) -> float | None:
+    """The part of an encoder's time on one rank that it takes on several, too, beyond what they send to each other.
+
+    The mean over clips that were measured both ways; None where there are none.
+    """
+    parts = [
+        ((run.ms - sent(run, profile.links)) / alone - 1 / run.degree) / (1 - 1 / run.degree)
+        for entry in profile.stages
+        if entry.stage == stage
+        for run in entry.measurements
+        if run.sizes is not None and run.degree > 1
+        if (alone := find_clip_time(profile, stage, run.sizes)) is not None
+    ]
+    return min(1.0, max(0.0, math.fsum(parts) / len(parts))) if parts else None
 
 
 def find_synchronisation(profile: Profile, stage: str) -> Synchronisation | None:

@@ -103,6 +103,11 @@ STAGE = table("""
     most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
     graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
     output          | GiB formula    | traced | optional | what it hands off
+    divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
+    undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take
+    held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
+    halo            | GiB formula    | traced | optional | what each of a clip's ranks exchanges with others
+    exchanges       | int            | traced | optional | how often, at most
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train
     place           | [int]          | traced | optional | its ranks, where a planner of stages chose them

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.adapters import original_names, plain_model
+from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
 
 MODEL_FOLDERS = ("transformer", "unet")
@@ -80,6 +81,21 @@ def initial_weights(folder: Path, model: nn.Module) -> InitialWeights:
     """Those of the trained model, which may be on the meta device. Raises ``UserError``, one for all that differs."""
     place = model_folder(folder)
     return _fitted(weight_files(place), model, _class_difference(place, model))
+
+
+def demand_fit(folder: Path, path: Path) -> None:
+    """Raises ``UserError`` where the weights in ``folder`` are not those of the model file at ``path``.
+
+    The model has no values here. One that cannot be built without is held against them when it is built.
+    """
+    model_file = load_model_file(path)
+    try:
+        with torch.device("meta"):
+            model = model_file.build()
+    except (NotImplementedError, RuntimeError, TypeError, UserError):
+        weight_files(model_folder(folder))
+        return
+    initial_weights(folder, model)
 
 
 def encoder_weights(folder: Path, name: str, encoder: nn.Module) -> InitialWeights | None:

@@ -25,6 +25,7 @@ from arachnec.cost.profile import (
     find_clip_time,
     find_fit,
     find_synchronisation,
+    find_undivided,
     fit_collective,
     formula_of,
     read_profile,
@@ -115,6 +116,9 @@ def from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage:
     end = find_synchronisation(profile, stage.name) if stage.trained else None
     if end is not None:
         stage = replace(stage, attrs=stage.attrs.updated(update=Quantity(end.step_ms * crowd, "ms")))
+    undivided = find_undivided(profile, stage.name) if "divides" in stage.attrs else None
+    if undivided is not None:
+        stage = replace(stage, attrs=stage.attrs.updated(undivided=round(undivided, 6)))
     return _with(
         stage,
         forward=_scaled(formula_of(forward.coefficients), crowd, 0.0),

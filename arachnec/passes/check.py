@@ -25,6 +25,7 @@ from arachnec.passes.infra.base import Pass
 from arachnec.verification.cascade_inputs import check_cascade_inputs
 from arachnec.verification.deadlock import check_deadlock
 from arachnec.verification.device_limits import check_device_limits
+from arachnec.verification.encoders import check_encoders
 from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
@@ -75,6 +76,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_gradient(values)
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)
+    yield from check_encoders(values)
     yield from check_sources(values)
     yield from check_cascade_inputs(values)
     yield from check_inputs(values)

@@ -6,7 +6,7 @@ The model is built on the meta device, so that tracing allocates no weights; ``d
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
 from arachnec.models.batch import prediction_of
+from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
 from arachnec.tracing.blocks import CapturedModel
@@ -168,11 +169,11 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
         calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     trained = replace(trained, attrs=trained.attrs.updated(**special.step.attributes))
-    frozen = tuple(encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items())
+    frozen, whole = _encoder_stages(encoders, clips, counter)
     # graphs of one clip shape are not those that run: nothing is fused in them
     one = special.step.graphs is Graphs.ONE
     graphs = tuple(block_graph(block) for block in captured.blocks) if one else ()
-    return Trace((*frozen, trained), graphs, captured, counter, special.warnings, special.limits)
+    return Trace((*frozen, trained), graphs, captured, counter, (*special.warnings, *whole), special.limits)
 
 
 def _own_calls(
@@ -194,3 +195,14 @@ def _own_calls(
         )
         for clip in spread(clips, tokens)
     ]
+
+
+def _encoder_stages(
+    encoders: Mapping[str, nn.Module], clips: Sequence[VideoClip], counter: TokenCounter
+) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    """A stage for every encoder, and why there are some whose clips no ranks can share."""
+    divided = [
+        divided_stage(encoder_stage(name, encoder, clips, counter), encoder, clips, counter)
+        for name, encoder in encoders.items()
+    ]
+    return tuple(stage for stage, _ in divided), tuple(reason for _, reason in divided if reason is not None)

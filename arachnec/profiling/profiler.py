@@ -29,17 +29,19 @@ from arachnec.backends.cascade_step import (
     encode,
     trained_parameters,
 )
+from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
-from arachnec.cost.communication import volumes
+from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
+from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Stage, integers
+from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integers
 from arachnec.ir.stage_sizes import token_bytes
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula, Symbol
@@ -55,10 +57,12 @@ from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
 from arachnec.runtime.agreement import gather, share_text
 from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.spatial.peers import Group
 
 TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
 SHARED_SHAPES = 4  # clip shapes measured on several ranks
+DIVIDED_SHAPES = 2  # of an encoder
 ROUNDS = (5, 15)
 BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
 MESSAGES = (4 << 10, 32 << 20)  # bytes; the large one as pieces of gradients are, the links at their full rate
@@ -77,10 +81,11 @@ class Job:
 
 
 class _Traced(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others: S of every clip, and path and class of every block."""
+    """What rank 0 tells the others: S of every clip, path and class of every block, and which encoders are divided."""
 
     tokens: list[int]
     layers: tuple[tuple[str, str], ...]
+    divided: list[str]  # encoders that can share a clip
 
 
 @dataclass
@@ -106,6 +111,8 @@ class Profiler:
     _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _collectives: LayerCollectives | None = field(init=False, default=None)  # of a model with blocks
+    _divided: list[str] = field(init=False)  # encoders of which several ranks can run one clip
+    _together: DividedEncoders = field(init=False, default_factory=DividedEncoders)
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
 
@@ -143,6 +150,7 @@ class Profiler:
             ]
         if self.sequence is not None:
             self.jobs += self._shared_jobs(points, self.sequence)
+        self.jobs += self._divided_jobs(points)
         self.jobs += self._last_jobs()
 
     def measure(self) -> Measured:
@@ -220,14 +228,41 @@ class Profiler:
             traced = trace_model(self.model_file, self.clips)
             self._stages = {stage.name: stage for stage in traced.stages}
             tokens = [traced.tokens(clip) for clip in self.clips]
-            text = msgspec.json.encode(_Traced(tokens, _layers(self._stages[TRAINED]))).decode()
+            divided = [stage.name for stage in traced.stages if "divides" in stage.attrs]
+            text = msgspec.json.encode(_Traced(tokens, _layers(self._stages[TRAINED]), divided)).decode()
         facts = msgspec.json.decode(share_text(text), type=_Traced)
         self._layers = Layers(facts.layers) if facts.layers else None
+        self._divided = facts.divided
         return facts.tokens
 
     def _encoder_job(self, name: str, point: Point) -> Job:
         run = partial(_timed_encode, self.encoders[name], point, self.device)
         return Job(name, ("forward",), self.at_once, run, point)
+
+    def _divided_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
+        """One clip's encoder on all ranks that have a core each."""
+        ranks = tuple(range(self.at_once))
+        if len(ranks) < 2 or not self._divided:
+            return
+        self._groups.ensure([ranks])
+        for name in self._divided:
+            for point in spread([point for point in points if len(point.clips) == 1], DIVIDED_SHAPES):
+                yield Job(
+                    name,
+                    ("forward",),
+                    len(ranks),
+                    partial(self._encode_together, name, point, ranks),
+                    point,
+                    len(ranks),
+                )
+
+    def _encode_together(self, name: str, point: Point, ranks: tuple[int, ...]) -> tuple[float, ...]:
+        started, encoder = _now(self.device), self.encoders[name]
+        load = encoder.load
+        assert callable(load)
+        peers = Group(ranks, dist.get_rank(), self._groups.get(ranks))
+        self._together.encode(self.model_file, name, encoder, load(point.clips[0], self.device), peers)
+        return ((_now(self.device) - started) * 1e3,)
 
     def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
         """Cascades on 2, 4, ... ranks, side by side."""
@@ -321,7 +356,11 @@ class Profiler:
         batch, tokens, text = len(job.point.clips), job.point.tokens, job.point.clips[0].text_tokens
         if job.stage in self._deciding:
             sizes = sizes_of(job.point.clips[0], self._deciding[job.stage])
-            return Measurement(batch, tokens, text, job.degree, ms, sizes=sizes)
+            if job.degree == 1 or not self._stages:
+                return Measurement(batch, tokens, text, job.degree, ms, sizes=sizes)
+            clip = Cascade("0", Phase.ENCODE, job.stage, (), batch, tokens, text)
+            sent = encoder_volumes(clip, self._stages[job.stage], Attention(job.degree, 1))
+            return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved, sizes)
         if job.degree == 1 or not self._stages:
             return Measurement(batch, tokens, text, job.degree, ms)
         attrs = self._stages[job.stage].attrs

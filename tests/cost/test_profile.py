@@ -20,6 +20,7 @@ from arachnec.cost.profile import (
     Synchronisation,
     exponent_of,
     find_clip_time,
+    find_undivided,
     fit,
     fit_collective,
     fit_profile,
@@ -107,6 +108,16 @@ def test_a_clip_takes_what_was_measured_of_clips_equal_in_all_that_decides() -> 
     assert find_clip_time(made, "vae", clip | {"width": 96}) is None
     assert find_clip_time(made, "text", clip | {"width": 96}) == pytest.approx(4)
     assert find_clip_time(made, "dit", clip) is None
+
+
+def test_what_ranks_that_share_a_clip_take_beyond_their_part_and_their_messages_is_undivided() -> None:
+    alone = encoded(100, 60, 61, frames=17)
+    shared = Measurement(1, 60, 61, 2, 62.0, messages=100.0, moved=1e6, sizes={"frames": 17})
+    links = LinkProfile(latency=10.0, intra=1.0)  # 1 ms for the messages, 1 ms for the bytes
+    made = fit_profile([("vae", "forward", [alone, shared])], machine="m", device="cpu", links=links)
+    assert made.links == links  # an encoder says nothing of them
+    assert find_undivided(made, "vae") == pytest.approx(2 * (0.6 - 0.5))
+    assert find_undivided(made, "text") is None
 
 
 def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:

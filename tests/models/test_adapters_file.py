@@ -108,7 +108,8 @@ error: the model file raised ModuleNotFoundError: No module named 'no_such_packa
    |
  1 | import no_such_package_1a2b
    | ^^^^^^^^^^^^^^^^^^^^^^^^^^^ raised here
-  help: install that package, or put its folder on PYTHONPATH (an executable carries the model file alone)""",
+  help: install that package, or put it beside the model file: an executable carries that file \
+and the modules of its folder that it imports by name""",
     ),
     "an adapter refuses a name": (
         'from arachnec.models.diffusers import wan\nmodel = wan.text_to_video("Wan2.1-T2V-1.3b")\n',

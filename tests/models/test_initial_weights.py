@@ -12,7 +12,7 @@ from torch import nn
 
 from arachnec.ir.diagnostic import UserError, render_all
 from arachnec.models.adapters import original_names
-from arachnec.models.initial_weights import config_differences, folded, initial_weights
+from arachnec.models.initial_weights import config_differences, demand_fit, folded, initial_weights
 from arachnec.models.weight_files import OnlyPickles, weight_files, write_weights
 
 
@@ -120,3 +120,14 @@ def test_a_configuration_that_no_shape_shows_is_told(tmp_path: Path) -> None:
 
 def test_names_that_differ_in_a_block_are_folded() -> None:
     assert folded(["a.0.b", "a.2.b", "a.1.b", "a.1.c", "norm", "proj.1"]) == ["a.0-2.b", "a.1.c", "norm", "proj.1"]
+
+
+def test_a_model_file_is_held_against_a_folder_without_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(2, 2)\n\n\ndef sample(clip, generator):\n"
+        "    return {}, None\n\n\ndef loss(prediction, target):\n    return prediction\n"
+    )
+    demand_fit(stored(tmp_path, dict(nn.Linear(2, 2).state_dict())), path)
+    with pytest.raises(UserError, match="not the model's: more"):
+        demand_fit(stored(tmp_path, {**nn.Linear(2, 2).state_dict(), "more": torch.ones(1)}), path)

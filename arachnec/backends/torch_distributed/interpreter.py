@@ -28,6 +28,7 @@ from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
 from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
 from arachnec.backends.torch_distributed.cells.parameters import CellParameters
+from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_pieces import piece_size
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
@@ -39,6 +40,7 @@ from arachnec.backends.torch_distributed.side_by_side import own_part, own_progr
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
+from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
@@ -61,6 +63,7 @@ from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.rank_threads import RankThreads
 from arachnec.runtime.step_progress import StepProgress
 from arachnec.spmd.block_forward import InputsAway
+from arachnec.spmd.spatial.peers import Group
 
 POLL_S = 2e-4
 
@@ -101,6 +104,7 @@ class RankContext:
     notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
     updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
     host_copies: HostCopies | None = None  # None: nothing of the model lies in the host's memory
+    divided: DividedEncoders = field(default_factory=DividedEncoders)
 
     @cached_property
     def host_inputs(self) -> HostInputs | None:
@@ -304,6 +308,9 @@ class _Walk:
             self.run.values[cascade.name] = self.iteration.given[cascade.name]
             return
         ranks, clips = instruction.peers, cascade.clips
+        if is_divided(cascade, self._stages[cascade.stage], len(ranks)):
+            self.run.values[cascade.name] = self.context.runtime.to_host(self._encoded_together(cascade, ranks))
+            return
         own = own_clips(clips, ranks, self.context.rank)
         known = self.iteration.clips
         encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
@@ -322,6 +329,18 @@ class _Walk:
             else:
                 rows.append(encode_loaded(encoder, [loaded]))
         return torch.cat(rows)
+
+    def _encoded_together(self, cascade: Cascade, ranks: tuple[int, ...]) -> Tensor:
+        """One clip after the other, each by all of the ranks."""
+        context, stage = self.context, cascade.stage
+        peers = Group(ranks, ranks.index(context.rank), context.groups.get(ranks))
+        return torch.cat(
+            [
+                context.divided.encode(context.model_file, stage, context.encoders[stage], loaded, peers)
+                for clip in self._clips(cascade)
+                for loaded in (context.loads.take(self.iteration.step, stage, clip),)
+            ]
+        )
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         assert self.ahead is not None

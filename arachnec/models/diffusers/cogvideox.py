@@ -78,7 +78,7 @@ class CogVideoXTextToVideo:
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0 = common.latents(clip, self.geometry).transpose(1, 2)  # the model wants frames before channels
         x_t, timestep, target = velocity_prediction(
-            x0, self.alphas, generator, clip.timesteps, self.geometry.tokens(clip)
+            x0, self.alphas, generator, common.timesteps_of(clip), self.geometry.tokens(clip)
         )
         text, _ = common.text_embeddings(clip, "CogVideoX", self.config["text_embed_dim"], self.text_length)
         arguments: dict[str, object] = {

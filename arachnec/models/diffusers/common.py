@@ -235,6 +235,12 @@ def flow_matching(
     return (1 - t) * x0 + t * noise, 1000 * t, noise - x0
 
 
+def timesteps_of(clip: object) -> Timesteps:
+    """How the noise level of a clip is to be drawn; of a clip that is not ours, uniformly."""
+    given: Timesteps = getattr(clip, "timesteps", UNIFORM)
+    return given
+
+
 def draw_time(timesteps: Timesteps, tokens: int, generator: torch.Generator) -> Tensor:
     """float32 ``[1]`` on [0, 1]: the noise level of a clip of so many tokens."""
     if timesteps.sampling == "uniform":

@@ -56,7 +56,7 @@ class HunyuanTextToVideo:
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
-        x_t, timestep, target = common.flow_matching(x0, generator, clip.timesteps, tokens)
+        x_t, timestep, target = common.flow_matching(x0, generator, common.timesteps_of(clip), tokens)
         text, real = common.text_embeddings(clip, "HunyuanVideo", self.config["text_embed_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,

@@ -51,7 +51,7 @@ class WanTextToVideo:
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
-        x_t, timestep, target = common.flow_matching(x0, generator, clip.timesteps, tokens)
+        x_t, timestep, target = common.flow_matching(x0, generator, common.timesteps_of(clip), tokens)
         text, _ = common.text_embeddings(clip, "Wan", self.config["text_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,

@@ -1,6 +1,8 @@
-"""One encoder on several ranks, for one clip: its frames are cut along height and width."""
+"""One encoder on several ranks, for one clip: its frames are cut along height and width, or its tiles are dealt out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +10,16 @@ from torch import Tensor, nn
 from arachnec.spmd.spatial.operators import sharing
 from arachnec.spmd.spatial.peers import Peers
 from arachnec.spmd.spatial.split_tensor import NotDivisible, SplitTensor, split
+from arachnec.spmd.spatial.tiles import Call, encode_tiles
 
 FRAMES = 4  # dimensions that frames have at least: what is smaller has no height and width
+
+
+def encode_together(encoder: nn.Module, loaded: Tensor, peers: Peers, ranks: int, calls: Sequence[Call]) -> Tensor:
+    """``encoder(loaded)`` by so many ranks: tile by tile where ``calls_of`` finds tiles, else a part of each frame."""
+    if calls:
+        return encode_tiles(encoder, loaded, peers, ranks, calls)
+    return encode_divided(encoder, loaded, peers, ranks)
 
 
 @torch.no_grad()

@@ -19,7 +19,10 @@ from arachnec.kernels.attention.collectives import exchange
 class Peers(Protocol):
     """Ranks in a fixed order. All call the same methods in the same order."""
 
-    index: int  # this rank's place in it
+    @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        ...
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """``sent[j]`` goes to rank ``j``, from which a tensor of ``shapes[j]`` comes. Of one type; any may be empty."""

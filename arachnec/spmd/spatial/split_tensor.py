@@ -70,7 +70,7 @@ class SplitTensor(Tensor):
         made.local, made.spread, made.sharing, made.copied = local, spread, sharing, copied
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SplitTensor({tuple(self.shape)}, here {tuple(self.local.shape)})"
 
     @classmethod

@@ -1,0 +1,43 @@
+"""Rule 2, inside an `encode` cascade: its ranks can share its clips.
+
+More ranks than clips make one clip after the other together. Each needs a part of its own, as far as the stage says
+that it was divided; what no rank was tried at may be refused by an operator in the middle of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values, written
+from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.stage_sizes import count_in
+
+
+@dataclass(frozen=True)
+class SharedTooFar(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and {most} at most share a clip of @{stage}"
+    label: ClassVar[str] = "{clips} on {ranks}"
+    help: ClassVar[str] = "place it on fewer ranks: the stage says `divides = {divides}`"
+    rank: int
+    instruction: str
+    most: str
+    stage: str
+    clips: str
+    ranks: str
+    divides: int
+
+
+def check_encoders(values: Values) -> Iterator[Diagnostic]:
+    divides = {stage.name: count_in(stage, "divides") for stage in values.module.stages}
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op != "encode":
+                continue
+            cascade, ranks = values.cascades[step.target], len(step.peers)
+            most = divides[cascade.stage]
+            if most and ranks > max(most, cascade.batch):
+                amounts = counted(cascade.batch, "clip"), counted(ranks, "rank"), most
+                where = step.span, program.rank, written(step), counted(most, "rank")
+                yield SharedTooFar(*where, cascade.stage, *amounts)
