@@ -1,7 +1,7 @@
 """A compiler for training video diffusion transformers on clips of mixed resolution and duration.
 
 ``arachnec.trace``, ``arachnec.compile``, ``arachnec.ir`` and ``arachnec.passes.Pipeline`` say in Python what the
-command line says, and no less.
+command line says, and no less. ``arachnec.Engine`` trains in a loop of your own (docs/own_loop.md).
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from arachnec.version import __version__
 
 if TYPE_CHECKING:
     from arachnec import ir, passes
+    from arachnec.backends.torch_distributed.engine import Engine
+    from arachnec.data.clip import VideoClip
     from arachnec.driver import compile, trace
 
-__all__ = ["__version__", "compile", "ir", "passes", "trace"]
+__all__ = ["Engine", "VideoClip", "__version__", "compile", "ir", "passes", "trace"]
+HOMES = {
+    "Engine": "arachnec.backends.torch_distributed.engine",
+    "VideoClip": "arachnec.data.clip",
+    "compile": "arachnec.driver",
+    "trace": "arachnec.driver",
+}
 
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import and `arachnec --help` needs none of it.
-    if name in {"compile", "trace"}:
-        return getattr(importlib.import_module("arachnec.driver"), name)
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
     if name in {"ir", "passes"}:
         return importlib.import_module(f"arachnec.{name}")
     raise AttributeError(f"module 'arachnec' has no attribute {name!r}")

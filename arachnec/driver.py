@@ -8,20 +8,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
-from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import iteration_of, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Clip, Cluster, Level, Module
-from arachnec.ir.values import Attributes
+from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
@@ -90,57 +88,17 @@ def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | N
     Of each clip shape one clip's file is held against what the manifest says, where the file is here. Raises
     ``UserError``.
     """
-    from arachnec.backends.cascade_step import in_training_precision, trained_parameters
-    from arachnec.optimizers.proved_state import recipe_for, with_optimizer
-    from arachnec.passes.trace import trace_model
-    from arachnec.tracing.sample import meta_encoders
-    from arachnec.tracing.timesteps_read import demand_timesteps_read
+    from arachnec.backends.training_trace import training_trace
 
-    training = training or Training()
     clips = [clip for clips in manifest.iterations for clip in clips]
-    traced = trace_model(in_training_precision(model_file, training), clips)
-    _hold_against_headers(traced, clips)
-    demand_timesteps_read(
-        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
-    )
-    model = traced.counter.model
-    recipe = recipe_for(trained_parameters(model), model_file, training)
-    stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
-    return replace(traced, stages=tuple(stages))
-
-
-def _hold_against_headers(traced: Trace, clips: Sequence[VideoClip]) -> None:
-    for clip in {clip.shape: clip for clip in clips if clip.path is not None and clip.path.is_file()}.values():
-        for encoder in traced.counter.encoders.values():
-            check = getattr(encoder, "check", None)
-            if check is not None:
-                check(clip)
+    return training_trace(model_file, clips, training or Training())
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
     """Every clip of the manifest as one module; a clip's id in the IR is its position in the manifest."""
-    clips: list[Clip] = []
-    for number, iteration in enumerate(manifest.iterations):
-        for clip in iteration:
-            clips.append(
-                Clip(
-                    id=len(clips),
-                    frames=clip.frames,
-                    height=clip.height,
-                    width=clip.width,
-                    text=clip.text_tokens,
-                    tokens=traced.tokens(clip),
-                    attrs=Attributes.of(name=str(clip.id), iteration=number),
-                )
-            )
-    return Module(
-        name="manifest",
-        level=Level.TRACED,
-        cluster=cluster,
-        clips=tuple(clips),
-        stages=traced.stages,
-        graphs=traced.graphs,
-    )
+    from arachnec.passes.trace import traced_module
+
+    return traced_module(traced, manifest.iterations, cluster)
 
 
 def plan_model(traced: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> tuple[Module, float]:
@@ -174,8 +132,7 @@ def compile(
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
     one. Raises ``UserError`` for every mistake in the input.
     """
-    from arachnec.backends.cascade_step import trained_parameters
-    from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
+    from arachnec.backends.training_trace import demand_optimizer_fits
     from arachnec.optimizers.recipe import demand_torch_takes
 
     training = training or Training()
@@ -190,7 +147,7 @@ def compile(
     traced = front_end(trace, manifest, machine)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
-    demand_whole_tensors(model_module, recipe_for(trained_parameters(trace.counter.model), model_file, training))
+    demand_optimizer_fits(trace, model_module, model_file, training)
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,

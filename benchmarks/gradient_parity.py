@@ -246,8 +246,8 @@ def _rank(rank: int, store: Path, place: Path, capture, gradients: Path) -> None
 
     import arachnec.tracing.blocks as blocks
     import arachnec.tracing.sample as samples
+    from arachnec.backends.torch_distributed.engine import train
     from arachnec.backends.torch_distributed.options import RunOptions
-    from arachnec.backends.torch_distributed.training_run import train
     from arachnec.executable.folder import read_executable
 
     def known(*_, **__):

@@ -65,6 +65,18 @@ class SameId(Diagnostic):
     id: str | int
 
 
+@dataclass(frozen=True)
+class UnlikeBefore(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `{name}` is {found}"
+    help: ClassVar[str] = "`{name}` of clip `{other}`, of the same size, is {before}: one of them is of another size"
+    clip: str | int
+    announced: str
+    name: str
+    found: str
+    other: str | int
+    before: str
+
+
 class BatchSource:
     """Draws batches. ``batch`` is how many clips make one, where the dataset gives single clips. With ``repeat`` a
     dataset that can be begun again is, as often as needed."""
@@ -80,6 +92,7 @@ class BatchSource:
         self.clips = 0
         self.digest = EMPTY
         self._given = 0  # clips that were made of items, for their numbers
+        self._like: dict[tuple[object, str], tuple[tuple[int, ...], str | int]] = {}  # by size and name: shape, clip
 
     def begin(self) -> None:
         """Make the dataset's iterator, in the thread that calls: a loader may start processes then."""
@@ -166,6 +179,12 @@ class BatchSource:
     def _clip(self, item: object) -> VideoClip:
         clip = clip_of_item(item, self._given)
         self._given += 1
+        for name, value in clip.values.items():
+            shape = tuple(value.shape)
+            before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
+            if shape != before:
+                announced, found, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
+                raise UserError(UnlikeBefore(None, clip.id, announced, name, found, other, expected))
         return clip
 
     def _item(self, *, again: bool) -> Any:

@@ -143,11 +143,13 @@ def write_executable(
     training: Training | None = None,
     load: Sequence[Path] = (),
     extra: Mapping[str, str] | None = None,
+    source: str | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
     ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
-    where there are any. ``extra`` are more files by name, such as the report. Raises
+    where there are any. ``extra`` are more files by name, such as the report; ``source`` stands for the model file's
+    text where the model is none of a file. Raises
     ``UserError`` for training options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
@@ -158,7 +160,7 @@ def write_executable(
         PROGRAM: print_module(program),
         TRACED: print_module(traced),
         MODEL_IR: print_module(replace(model or traced, name="model", clips=())),
-        MODEL: model_file.path.read_text(encoding="utf-8"),
+        MODEL: model_file.path.read_text(encoding="utf-8") if source is None else source,
         CLIPS: "".join(msgspec.json.encode(row_of(clip)).decode() + "\n" for clip in clips),
     }
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
@@ -150,12 +150,13 @@ def exit_with(main: Callable[[], None]) -> None:
         error.show()
         sys.exit(error.exit_code)
     except Ended as end:
-        _end(end.failure, tells=end.tells)
+        end_process(end.failure, tells=end.tells)
     except BaseException as error:
-        _end(failure_of(error), tells=True)
+        end_process(failure_of(error), tells=True)
 
 
-def _end(failure: Failure, *, tells: bool) -> None:
+def end_process(failure: Failure, *, tells: bool) -> NoReturn:
+    """End this rank with the failure's exit code, without waiting for anybody."""
     if tells:
         record_failure(failure)
     sys.stdout.flush()

@@ -116,6 +116,7 @@ class ModelFile:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     modules: tuple[str, ...] = ()
+    module: torch.nn.Module | None = None  # the model itself, where it was given and not built
 
     def span(self, name: str) -> Span | None:
         """Where the file defines ``name``."""
@@ -194,15 +195,16 @@ def _function(module: ModuleType, path: Path, name: str) -> Any:
     try:
         signature = inspect.signature(function)
     except ValueError:  # a C function that does not say
-        return _guarded(function, path, name)
+        return checked_function(function, path, name)
     try:
         signature.bind(*ARGUMENTS[name])
     except TypeError:
         raise UserError(WrongSignature(definition(path, name), name, arguments, str(signature))) from None
-    return _guarded(function, path, name)
+    return checked_function(function, path, name)
 
 
-def _guarded(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
+def checked_function(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
+    """``function`` with its result checked, and its exceptions told at the line of ``path`` that raised."""
     defined = definition(path, name)  # once: it parses the file, which threads must not do beside each other
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:

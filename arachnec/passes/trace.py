@@ -15,7 +15,8 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, counted
-from arachnec.ir.nodes import Graph, Stage
+from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
+from arachnec.ir.values import Attributes
 from arachnec.models.batch import prediction_of
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
@@ -58,6 +59,17 @@ class Trace:
             f"{counted(count, 'clip shape')} ran up to the first block only: what the model does behind it is first "
             "tried in their step",
         )
+
+
+def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], cluster: Cluster) -> Module:
+    """Every clip of these global batches as one module; a clip's id in the IR is its position in all of them."""
+    clips: list[Clip] = []
+    for number, iteration in enumerate(iterations):
+        for clip in iteration:
+            attrs = Attributes.of(name=str(clip.id), iteration=number)
+            sizes = clip.frames, clip.height, clip.width, clip.text_tokens, traced.tokens(clip)
+            clips.append(Clip(len(clips), *sizes, attrs))
+    return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)
 
 
 class _Reached(BaseException):

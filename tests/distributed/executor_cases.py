@@ -355,7 +355,7 @@ def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
 
 
 def _train(folder: Path, options: RunOptions) -> None:
-    from arachnec.backends.torch_distributed.training_run import train
+    from arachnec.backends.torch_distributed.engine import train
     from arachnec.executable.folder import read_executable
 
     with captured_once():

@@ -29,7 +29,7 @@ PRELOAD = (
     "torch.distributed",
     "pytest",
     "hypothesis",
-    "arachnec.backends.torch_distributed.training_run",
+    "arachnec.backends.torch_distributed.engine",
     "arachnec.backends.torch_distributed.checkpoint",
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",

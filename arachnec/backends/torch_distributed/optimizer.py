@@ -61,12 +61,17 @@ class Optimizer:
         self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
         groups = tuple(self._fused(group) for group in self._recipe.groups)
         runs = [(run, number) for number, group in enumerate(groups) for run in self._runs(group)]
-        self._torch = self._recipe.make([(run, groups[number]) for run, number in runs])
+        self.torch = self._recipe.make([(run, groups[number]) for run, number in runs])
         numbers = range(len(groups)) if self._recipe.kind is None else (number for _, number in runs)
         self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
+<<<<<<< HEAD
         self._kept = KeptState(self._recipe, groups, self._torch)
         self._kept.expect(self._masters)
+=======
+        self._kept = KeptState(self._recipe, groups, self.torch)
+>>>>>>> next
         self._rates = Rates(training.schedule, [group.arguments for group in groups])
+        self.sets_rates = True  # unless somebody else's schedule does
         self.done = 0  # updates, those before a resumed run included
         self.ema = {n: m.detach().clone() for n, m in self._masters.items()} if training.ema else {}
 
@@ -113,14 +118,15 @@ class Optimizer:
         if limit and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
         self._kept.settle(self._masters)
-        self._set_rates()
+        if self.sets_rates:
+            self._set_rates()
         finite = norm.isfinite()
-        if getattr(self._torch, "_step_supports_amp_scaling", False):
-            self._torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
-            self._torch.step()
+        if getattr(self.torch, "_step_supports_amp_scaling", False):
+            self.torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.torch.step()
             self._kept.updated(self._masters)
         elif finite:
-            self._torch.step()
+            self.torch.step()
             self._kept.updated(self._masters)
         self.done += 1
         for master in self._masters.values():
@@ -184,7 +190,7 @@ class Optimizer:
     @property
     def rate(self) -> float:
         """The learning rate of the first group in the latest update."""
-        return float(self._torch.param_groups[0].get("lr", 0.0))
+        return float(self.torch.param_groups[0].get("lr", 0.0))
 
     def demand_lasting(self, steps: int) -> None:
         """Raises ``UserError`` for a schedule that ends before so many updates."""
@@ -192,7 +198,7 @@ class Optimizer:
 
     def _set_rates(self) -> None:
         rates = self._rates.at(self.done)
-        for group, number in zip(self._torch.param_groups, self._group_of, strict=True):
+        for group, number in zip(self.torch.param_groups, self._group_of, strict=True):
             group.update(rates[number] if rates else {})
 
     def _runs(self, group: ParameterGroup) -> list[list[Tensor]]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed import told_batches
 from arachnec.backends.torch_distributed.background_planner import (
     BackgroundPlanner,
     PlannedClip,
@@ -33,6 +32,7 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.passes.check import Check
+from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text
 
 PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and how often the links were measured anew
@@ -50,6 +50,7 @@ class Planned:
     clips: Mapping[int, VideoClip]  # by id in the module
     key: PlanKey
     mark: Mark  # of the batches, after this step
+    reused: bool  # whether a batch of the same shapes was planned before
 
 
 class Plans:
@@ -89,7 +90,6 @@ class Plans:
         self._draws = ThreadPoolExecutor(1, "draws")
         self._thread = ThreadPoolExecutor(1, "plans")
         self._closing = False
-        self.reused = 0  # steps whose shapes were planned before
 
     def get(self, step: int) -> Planned | None:
         """A step's batch and program, waited for if need be; None where the batches have ended.
@@ -149,8 +149,8 @@ class Plans:
         if drawn is None:
             return None
         key = _key(drawn, version)
-        if key in self._programs:
-            self.reused += 1
+        reused = key in self._programs
+        if reused:
             self._programs[key] = self._programs.pop(key)  # the latest used
         else:
             self._programs[key] = self._proved(drawn, key)
@@ -160,7 +160,7 @@ class Plans:
         clips = placed_in(module.clips, drawn)
         if self.batches.told:
             clips = told_batches.delivered(clips, module, self._group)
-        return Planned(step, drawn.number, module, clips, key, drawn.mark)
+        return Planned(step, drawn.number, module, clips, key, drawn.mark, reused)
 
     def _proved(self, drawn: Drawn, key: PlanKey) -> Module:
         compiled = self._is_compiled(key)

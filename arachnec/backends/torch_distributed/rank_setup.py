@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import given_module, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
@@ -68,6 +68,8 @@ def set_up_rank(
     cells: CellParameters | None = None
     if dealt_out:
         model, cells = CellParameters.of(model_file, training, device, dealt_out, own, init)
+    elif own is None and model_file.module is not None:
+        model = given_module(model_file.module, training, device)
     elif own is None:
         model = shared_model(model_file, training, device, init)
     else:

@@ -78,6 +78,7 @@ class RunReport(msgspec.Struct, frozen=True):
     peak_memory_gib: float
     peak_reserved_gib: float
     attention: dict[str, str]  # the kernel family of each grid of the last step
+    plans_reused: int = 0  # batches that ran the plan of an earlier one of the same shapes
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -91,7 +92,9 @@ class Measured(msgspec.Struct, frozen=True):
     intervals: list[Interval]
 
 
-def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str]) -> RunReport:
+def run_report(
+    ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str], plans_reused: int = 0
+) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
     return RunReport(
@@ -106,6 +109,7 @@ def run_report(ranks: int, device: str, steps: Sequence[StepReport], attention: 
         peak_memory_gib=max(s.peak_memory_gib for s in steps),
         peak_reserved_gib=max(s.peak_reserved_gib for s in steps),
         attention=dict(attention),
+        plans_reused=plans_reused,
     )
 
 

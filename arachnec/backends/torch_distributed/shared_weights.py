@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import build_encoders, build_model
+from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_weights, initial_weights
+from arachnec.models.precision import in_precision
 from arachnec.runtime.agreement import agree
 
 Modules = Mapping[str, nn.Module]
@@ -44,6 +45,17 @@ def shared_model(
         return {"model": model}
 
     return shared_modules(build, device)["model"]
+
+
+def given_module(model: nn.Module, training: Training, device: torch.device) -> nn.Module:
+    """A module that every rank was given, with rank 0's values, on the rank's device. Collective."""
+    if training.dtype != "fp32":
+        model = in_precision(model, DTYPES[training.dtype])
+    model.to(device)
+    agree({"the tensors of the model": digest_of({"model": model})})
+    for tensor in tensors_of({"model": model}):
+        broadcast(tensor)
+    return model
 
 
 def shared_encoders(

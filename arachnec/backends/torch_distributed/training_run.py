@@ -20,19 +20,17 @@ from arachnec.backends.cascade_step import (
     drop_gradients,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
-from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
-from arachnec.backends.torch_distributed.run_files import gradient_saver, write_measured
+from arachnec.backends.torch_distributed.run_files import gradient_saver
 from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
@@ -42,6 +40,7 @@ from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.step_log import StepLog
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
+from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.shuffled_batches import ShuffledBatches
@@ -49,12 +48,12 @@ from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
+from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
-from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.slow_ranks import SlowRanks
 from arachnec.runtime.step_progress import StepProgress
@@ -73,65 +72,6 @@ def unwatched(phase: str, limit: float | None = None, option: str = "", progress
     """Nobody minds how long a phase takes."""
 
 
-def train(
-    executable: Executable,
-    options: RunOptions,
-    device: torch.device,
-    enter: Enter = unwatched,
-    notes: Sequence[str] = (),
-    *,
-    restarted: bool = False,
-) -> None:
-    """Carry out ``options.steps`` optimizer steps; every rank of the default process group calls this.
-
-    A run that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to end.
-
-    Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
-    """
-    compiled = executable.program
-    if restarted and options.checkpoint is not None:
-        options = replace(options, resume=True)
-    with explained_memory(DeviceRuntime.of(device), compiled, program_of(compiled, dist.get_rank())):
-        trainer = Trainer(executable, options, device, enter)
-    count = options.steps or trainer.steps_of(executable.header.iterations)
-    end = end_of_job(options.checkpoint, trainer.done, count, restarted=restarted)
-    events.emit(report.Start(dist.get_world_size(), _describe(device), trainer.done, end - trainer.done))
-    if device.type == "cpu" and not planned_for_cpu(executable):
-        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
-        if note is not None:
-            events.emit(report.Note(note))
-    steps: list[report.StepReport] = []
-    log = StepLog()
-    try:
-        log = trainer.step_log(end)
-        for step in range(trainer.done, end):
-            last = step == end - 1
-            saving = options.save_gradients if last else None
-            done = trainer.step(step, save_gradients=saving, last=last)
-            assert done is not None, "the batches of an executable come again and again"
-            steps.append(done)
-            events.emit(done)
-            log.tell(done)
-            trainer.saves(step + 1, last or bool(options.every and (step + 1) % options.every == 0))
-        trainer.finish_saving()
-    finally:
-        log.close()
-        trainer.close()
-    enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
-    if not steps:
-        events.emit(report.Note(f"all {end} steps were done before"))
-        trainer.close_groups()
-        return
-    write_measured(executable, trainer.module, steps[-1], trainer.intervals)
-    if dist.get_rank() == 0:
-        training = options.training(executable.training)
-        attention = attention_by_grid(trainer.module, training.dtype, device)
-        summary = report.run_report(dist.get_world_size(), _describe(device), steps, attention)
-        report.write_json(options.report or executable.folder / "run.json", summary)
-    trainer.close_groups()
-
-
 class Trainer:
     """A model in training on one rank: everything that stays from step to step. All methods are collective."""
 
@@ -143,9 +83,10 @@ class Trainer:
         enter: Enter = unwatched,
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
+        model_file: ModelFile | None = None,
     ) -> None:
-        """``batches`` are the executable's own where none are given; ``resumed`` is the checkpoint to go on from where
-        it was looked for before."""
+        """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
+        that ``batches`` go on from."""
         self.timeouts = options.timeouts()
         self._enter = enter
         self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
@@ -157,14 +98,14 @@ class Trainer:
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
-        model_file = executable.model_file()
+        model_file = model_file or executable.model_file()
         self._executable = executable
         more_state = state_beyond_plan(executable, model_file, training)
         if training.shuffle and batches is not None:
             raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
         drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
         self._plans = Plans(executable, rank, world, drawn, more_state=more_state)
-        resumed = resumed or _newest(options)
+        resumed = newest_checkpoint(options) if batches is None else resumed
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
@@ -204,7 +145,21 @@ class Trainer:
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
+        self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+        self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._context.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._context.optimizer.torch
+
+    def leave_rates(self) -> None:
+        """From now on somebody else sets the learning rates."""
+        self._context.optimizer.sets_rates = False
 
     @property
     def device(self) -> torch.device:
@@ -222,10 +177,11 @@ class Trainer:
         """Optimizer steps that so many batches make."""
         return -(-batches // self._each)
 
-    def step_log(self, end: int) -> StepLog:
-        """What is told of every step up to ``end``. Raises ``UserError`` where its schedule ends before."""
+    def step_log(self, end: int | None) -> StepLog:
+        """What is told of every step. Raises ``UserError`` where the schedule does not last up to ``end``, if known."""
         context = self._context
-        context.optimizer.demand_lasting(end)
+        if end is not None:
+            context.optimizer.demand_lasting(end)
         return StepLog.open(context.training, context.model_file.on_step, context.rank)
 
     def step(self, number: int, *, save_gradients: Path | None = None, last: bool = False) -> report.StepReport | None:
@@ -237,6 +193,7 @@ class Trainer:
         plans = [self._plan(begin + place) for place in range(self._each)]
         batches = [planned for planned in plans if planned is not None]
         counts = [len(planned.module.clips) for planned in batches]
+        self.clips = tuple(clip for planned in batches for _, clip in sorted(planned.clips.items()))
         reports: list[report.StepReport] = []
         for place, planned in enumerate(batches):
             share = Share()
@@ -255,6 +212,7 @@ class Trainer:
     ) -> report.StepReport:
         """Carry out one batch, of the optimizer step that it has a share of."""
         self._planned, self.module = planned, planned.module
+        self.plans_reused += planned.reused
         self._enter_step(planned)
         self._prepare(self.module, share)
         context = self._context
@@ -524,7 +482,7 @@ class Trainer:
             self._context.optimizer.done = whole.position.steps
 
 
-def _newest(options: RunOptions) -> checkpoint.Whole | None:
+def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
     """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
     if options.checkpoint is None:
         return None
@@ -537,7 +495,7 @@ def _newest(options: RunOptions) -> checkpoint.Whole | None:
     return whole
 
 
-def _describe(device: torch.device) -> str:
+def described(device: torch.device) -> str:
     return DeviceRuntime.of(device).name()
 
 

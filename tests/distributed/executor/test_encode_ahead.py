@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
-from arachnec.backends.torch_distributed import training_run
+from arachnec.backends.torch_distributed import engine
 from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
 from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.backends.torch_distributed.optimizer import Optimizer
@@ -69,7 +69,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))
         patch.setattr(Optimizer, "step", noted)
-        training_run.train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("waits", [True, False])

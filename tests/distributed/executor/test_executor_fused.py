@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from arachnec.backends.torch_distributed.engine import train
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import train
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region
 from arachnec.executable.folder import read_executable, write_executable

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from arachnec.analysis.uses import overlapped_reduces
-from arachnec.backends.torch_distributed import interpreter, training_run
+from arachnec.backends.torch_distributed import engine, interpreter
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
@@ -138,7 +138,7 @@ def train_ncclish(folder: Path, options: RunOptions, settings: Settings) -> Coun
     late = late_runtime()
     with captured_once(), pytest.MonkeyPatch.context() as patch, ncclish_world(folder, settings) as counts:
         patch.setattr(DeviceRuntime, "of", classmethod(lambda cls, device: late))
-        training_run.train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, torch.device("cpu"))
         return counts
 
 

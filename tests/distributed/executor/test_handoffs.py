@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed import training_run
+from arachnec.backends.torch_distributed import engine
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.runtime.device_runtime import DeviceRuntime, HostCopy
@@ -157,7 +157,7 @@ def train_on_a_late_device(folder: Path, options: RunOptions) -> list[str]:
     late = late_runtime()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRuntime, "of", classmethod(lambda cls, device: late))
-        training_run.train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, torch.device("cpu"))
     return late.copies
 
 
@@ -181,7 +181,7 @@ def prepare_in_threads(folder: Path) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "clip_generator", noted)
-        training_run.train(read_executable(folder), RunOptions(), torch.device("cpu"))
+        engine.train(read_executable(folder), RunOptions(), torch.device("cpu"))
     return threads
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.backends.torch_distributed import training_run
+from arachnec.backends.torch_distributed import engine, training_run
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.kernels.attention.process_groups import ProcessGroups, disjoint, too_many
@@ -127,7 +127,7 @@ def groups_of_steps(folder: Path) -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
         patch.setattr(training_run, "run_iteration", step)
-        training_run.train(read_executable(folder), RunOptions(steps=3), CPU)
+        engine.train(read_executable(folder), RunOptions(steps=3), CPU)
     return events
 
 

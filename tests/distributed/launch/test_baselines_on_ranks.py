@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from arachnec.backends.torch_distributed.engine import train
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import train
 from arachnec.executable.folder import iteration_of, read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module, Phase

@@ -29,6 +29,10 @@ META = torch.device("meta")
 READING = ("encode", "forward")  # instructions that read a clip
 
 
+class CannotDraw(UserError):
+    """A batch that cannot be drawn: a mistake of the dataset, told on every rank at the same step."""
+
+
 class _Row(msgspec.Struct, frozen=True):
     clip: ClipRow
     tokens: int
@@ -78,7 +82,7 @@ def ir_clip(id: int, clip: VideoClip, tokens: int, iteration: int) -> Clip:
 def told(drawing: Future[Drawn | None] | None, group: dist.ProcessGroup | None) -> Drawn | None:
     """The batch that rank 0 has drawn, on every rank; others than rank 0 see the shapes of tensors only. Collective.
 
-    Raises rank 0's ``UserError`` on every rank.
+    Raises rank 0's mistake as ``CannotDraw`` on every rank.
     """
     if drawing is None:
         return _heard(msgspec.json.decode(share_text(None, group), type=_Message))
@@ -87,7 +91,7 @@ def told(drawing: Future[Drawn | None] | None, group: dist.ProcessGroup | None) 
     except UserError as error:
         message = "\n".join(render(diagnostic) for diagnostic in error.diagnostics).removeprefix("error: ")
         share_text(msgspec.json.encode(_Message(error=message)).decode(), group)
-        raise
+        raise CannotDraw(*error.diagnostics) from None
     share_text(msgspec.json.encode(_said(drawn)).decode(), group)
     return drawn
 
@@ -105,7 +109,7 @@ def _specs(clip: VideoClip) -> list[tuple[str, str, list[int]]]:
 
 def _heard(message: _Message) -> Drawn | None:
     if message.error is not None:
-        raise UserError(RankTold(None, message.error))
+        raise CannotDraw(RankTold(None, message.error))
     if message.rows is None:
         return None
     clips = {

@@ -1,0 +1,336 @@
+"""Training as an iterator of steps: in somebody's own loop, and under ``arachnec run``.
+
+docs/own_loop.md says how it is used. What a step does is ``Trainer``; here it is decided where batches come from, when
+the run ends, and when checkpoints are written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from arachnec.backends.torch_distributed import checkpoint, events, report
+from arachnec.backends.torch_distributed.attention import attention_by_grid
+from arachnec.backends.torch_distributed.background_planner import cluster_for
+from arachnec.backends.torch_distributed.interpreter import program_of
+from arachnec.backends.torch_distributed.job_end import end_of_job
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
+from arachnec.backends.torch_distributed.run_files import write_measured
+from arachnec.backends.torch_distributed.step_log import StepLog, metrics_of
+from arachnec.backends.torch_distributed.training_run import (
+    Enter,
+    Trainer,
+    described,
+    newest_checkpoint,
+    planned_for_cpu,
+    unwatched,
+)
+from arachnec.cluster.file import parse_cluster
+from arachnec.data.batch_source import BatchSource
+from arachnec.data.clip import VideoClip
+from arachnec.executable.batches import Batches
+from arachnec.executable.folder import Executable
+from arachnec.executable.training_options import Schedule, Training, bad_value
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.launch.own_script import OwnScript
+from arachnec.models.file import ModelFile, load_model_file
+from arachnec.models.given_module import given_module, with_own_optimizer
+from arachnec.optimizers.recipe import UserOptimizer
+from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.out_of_memory import explained_memory
+from arachnec.runtime.told_batches import CannotDraw
+
+Scheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass(frozen=True)
+class UnknownOption(Diagnostic):
+    title: ClassVar[str] = "Engine has no option `{name}`"
+    help: ClassVar[str] = "its options are {known}"
+    name: str
+    known: str
+
+
+@dataclass(frozen=True)
+class BatchesEnded(Diagnostic):
+    title: ClassVar[str] = "the batches ended after {done}, and {wanted} were asked for"
+    help: ClassVar[str] = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
+    done: str
+    wanted: str
+    kept: str
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One optimizer step. ``loss`` is the mean over the batch's clips, nan for a step that was skipped; ``metrics`` are
+    the numbers of ``report``."""
+
+    number: int
+    loss: float
+    metrics: Mapping[str, float]
+    clips: tuple[VideoClip, ...]
+    report: report.StepReport
+
+
+class Engine:
+    """Trains on batches that it is given; ``for step in engine`` takes one optimizer step each time.
+
+    ``model`` is the path of a model file, or a ``torch.nn.Module`` with ``sample`` and ``loss`` (and ``encoders``).
+    ``batches`` gives batches of clips, or single clips of which ``batch`` make one; rank 0 alone draws from it.
+    ``cluster`` is a file or a short form such as ``2x8:h100-80g``; without, the ranks are on CPUs of this machine.
+    ``optimizer`` makes a torch optimizer of the parameters, ``scheduler`` a learning rate schedule of that. ``options``
+    are those of ``arachnec run``: steps, checkpoint, every, keep, resume, dtype, train, settings, ...
+
+    Every rank makes it, alike. Raises ``UserError`` for every mistake in the input.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        batches: object = None,
+        *,
+        cluster: str | Path | None = None,
+        optimizer: UserOptimizer | None = None,
+        scheduler: Scheduler | None = None,
+        sample: Callable[..., Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        encoders: Callable[[], dict[str, nn.Module]] | None = None,
+        passes: str = "default",
+        batch: int | None = None,
+        **options: Any,
+    ) -> None:
+        own = run_options(options)
+        machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
+        self._script = OwnScript.join(machine, own.start_timeout)
+        own = _resuming(own, self._script.restarted)
+        self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
+        enter = self._script.enter
+        file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
+        file = file if optimizer is None else with_own_optimizer(file, optimizer)
+        resumed = newest_checkpoint(own)
+        source = BatchSource(batches, batch, repeat=own.steps is not None) if dist.get_rank() == 0 else None
+        training = own.training(Training())
+        if scheduler is not None and training.schedule != Schedule():
+            raise UserError(bad_value("schedule", training.schedule, "Engine has a `scheduler`", "keep one of them"))
+        machine = cluster_for(machine, dist.get_world_size())
+        position = None if resumed is None else resumed.position
+        compiling = Compiling(file, machine, passes, training)
+        executable, drawn = own_executable(Path(self._folder.name), compiling, source, position)
+        self._begin(
+            own,
+            device=self._script.device,
+            executable=executable,
+            enter=enter,
+            batches=drawn,
+            resumed=resumed,
+            model_file=file,
+            scheduler=scheduler,
+        )
+        for note in self._script.notes:
+            events.emit(report.Note(note))
+
+    @classmethod
+    def of(
+        cls,
+        executable: Executable,
+        options: RunOptions,
+        device: torch.device,
+        enter: Enter = unwatched,
+        *,
+        restarted: bool = False,
+    ) -> Engine:
+        """The engine of an executable, whose batches come again and again. Every rank of the default process group
+        makes it. One that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to
+        end."""
+        engine = cls.__new__(cls)
+        engine._script = OwnScript(device, restarted=restarted)
+        engine._begin(_resuming(options, restarted), device=device, executable=executable, enter=enter)
+        return engine
+
+    def _begin(
+        self,
+        options: RunOptions,
+        *,
+        device: torch.device,
+        executable: Executable,
+        enter: Enter,
+        batches: Batches | None = None,
+        resumed: checkpoint.Whole | None = None,
+        model_file: ModelFile | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._executable, self._options, self._enter = executable, options, enter
+        program = executable.program
+        with explained_memory(DeviceRuntime.of(device), program, program_of(program, dist.get_rank())):
+            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file)
+        self.done = self.first = self._trainer.done  # optimizer steps
+        self.steps: list[report.StepReport] = []  # of this run
+        endless = batches is None
+        count = options.steps or (self._trainer.steps_of(executable.header.iterations) if endless else None)
+        restarted = self._script.restarted
+        self.end = None if count is None else end_of_job(options.checkpoint, self.first, count, restarted=restarted)
+        self._saved = self.first
+        self._closed = False
+        self._log = StepLog()
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        if self.scheduler is not None:
+            _advance(self.scheduler, self.first)
+            self._trainer.leave_rates()
+        self._enter("your own code")
+
+    @property
+    def model(self) -> nn.Module:
+        """The module in training. A rank of a pipeline has the parameters of its stages only."""
+        return self._trainer.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer, over this rank's parts of the parameters or their fp32 copies."""
+        return self._trainer.optimizer
+
+    @property
+    def trainer(self) -> Trainer:
+        return self._trainer
+
+    @property
+    def plans_reused(self) -> int:
+        """Batches that needed no plan of their own, because one of the same shapes had been planned."""
+        return self._trainer.plans_reused
+
+    def __iter__(self) -> Iterator[EngineStep]:
+        """Take steps until the batches end, or ``steps`` are done. Then the last checkpoint is written.
+
+        Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
+        """
+        try:
+            self._log = self._trainer.step_log(self.end)
+            while self.end is None or self.done < self.end:
+                step = self._step(last=self.end is not None and self.done + 1 == self.end)
+                if step is None:
+                    break
+                yield step
+            self._save_last()
+            if self.end is not None and self.done < self.end:
+                done, wanted = (counted(count, "step") for count in (self.done - self.first, self.end - self.first))
+                kept = (
+                    "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
+                )
+                raise UserError(BatchesEnded(None, done, wanted, kept))
+        finally:
+            self.close()
+
+    def _step(self, *, last: bool) -> EngineStep | None:
+        saving = self._options.save_gradients if last else None
+        try:
+            took = self._trainer.step(self.done, save_gradients=saving, last=last)
+        except CannotDraw:
+            self._save_last()
+            raise
+        if took is None:
+            return None
+        self.done += 1
+        self.steps.append(took)
+        self._log.tell(took)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        every = self._options.every
+        due = last or bool(every and self.done % every == 0)
+        self._trainer.saves(self.done, due)
+        if due:
+            self._saved = self.done
+        self._enter("your own code")
+        loss = math.nan if took.loss is None else took.loss
+        return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+
+    def _save_last(self) -> None:
+        """A checkpoint of the last step, where there is none, and wait until it is whole."""
+        if self.done > self._saved:
+            self._trainer.saves(self.done, True)
+            self._saved = self.done
+        self._trainer.finish_saving()
+
+    def close(self) -> None:
+        """End what runs beside the steps. The loop does so at its end."""
+        if not self._closed:
+            self._closed = True
+            self._log.close()
+            self._trainer.close()
+
+
+def run_options(options: Mapping[str, Any]) -> RunOptions:
+    """The options of a run by their names. Raises ``UserError`` for one that there is not."""
+    known = [field.name for field in fields(RunOptions)]
+    for name in options:
+        if name not in known:
+            raise UserError(UnknownOption(None, name, ", ".join(known)))
+    paths = {"train", "save_gradients", "report", "init", "checkpoint"}
+    given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
+    return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
+
+
+def _resuming(options: RunOptions, restarted: bool) -> RunOptions:
+    return replace(options, resume=True) if restarted and options.checkpoint is not None else options
+
+
+def _advance(scheduler: Any, steps: int) -> None:
+    """Take a new schedule to where a resumed run stands."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            scheduler.step()
+
+
+def _world() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def train(
+    executable: Executable,
+    options: RunOptions,
+    device: torch.device,
+    enter: Enter = unwatched,
+    notes: Sequence[str] = (),
+    *,
+    restarted: bool = False,
+) -> None:
+    """What ``arachnec run`` does on a rank: every step of an engine is reported, and the last to be looked at.
+
+    Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
+    """
+    engine = Engine.of(executable, options, device, enter, restarted=restarted)
+    trainer = engine.trainer
+    assert engine.end is not None, "an executable's batches never end"
+    events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
+    if device.type == "cpu" and not planned_for_cpu(executable):
+        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
+    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
+        if note is not None:
+            events.emit(report.Note(note))
+    for step in engine:
+        events.emit(step.report)
+    enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
+    if not engine.steps:
+        events.emit(report.Note(f"all {engine.end} steps were done before"))
+        trainer.close_groups()
+        return
+    write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals)
+    if dist.get_rank() == 0:
+        training = options.training(executable.training)
+        attention = attention_by_grid(trainer.module, training.dtype, device)
+        ranks, reused = dist.get_world_size(), engine.plans_reused
+        summary = report.run_report(ranks, described(device), engine.steps, attention, plans_reused=reused)
+        report.write_json(options.report or executable.folder / "run.json", summary)
+    trainer.close_groups()

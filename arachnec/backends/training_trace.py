@@ -1,0 +1,45 @@
+"""A model traced as it is trained: in the precision of its options, with the state of their optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from arachnec.backends.cascade_step import in_training_precision, trained_parameters
+from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Module
+from arachnec.models.file import ModelFile
+from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
+from arachnec.passes.trace import Trace, trace_model
+from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.timesteps_read import demand_timesteps_read
+
+
+def training_trace(model_file: ModelFile, clips: Sequence[VideoClip], training: Training) -> Trace:
+    """Of each clip shape one clip's file is held against what the manifest says, where the file is here.
+
+    Raises ``UserError``.
+    """
+    traced = trace_model(in_training_precision(model_file, training), clips)
+    _hold_against_headers(traced, clips)
+    demand_timesteps_read(
+        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
+    )
+    model = traced.counter.model
+    recipe = recipe_for(trained_parameters(model), model_file, training)
+    stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
+    return replace(traced, stages=tuple(stages))
+
+
+def demand_optimizer_fits(trace: Trace, model: Module, model_file: ModelFile, training: Training) -> None:
+    """Raises ``UserError`` where the passes of scope ``model`` deal out what the optimizer needs whole."""
+    demand_whole_tensors(model, recipe_for(trained_parameters(trace.counter.model), model_file, training))
+
+
+def _hold_against_headers(traced: Trace, clips: Sequence[VideoClip]) -> None:
+    for clip in {clip.shape: clip for clip in clips if clip.path is not None and clip.path.is_file()}.values():
+        for encoder in traced.counter.encoders.values():
+            check = getattr(encoder, "check", None)
+            if check is not None:
+                check(clip)

@@ -1,0 +1,96 @@
+"""A rank that is somebody's own script: under torchrun, alone, or in a process group that the script has made."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar
+
+from arachnec.cluster.device_selection import TorchDevices, select_device, use_device
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster
+from arachnec.launch.failure import failure_of
+from arachnec.launch.progress import Progress
+from arachnec.launch.ranks import Ended, end_process, joined_rank
+from arachnec.launch.timeouts import START_S
+
+if TYPE_CHECKING:
+    import torch
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class NoHostGroup(Diagnostic):
+    title: ClassVar[str] = "the default process group has the backend {backend}, and none for tensors of the host"
+    help: ClassVar[str] = (
+        'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one under torchrun'
+    )
+    backend: str
+
+
+@dataclass
+class OwnScript:
+    """What ends with the script: the process group and its watchdog, where they are ours."""
+
+    device: torch.device
+    notes: tuple[str, ...] = ()
+    watchdog: Callable[..., None] | None = None
+    restarted: bool = False  # by a launcher, after a failure
+    _joined: ExitStack = field(default_factory=ExitStack)
+    _usual: Hook | None = None  # what the interpreter calls for an exception without us
+
+    @classmethod
+    def join(cls, cluster: Cluster, start_s: float | None = None) -> OwnScript:
+        """This process as a rank. An exception that the script lets out ends all ranks from here on, a mistake with one
+        message and exit code 2."""
+        import torch.distributed as dist
+
+        cpu = cluster.attrs.get("device") == "cpu"
+        if dist.is_initialized():
+            backend = str(dist.get_backend_config())
+            if "gloo" not in backend:
+                raise UserError(NoHostGroup(None, backend))
+            script = cls(use_device(select_device(cpu, os.environ, TorchDevices())))
+        else:
+            if "RANK" not in os.environ:
+                os.environ.update({**ALONE, "MASTER_PORT": os.environ.get("MASTER_PORT", "0")})
+            stack = ExitStack()
+            joined = stack.enter_context(joined_rank(START_S if start_s is None else start_s))
+            device, notes = joined.agree_on_devices(cpu=cpu, planned=cluster)
+            joined.make_process_group(device)
+            script = cls(device, notes, joined.watchdog.enter, joined.restarted, stack)
+        script._watch_exceptions()
+        return script
+
+    def enter(self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
+        if self.watchdog is not None:
+            self.watchdog(phase, limit, option, progress)
+
+    def close(self) -> None:
+        """Leave the process group, where it is ours. Collective."""
+        atexit.unregister(self.close)
+        if self._usual is not None:
+            sys.excepthook, self._usual = self._usual, None
+        self._joined.close()
+
+    def _watch_exceptions(self) -> None:
+        usual = self._usual = sys.excepthook
+
+        def ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            try:
+                self._joined.__exit__(kind, error, trace)
+            except Ended as end:
+                end_process(end.failure, tells=end.tells)
+            if isinstance(error, UserError):
+                end_process(failure_of(error), tells=True)
+            usual(kind, error, trace)
+
+        sys.excepthook = ends
+        atexit.register(self.close)

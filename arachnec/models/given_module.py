@@ -1,0 +1,100 @@
+"""A module that somebody has built, with its ``sample`` and ``loss``, as a model file."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import ModelFile, checked_function
+
+
+@dataclass(frozen=True)
+class NothingGiven(Diagnostic):
+    title: ClassVar[str] = "Engine was given a {kind} without `{name}`"
+    help: ClassVar[str] = "{remedy}"
+    kind: str
+    name: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class NoFunction(Diagnostic):
+    title: ClassVar[str] = "`optimizer` is a {kind}, not a function of the parameters"
+    help: ClassVar[str] = "give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+    kind: str
+
+
+def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
+    """The model file with this function in place of its ``optimizer``. Raises ``UserError`` where it is none."""
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise UserError(NoFunction(None, type(optimizer).__name__))
+    return replace(model_file, optimizer=optimizer)
+
+
+def given_module(
+    module: object,
+    sample: Callable[..., Any] | None,
+    loss: Callable[..., Any] | None,
+    encoders: Callable[[], dict[str, nn.Module]] | None = None,
+) -> ModelFile:
+    """A model file whose ``build`` gives the module itself, and on the meta device a copy without values.
+
+    Raises ``UserError`` where it is no module, or a function is missing.
+    """
+    kind = type(module).__name__
+    if not isinstance(module, nn.Module):
+        remedy = "give the path of a model file, or a torch.nn.Module with sample= and loss="
+        raise UserError(NothingGiven(None, kind, "parameters", remedy))
+    for name, function, arguments in (("sample", sample, "clip, generator"), ("loss", loss, "prediction, target")):
+        if not callable(function):
+            remedy = f"add {name}=FUNCTION, a function of ({arguments}) as docs/your_model.md describes it"
+            raise UserError(NothingGiven(None, kind, name, remedy))
+    assert sample is not None
+    path = Path(inspect.getsourcefile(sample) or __file__).absolute()
+    functions = {"sample": sample, "loss": loss, "encoders": encoders}
+    told = {n: None if f is None else checked_function(f, path, n) for n, f in functions.items()}
+    digest = hashlib.sha256(_source(module, functions).encode()).hexdigest()
+    shapes = without_values(module)
+
+    def build() -> nn.Module:
+        return copy.deepcopy(shapes) if torch.empty(0).is_meta else module
+
+    return ModelFile(build=build, path=path, digest=digest, module=module, **told)  # type: ignore[arg-type]
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy on the meta device; nothing of the module's size is allocated."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        kept = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        memo[id(tensor)] = kept
+    return copy.deepcopy(module, memo)
+
+
+def source_of(given: ModelFile) -> str:
+    """What stands for the model file's text: a checkpoint of another model is refused by it."""
+    assert given.module is not None
+    return _source(given.module, {"sample": given.sample, "loss": given.loss, "encoders": given.encoders})
+
+
+def _source(module: nn.Module, functions: dict[str, Any]) -> str:
+    tensors = [f"# {name} {list(value.shape)}" for name, value in module.named_parameters()]
+    texts = [f"# {name}: {_text(function)}" for name, function in functions.items() if function is not None]
+    return "\n".join(["# A module that was given, not built.", *tensors, *texts, ""])
+
+
+def _text(function: Callable[..., Any]) -> str:
+    try:
+        return repr(inspect.getsource(function))
+    except (OSError, TypeError):
+        return getattr(function, "__qualname__", type(function).__name__)

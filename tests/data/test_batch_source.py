@@ -1,0 +1,140 @@
+"""Datasets of other people: what is drawn of them, and what is said of one that does not keep its word."""
+
+from __future__ import annotations
+
+import gc
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arachnec.data.batch_source import BatchSource
+from arachnec.data.clip import VideoClip
+from arachnec.data.source_state import from_text, to_text
+from arachnec.ir.diagnostic import UserError, render
+
+
+def item(frames: int = 3, **more: Any) -> dict[str, Any]:
+    return {"frames": frames, "height": 16, "width": 16, "text_tokens": 0, **more}
+
+
+def all_of(source: BatchSource) -> list[tuple[VideoClip, ...]]:
+    batches = []
+    while (clips := source.draw()) is not None:
+        batches.append(clips)
+    return batches
+
+
+@given(count=st.integers(1, 20), batch=st.integers(1, 7))
+def test_every_clip_is_drawn_once_whatever_a_batch_holds(count: int, batch: int) -> None:
+    batches = all_of(BatchSource([item(n + 1) for n in range(count)], batch))
+    assert [clip.frames for clips in batches for clip in clips] == list(range(1, count + 1))
+    assert [clip.id for clips in batches for clip in clips] == list(range(count))
+    assert all(len(clips) == batch for clips in batches[:-1])
+
+
+@given(steps=st.integers(1, 9))
+def test_a_replayed_source_has_the_digest_of_the_one_that_went_on(steps: int) -> None:
+    data = [[item(n)] for n in range(1, 5)]
+    source, again = BatchSource(data, repeat=True), BatchSource(data, repeat=True)
+    for _ in range(steps):
+        source.draw()
+    again.restore(steps, source.clips, source.digest, "")
+    assert (again.clips, again.digest) == (source.clips, source.digest)
+    assert again.peek() is not None and again.digest == source.digest
+    assert [c.frames for c in again.draw() or ()] == [c.frames for c in source.draw() or ()]
+
+
+class Short:
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {}[index] if index > 8 else [item()] if index < 2 else [].__getitem__(index)  # type: ignore[index,return-value]
+
+
+class Endless:
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return item()
+
+
+def raising() -> Iterator[Any]:
+    yield [item()]
+    raise ValueError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("batches", "batch", "expected"),
+    [
+        pytest.param(Short(), None, "announced 5 items and ended after 2 items", id="ends-early"),
+        pytest.param(Endless(), 2, "with __getitem__ and without __len__, which cannot be drawn from", id="no-length"),
+        pytest.param([item()], None, "a single clip, and nothing says how many make a batch", id="no-batch"),
+        pytest.param([[item()]], 2, "a list of clips, and `batch` was given", id="batch-twice"),
+        pytest.param([[item(id="a"), item(id="a")]], None, "two clips of one batch have the id `a`", id="same-id"),
+        pytest.param([[3]], None, "item 0 of the dataset is a int", id="no-clip"),
+        pytest.param([[item(hight=3)]], None, "unknown key `hight`", id="unknown-key"),
+        pytest.param([[{"frames": 1}]], None, "the clip has no `height`", id="no-size"),
+        pytest.param(raising(), None, "raised ValueError: no such column after 1 clip", id="raises"),
+        pytest.param(iter(()), None, "the dataset gives no clips", id="empty"),
+        pytest.param(
+            [[item(9, video=torch.zeros(3, 5, 16, 16))]],
+            None,
+            "announces 9 x 16 x 16 and its `video` is 3 x 5 x 16 x 16",
+            id="other-frames",
+        ),
+        pytest.param(
+            [[item(latents=torch.zeros(1, 4, 2)), item(latents=torch.zeros(1, 4, 3))]],
+            None,
+            "announces 3 x 16 x 16 and its `latents` is 1 x 4 x 3",
+            id="other-latents",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_once(batches: Any, batch: int | None, expected: str) -> None:
+    with pytest.raises(UserError) as told:
+        all_of(BatchSource(batches, batch))
+    assert len(told.value.diagnostics) == 1
+    assert expected in render(told.value.diagnostics[0])
+
+
+# the loader leaves it to the interpreter to close its files
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    shard = tmp_path / "shard-0.tar"
+    with tarfile.open(shard, "w") as tar:
+        for name in ("first", "second"):
+            for ending, data in (("json", b'{"frames": 5, "height": 16, "width": 32}'), ("txt", b"a cat" * 400)):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+    def drawn(path: Path) -> list[tuple[VideoClip, ...]]:
+        loader = webdataset.WebDataset(str(path), shardshuffle=False).decode()
+        return all_of(BatchSource(loader.map(lambda s: {"__key__": s["__key__"], "txt": s["txt"], **s["json"]}), 2))
+
+    (clips,) = drawn(shard)
+    assert [(clip.id, clip.shape) for clip in clips] == [(n, (5, 16, 32, 2001)) for n in ("first", "second")]
+    short = tmp_path / "short-0.tar"
+    short.write_bytes(shard.read_bytes()[:6000])
+    with pytest.raises(UserError) as told:
+        drawn(short)
+    message = render(told.value.diagnostics[0])
+    del told
+    gc.collect()
+    assert "cut short or damaged" in message
+
+
+def test_a_datasets_state_is_text_and_back_and_an_object_is_refused_at_its_place() -> None:
+    state = {"epoch": 2, "rng": torch.arange(3), 7: (1.5, None, b"xy"), "nested": {"list": [True, "a"]}}
+    again = from_text(to_text(state))
+    assert torch.equal(again.pop("rng"), torch.arange(3))
+    assert again == {key: value for key, value in state.items() if key != "rng"}
+    with pytest.raises(UserError, match="object"):
+        to_text({"a": [object()]})
