@@ -102,14 +102,14 @@ def test_the_optimizer_reads_the_fp32_gradient_itself() -> None:
     optimizer = Optimizer({"w": value}, Training(lr=1e-2, clip_norm=0, dtype="bf16"))
     seen: list[int] = []
     (master,) = optimizer._masters.values()
-    step = optimizer._torch.step
+    step = optimizer.torch.step
 
     def noted() -> None:
         assert master.grad is not None
         seen.append(master.grad.data_ptr())
         step()
 
-    optimizer._torch.step = noted  # type: ignore[method-assign, assignment]
+    optimizer.torch.step = noted  # type: ignore[method-assign, assignment]
     assert value.grad is not None
     assert value.grad.dtype is torch.float32
     place = value.grad.data_ptr()
