@@ -64,12 +64,8 @@ class Optimizer:
         self.torch = self._recipe.make([(run, groups[number]) for run, number in runs])
         numbers = range(len(groups)) if self._recipe.kind is None else (number for _, number in runs)
         self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
-<<<<<<< HEAD
-        self._kept = KeptState(self._recipe, groups, self._torch)
-        self._kept.expect(self._masters)
-=======
         self._kept = KeptState(self._recipe, groups, self.torch)
->>>>>>> next
+        self._kept.expect(self._masters)
         self._rates = Rates(training.schedule, [group.arguments for group in groups])
         self.sets_rates = True  # unless somebody else's schedule does
         self.done = 0  # updates, those before a resumed run included
