@@ -107,7 +107,7 @@ class _Watch:
     def __init__(self, store: dist.Store, rank: int, world: int, patience: float) -> None:
         self._store, self._rank, self._world, self._patience = store, rank, world, patience
         self._lock = threading.Lock()
-        self._heads: dict[str, dict[str, Any]] = {}
+        self._heads: dict[object, tuple[str, Callable[[], list[int]]]] = {}
         self._moved = time.monotonic()
         self._changes = 0
         self.error: str | None = None
@@ -117,14 +117,15 @@ class _Watch:
     @contextmanager
     def at(self, what: str, waits_for: Callable[[], list[int]]) -> Iterator[None]:
         """Inside, this rank's ``what`` waits for these ranks to do the same."""
+        own = object()  # two communicators of the same ranks may do the same at once
         with self._lock:
-            self._heads[what] = {"for": waits_for}
+            self._heads[own] = what, waits_for
             self._step()
         try:
             yield
         finally:
             with self._lock:
-                self._heads.pop(what, None)
+                del self._heads[own]
                 self._step()
 
     def moved(self) -> None:
@@ -143,7 +144,7 @@ class _Watch:
         while not self.ended and self.error is None:
             time.sleep(self._patience / 8)
             with self._lock:
-                heads = {what: head["for"]() for what, head in self._heads.items()}
+                heads = [(what, waits_for()) for what, waits_for in self._heads.values()]
                 still = bool(heads) and time.monotonic() - self._moved > self._patience
                 state = {"still": still, "changes": self._changes, "heads": heads}
             try:
@@ -166,11 +167,11 @@ class _Watch:
             states[rank] = json.loads(self._store.get(f"state/{rank}"))
             if not states[rank]["still"]:
                 return
-            pending += [other for ranks in states[rank]["heads"].values() for other in ranks]
+            pending += [other for _, ranks in states[rank]["heads"] for other in ranks]
         lines = [
             f"rank {rank} in {what} waits for {', '.join(f'rank {other}' for other in ranks) or 'its own device'}"
             for rank, state in sorted(states.items())
-            for what, ranks in state["heads"].items()
+            for what, ranks in state["heads"]
         ]
         self.error = "nothing moves any more:\n" + "\n".join(lines)
 
