@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining", "sparsity"),
     ("models", "cost"),
     ("verification", "tracing", "lowering", "simulation", "executable", "launch"),
-    ("spmd", "planning", "runtime", "optimizers"),
+    ("spmd", "planning", "runtime", "optimizers", "sampling"),
     ("passes", "codegen"),
     ("views",),
     ("backends",),
