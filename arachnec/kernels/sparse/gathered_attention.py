@@ -114,7 +114,7 @@ def _pieces(keys: Tensor | slice) -> Iterator[Tensor | slice]:
     if isinstance(keys, slice):
         yield from (slice(at, min(at + PIECE, keys.stop)) for at in range(keys.start, keys.stop, PIECE))
     else:
-        yield from keys.split(PIECE)
+        yield from torch.split(keys, PIECE)
 
 
 def _taken(group: Group, keys: Tensor | slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = backend_for(query[None, None], value[None, None], masked=bias is not None)
-    heads = tuple(x[None, None] for x in (grad, query, key, value, out, lse))
+    heads = (grad[None, None], query[None, None], key[None, None], value[None, None], out[None, None], lse[None, None])
     if kernel == MATH:
         bias = None if bias is None else additive(bias, accumulator(query.dtype))
         dq, dk, dv = plain_backward(*heads, bias, scale)
