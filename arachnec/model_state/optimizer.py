@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.kept_gradients import gradient_of
-from arachnec.backends.torch_distributed.gradient_pieces import pieces_of
-from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.checkpoint.parts import Part
 from arachnec.executable.training_options import Training
+from arachnec.model_state.gradient_pieces import pieces_of
+from arachnec.model_state.kept_gradients import gradient_of
+from arachnec.model_state.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.optimizers.kept_state import KeptState
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule

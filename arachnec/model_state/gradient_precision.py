@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from arachnec.backends.kept_gradients import keep_rounded
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, gradient_precision
+from arachnec.model_state.kept_gradients import keep_rounded
 
 LOW = 4  # bytes, below which a precision is low
 

@@ -20,20 +20,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
-from arachnec.backends.cascade_step import drop_gradients, gradients_of
-from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.backends.torch_distributed.gradient_pieces import (
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Instruction, Module, integers
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.gradient_pieces import (
     EXCHANGED,
     SMALLEST_PIECE,
     Piece,
     ScatteredPiece,
     pieces_of,
 )
-from arachnec.backends.torch_distributed.parameter_parts import GatheredParts, Parts
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Instruction, Module, integers
-from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.kept_gradients import (
+    drop_gradients,
+    gradient_dtype,
+    gradient_of,
+    gradients_of,
+    set_gradient,
+)
+from arachnec.model_state.parameter_parts import GatheredParts, Parts
 from arachnec.tracing.layers import layer_of_parameters
 
 

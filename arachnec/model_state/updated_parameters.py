@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
-from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.gradients import layers_in
-from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.backends.torch_distributed.parameter_parts import GatheredParts
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module
+from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.gradients import layers_in
+from arachnec.model_state.optimizer import Optimizer
+from arachnec.model_state.parameter_parts import GatheredParts
 
 
 @dataclass

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.backends.torch_distributed.cells.host_shard import HostShard, Waited
-from arachnec.backends.torch_distributed.cells.layout import FlatLayout
+from arachnec.model_state.cells.host_shard import HostShard, Waited
+from arachnec.model_state.cells.layout import FlatLayout
+from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.runtime.collectives import start_reduce_scatter_flat
 from arachnec.runtime.host_copies import HostCopies
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
-from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
 from arachnec.backends.torch_distributed.shared_weights import put_in_place
 from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
 from arachnec.executable.training_options import Training
+from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.layout import FlatLayout, layouts_of
 from arachnec.models.file import ModelFile
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.tracing.layers import layer_of_parameters

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import trained_parameters
-from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
-from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
-from arachnec.backends.torch_distributed.cells.layout import Piece
-from arachnec.backends.torch_distributed.cells.weights import DealtStage, dealt_out_model
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
+from arachnec.backends.torch_distributed.dealt_out_model import DealtStage, dealt_out_model
 from arachnec.backends.torch_distributed.shared_weights import CPU
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
@@ -26,6 +21,11 @@ from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.cells.gradients import ShardGradients, StageCells
+from arachnec.model_state.cells.layout import Piece
+from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies

@@ -6,6 +6,8 @@ precision as soon as a backward is done with the parameter: fp32 within a cascad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,16 @@ def _round(value: Tensor) -> None:
     buffer: Tensor | None = getattr(value, BUFFER, None)
     setattr(value, BUFFER, value.grad.to(dtype) if buffer is None else buffer.add_(value.grad))
     value.grad = None
+
+
+def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient; zeros where nothing used the parameter."""
+    return {
+        name: (torch.zeros_like(value) if (gradient := gradient_of(value)) is None else gradient).detach().clone()
+        for name, value in parameters.items()
+    }
+
+
+def drop_gradients(parameters: Mapping[str, Tensor]) -> None:
+    for value in parameters.values():
+        set_gradient(value, None)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.cluster.topology import group_link
 from arachnec.ir.nodes import Cluster
+from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
+from arachnec.model_state.parameter_parts import Parts
 from arachnec.runtime.collectives import all_gather_flat, start_reduce_scatter_flat
 
 SMALLEST_PIECE, LARGEST_PIECE = 4 * 2**20, 256 * 2**20  # bytes

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from arachnec.analysis.gathers import layers_listed
-from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer, Scattering
-from arachnec.backends.torch_distributed.cells.host_shard import Waited
 from arachnec.ir.nodes import Instruction, integer
 from arachnec.ir.parameter_cells import HELD
+from arachnec.model_state.cells.flat_layer import FlatLayer, Scattering
+from arachnec.model_state.cells.host_shard import Waited
 from arachnec.spmd.sharded_tokens import ShardedTokens
 
 
