@@ -22,7 +22,7 @@ from torch import nn
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.background_planner import cluster_for
-from arachnec.backends.torch_distributed.interpreter import program_of
+from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable

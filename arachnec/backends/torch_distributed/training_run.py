@@ -22,7 +22,8 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
-from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import run_iteration
+from arachnec.backends.torch_distributed.iteration import Iteration, Run, Share, program_of
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
