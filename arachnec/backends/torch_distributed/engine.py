@@ -27,13 +27,13 @@ from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
 from arachnec.backends.torch_distributed.run_files import write_measured
+from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
 from arachnec.backends.torch_distributed.step_log import StepLog, metrics_of
 from arachnec.backends.torch_distributed.training_run import (
     Enter,
     Trainer,
     described,
     newest_checkpoint,
-    planned_for_cpu,
     unwatched,
 )
 from arachnec.cluster.file import parse_cluster
