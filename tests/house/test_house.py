@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "cost"),
     ("verification", "tracing", "lowering", "simulation", "executable", "launch"),
     ("spmd", "planning", "runtime", "optimizers", "sampling"),
-    ("passes", "codegen"),
+    ("passes", "codegen", "model_state"),
     ("views",),
     ("backends",),
     ("profiling", "export"),
