@@ -43,7 +43,10 @@ class Sampling:
 
 @dataclass
 class Loop:
-    """A request on its way. ``step`` is the next step; ``switched`` is K, once it is decided."""
+    """A request on its way. ``step`` is the next step; ``switched`` is K, once it is decided.
+
+    One that has ``failed``, because its latents are no numbers any more, takes no further step.
+    """
 
     sampling: Sampling
     request: Request
@@ -54,6 +57,7 @@ class Loop:
     switched: int | None = None
     previous: Tensor | None = None
     distances: list[float] = field(default_factory=list)
+    failed: bool = False
 
     @property
     def ended(self) -> bool:
@@ -86,10 +90,18 @@ class Loop:
         if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
             self.switched = self.step
 
-    def run(self, predict: Predict, until: int | None = None, agree: Callable[[float], float] = float) -> None:
-        """Take the steps before ``until``, or all that are left."""
-        while self.step < (len(self.schedule) if until is None else until):
+    def run(
+        self,
+        predict: Predict,
+        until: int | None = None,
+        agree: Callable[[float], float] = float,
+        model: str | None = None,
+    ) -> None:
+        """Take the steps before ``until``, or all that are left; with ``model`` those that are its own."""
+        end = len(self.schedule) if until is None else until
+        while self.step < end and not self.failed and model in (None, self.model):
             self.take(predict, agree)
+            self.failed = not bool(torch.isfinite(self.latents).all())
 
 
 def begin(sampling: Sampling, request: Request, device: torch.device | str = "cpu") -> Loop:
@@ -115,8 +127,3 @@ def guided(conditional: Tensor, unconditional: Tensor | None, scale: float) -> T
         return conditional
     unconditional = unconditional.float()
     return unconditional + scale * (conditional - unconditional)
-
-
-def finite(loop: Loop) -> bool:
-    """Whether the latents are numbers: where not, the request ends alone."""
-    return bool(torch.isfinite(loop.latents).all())

@@ -116,6 +116,15 @@ class Schedule:
         counted._count(since, step, dtype)
         return [leaf.dtype for leaf in counted.history(torch.empty(COUNTED))]
 
+    def longest_history(self, dtype: torch.dtype = torch.float32) -> int:
+        """The most bytes that the history has for one number of the latents, before whichever step."""
+        counted = Schedule(self._make, self._asked, self._device)
+        longest = 0
+        for step in range(len(self)):
+            counted._count_one(step, dtype)
+            longest = max(longest, sum(leaf.dtype.itemsize for leaf in counted.history(torch.empty(COUNTED))))
+        return longest
+
     def demand_counted(self, since: int, step: int, like: Tensor) -> None:
         """Raises ``UserError`` where the scheduler keeps what neither moves with the history nor follows by counting.
 
@@ -130,10 +139,12 @@ class Schedule:
 
     def _count(self, since: int, step: int, dtype: torch.dtype) -> None:
         self.restart(since)
-        latents = torch.full(COUNTED, 0.5, dtype=dtype, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(0)
         for number in range(since, step):
-            latents = self.advance(latents.clone(), number, latents, generator)
+            self._count_one(number, dtype)
+
+    def _count_one(self, step: int, dtype: torch.dtype) -> None:
+        latents = torch.full(COUNTED, 0.5, dtype=dtype, device=self._device)
+        self.advance(latents.clone(), step, latents, torch.Generator("cpu").manual_seed(0))
 
     def _leaves(self) -> tuple[list[Any], Any]:
         return pytree.tree_flatten({"scheduler": dict(vars(self.scheduler)), "previous": self._previous})

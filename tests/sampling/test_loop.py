@@ -10,13 +10,16 @@ import torch
 from arachnec.data.switch import Switch, parse_switch, switched_at
 from arachnec.ir.diagnostic import UserError
 from arachnec.sampling.forward import both_branches, branch_of
-from arachnec.sampling.loop import Loop, finite
+from arachnec.sampling.loop import Loop, begin
 from arachnec.sampling.schedule import Schedule
+from arachnec.sampling.state import packed, state_bytes, unpack
 
 pytest.importorskip("diffusers")
 from benchmarks.sampling import pipelines
 from benchmarks.sampling.pipelines import Case
 
+# numpy's, in how some of Diffusers' schedulers make arrays of tensors
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 REQUEST = replace(pipelines.REQUEST, guidance=3.0)
 PAIR = pipelines.sampler_file(pipelines.video_sampler(Case("wan", "unipc", 3.0, 0.875)))
 MODELS = pipelines.build(PAIR)
@@ -116,6 +119,21 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int)
         assert torch.equal(run(after, border, len(after), latents, generator), expected), border
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_request_is_handed_on_as_bytes_before_any_step(restart: bool) -> None:
+    expected = ended("adaptive=0.1,least=2,most=3", restart=restart)
+    for border in range(7):
+        state = loop("adaptive=0.1,least=2,most=3", restart=restart)
+        state.run(PREDICT, until=border)
+        taken = begin(state.sampling, REQUEST)
+        assert state_bytes(state) == state_bytes(taken)
+        unpack(packed(state), taken)
+        assert taken.model == state.model and taken.switched == state.switched
+        taken.run(PREDICT)
+        assert torch.equal(taken.latents, expected.latents), border
+        assert taken.distances[1:] == expected.distances[1:]
+
+
 class Sum:
     """A scheduler that keeps what no other rank can know."""
 
@@ -139,9 +157,8 @@ def test_too_many_steps_for_a_scheduler_are_refused_and_latents_that_are_no_numb
     with pytest.raises(UserError, match="cannot take 2000 steps"):
         Schedule(SCHEDULERS["v-ddim"], 2000)
     state = loop("fixed=2")
-    assert finite(state)
-    state.take(lambda *_: state.latents * torch.nan)
-    assert not finite(state)
+    state.run(lambda *_: state.latents * (torch.nan if state.step == 1 else 1.0))
+    assert state.failed and state.step == 2
 
 
 def test_a_boundary_is_where_the_timesteps_cross_it() -> None:

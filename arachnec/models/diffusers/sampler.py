@@ -26,6 +26,7 @@ from arachnec.models.initial_weights import encoder_weights, initial_weights, re
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
 EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
+SWITCH = "boundary=0.9"  # about 13 of 50 steps at a flow shift of 3
 TEXT = {"wan": 512, "cogvideox": 226, "hunyuan_video": 256}  # tokens that the pipelines pad captions to
 
 
@@ -75,7 +76,7 @@ class Expert:
 @dataclass(frozen=True)
 class VideoSampler:
     """The functions of a sampler file: ``models``, ``scheduler``, ``start``, ``arguments`` and ``guidance``, and with
-    a ``pipeline``'s folder ``encoders`` and ``decoder``, with a ``boundary`` ``switch``."""
+    a ``pipeline``'s folder ``encoders`` and ``decoder``; of two models ``switch``."""
 
     experts: Mapping[str, Expert]
     make_scheduler: Callable[[], Any]
@@ -111,7 +112,7 @@ class VideoSampler:
         return request.guidance if self.true_guidance is None else self.true_guidance
 
     def switch(self) -> str:
-        return f"boundary={self.boundary}" if self.boundary is not None else "fixed=10"
+        return SWITCH if self.boundary is None else f"boundary={self.boundary}"
 
     def encoders(self) -> dict[str, nn.Module]:
         """Those of the captions, with the pipeline's weights."""
