@@ -5,6 +5,7 @@ In: a module that ``check`` holds. Out: how far the two are apart, or a ``UserEr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,13 @@ from arachnec.equivalence.execution import OnRank, captured_blocks, run_rank, ru
 from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.equivalence.small_program import CannotExecute, Small, small
 from arachnec.equivalence.stand_in import stand_in
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Module
 
 TOLERANCE = 1e-6  # norms are made in fp32
 MOST_RANKS = 32  # processes on this machine
-SECONDS = 120.0
+SECONDS = 60.0
+MOST_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,14 @@ class Agreement:
     steps: int
     worst: float
 
+    @property
+    def text(self) -> str:
+        return (
+            f"{counted(self.steps, 'step')} of a small model of {counted(self.layers, 'layer')} on "
+            f"{counted(self.ranks, 'rank')}: loss, {counted(self.gradients, 'gradient')} and weights are the "
+            f"reference's, to {self.worst:.0e}"
+        )
+
 
 def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     """Raises ``UserError`` where the program computes something else, does not end, or cannot be executed here."""
@@ -75,17 +85,22 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     differences = list(_differences(reduced, ranks, expected))
     wrong = [difference for difference in differences if not difference.size <= TOLERANCE]
     if wrong:
-        named = {difference.where: difference for difference in sorted(wrong, key=lambda d: d.size)}
-        raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in named.values()))
+        first = min(difference.after for difference in wrong)  # what comes later may follow from it
+        by_size = sorted((d for d in wrong if d.after == first), key=lambda d: d.size)
+        told = list({d.where: d for d in by_size}.values())[-MOST_TOLD:]  # the worst of each place
+        raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in reversed(told)))
     worst = max(difference.size for difference in differences)
     return Agreement(world, len(reduced.names), len(expected.steps[0].gradients), len(expected.steps), worst)
 
 
 @dataclass(frozen=True)
 class Difference:
+    """``size`` is a part of the norm of what is right, ``after`` how many updates it was seen."""
+
     what: str
     where: str
     size: float
+    after: int
 
     @property
     def text(self) -> str:
@@ -96,17 +111,17 @@ def _differences(reduced: Small, ranks: Sequence[OnRank], expected: OnRank) -> I
     for number, right in enumerate(expected.steps):
         when = "" if number == 0 else f" after {number} update"
         loss = sum(rank.steps[number].loss for rank in ranks)
-        yield Difference("the loss", f"of the whole step{when}", abs(loss - right.loss) / abs(right.loss))
+        yield Difference("the loss", f"of the whole step{when}", abs(loss - right.loss) / abs(right.loss), number)
         own = ranks[0].steps[number].gradients
         scale = _norm(right.gradients)
         for name, value in right.gradients.items():
             where = f"of {_place(reduced, name)}{when}"
-            yield Difference("the gradient", where, _apart(own.get(name), value, scale))
+            yield Difference("the gradient", where, _apart(own.get(name), value, scale), number)
     for number, rank in enumerate(ranks):
-        scale = _norm(expected.weights)
+        scale, last = _norm(expected.weights), len(expected.steps)
         for name, value in rank.weights.items():
-            where = f"of {_place(reduced, name)} on rank {number} after {len(expected.steps)} updates"
-            yield Difference("the weight", where, _apart(value, expected.weights[name], scale))
+            where = f"of {_place(reduced, name)} on rank {number} after {last} updates"
+            yield Difference("the weight", where, _apart(value, expected.weights[name], scale), last)
 
 
 def _apart(own: Tensor | None, right: Tensor, scale: float) -> float:
@@ -117,7 +132,7 @@ def _apart(own: Tensor | None, right: Tensor, scale: float) -> float:
 
 
 def _norm(values: Mapping[str, Tensor]) -> float:
-    return sum(float(value.norm()) ** 2 for value in values.values()) ** 0.5
+    return math.sqrt(sum(float(value.norm()) ** 2 for value in values.values()))
 
 
 def _place(reduced: Small, parameter: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ class OnRank:
 
 def captured_blocks(small: Small, model_file: ModelFile) -> CapturedModel | None:
     """What ranks share a clip with, or compute again; None where none does. Once, before ranks are forked."""
+    torch.optim.SGD([torch.nn.Parameter(torch.empty(0))])  # imports what takes a second on every rank
     if not needs_sequence(small.module):
         return None
     with torch.device("meta"):
@@ -92,9 +94,8 @@ def run_rank(small: Small, model_file: ModelFile, captured: CapturedModel | None
         iteration = Iteration.of(module, rank, clips, received, number)
         context.loads.want(number, encoded_here(own, cascades, clips))
         whole: dict[str, Tensor] = {}
-        run = run_iteration(
-            context, iteration, Clock(rank, context.runtime), lambda own, into=whole: into.update(_copied(own))
-        )
+        keep = partial(_keep, whole)
+        run = run_iteration(context, iteration, Clock(rank, context.runtime), keep)
         steps.append(Step(run.loss, whole if rank == 0 else {}))
     dealt_out = context.cells is not None or any("sharded" in stage.attrs for stage in module.stages)
     weights = {} if dealt_out else _copied(_on_this_rank(context))
@@ -113,6 +114,10 @@ def _connect(context: RankContext, module: Module) -> None:
 def _on_this_rank(context: RankContext) -> dict[str, Tensor]:
     own = None if context.pipeline is None else context.pipeline.own
     return {name: value for name, value in context.parameters.items() if own is None or name in own}
+
+
+def _keep(whole: dict[str, Tensor], shown: Mapping[str, Tensor]) -> None:
+    whole.update(_copied(shown))
 
 
 def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

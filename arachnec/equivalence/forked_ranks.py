@@ -75,9 +75,7 @@ def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _serve(
-    rank: int, world: int, store: Path, seconds: float, work: Callable[[int], Any], pipe: Connection
-) -> None:
+def _serve(rank: int, world: int, store: Path, seconds: float, work: Callable[[int], Any], pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,6 @@ from arachnec.data.clip import VideoClip
 from arachnec.equivalence.stand_in import Form
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Module, Phase, Stage, integer, integers
 from arachnec.ir.stage_sizes import tied_sets
 

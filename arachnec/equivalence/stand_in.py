@@ -51,7 +51,7 @@ class Block(nn.Module):
         parts = self.qkv(x * scale).view(batch, tokens, 3, self.heads, width // self.heads).unbind(2)
         query, key, value = (part.transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value)
-        return cast(Tensor, x + torch.tanh(self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))))
+        return x + torch.tanh(self.out(mixed.transpose(1, 2).reshape(batch, tokens, width)))
 
 
 class StandIn(nn.Module):
