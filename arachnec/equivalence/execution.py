@@ -15,7 +15,6 @@ from torch import Tensor
 
 from arachnec.backends.cascade_step import build_model, trained_parameters
 from arachnec.backends.reference import Outcome, run_reference
-from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
 from arachnec.backends.torch_distributed.interpreter import (
     Iteration,
     RankContext,
@@ -31,6 +30,7 @@ from arachnec.equivalence.small_program import Small
 from arachnec.executable.training_options import TorchClass, Training
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.gradient_precision import keep_gradients
 from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.handoffs import handoff_pairs
