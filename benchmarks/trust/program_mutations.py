@@ -139,9 +139,7 @@ def from_elsewhere(rows: Rows, rng: random.Random) -> None:
         return
     hit = rng.choice(attributes)
     name = hit[0].split(" = ")[0]
-    others = [
-        other[0] for row in rows for other in ATTRIBUTE.finditer(row) if other[0].startswith(f"{name} = ")
-    ]
+    others = [other[0] for row in rows for other in ATTRIBUTE.finditer(row) if other[0].startswith(f"{name} = ")]
     rows[at] = rows[at][: hit.start()] + rng.choice(others) + rows[at][hit.end() :]
 
 
