@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes", "codegen", "model_state"),
     ("views",),
     ("backends",),
-    ("profiling", "export", "generation"),
+    ("profiling", "export", "equivalence", "generation"),
     ("report",),
     ("driver",),
     ("commands",),
