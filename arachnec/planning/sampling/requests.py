@@ -26,6 +26,11 @@ class SwitchForecast:
         return SwitchForecast(steps, steps, steps)
 
 
+def guided(model: str, request: Request) -> int:
+    """Predictions of one step: with guidance a second one, without the text."""
+    return 2 if request.guidance > 1 else 1
+
+
 def sampling_module(
     requests: Sequence[Request],
     tokens: Callable[[Request], int],
@@ -36,12 +41,13 @@ def sampling_module(
     switch: str | None = None,
     forecasts: Sequence[SwitchForecast] = (),
     decoder: str | None = None,
+    branches: Callable[[str, Request], int] = guided,
 ) -> Module:
     """The requests as a module at level ``traced``; a request's id in the IR is its position.
 
     ``tokens`` counts S of a request. ``models`` name one or two of the ``stages``, the first to denoise first.
     ``forecasts`` are one a request where there are two; else the first model takes all steps. ``switch`` is the rule's
-    text, as on the command line.
+    text, as on the command line. ``branches`` counts the predictions of one step of a model.
     """
     clips = []
     for number, request in enumerate(requests):
@@ -49,7 +55,7 @@ def sampling_module(
         attrs = Attributes.of(
             name=str(request.id),
             steps=request.steps,
-            branches=2 if request.guidance > 1 else None,
+            branches=tuple(branches(name, request) for name in models),
             window=(known.least, known.most) if known else None,
             forecast=known.forecast if known and known.least < known.most else None,
             arrival=Quantity(request.arrival * 1e3, "ms") if request.arrival else None,

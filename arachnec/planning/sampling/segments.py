@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
-from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of, steps_taken
+from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, steps_taken
 from arachnec.ir.sampling_rules import is_uncertain
 from arachnec.ir.stage_sizes import is_encoder, most_clips
 from arachnec.ir.values import Attributes
@@ -118,7 +118,7 @@ def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment])
 
 def segment_attributes(module: Module, clip: Clip, segment: Segment) -> Attributes:
     """What a segment of a request says: its steps, its branches, and the switch where that decides which it takes."""
-    branches = branches_of(clip)
+    branches = asked_branches(clip, int(segment.after))
     taken = len(steps_taken(segment.steps, segment.after, forecast_of(clip)))
     return Attributes.of(
         steps=segment.steps,
