@@ -39,7 +39,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Run:
-    """``steps`` equal steps one after another; ``rates`` ascend in degree and strictly descend in ticks."""
+    """``steps`` equal steps one after another; ``rates`` ascend in degree and never in ticks."""
 
     steps: int
     rates: tuple[Rate, ...]
@@ -57,6 +57,8 @@ class Run:
         """Rates on the lower convex hull of ticks and area, from the least area to the fewest ticks."""
         best: list[Rate] = []
         for rate in sorted(self.rates, key=lambda rate: (-rate.ticks, rate.area)):
+            if best and best[-1].ticks == rate.ticks:
+                continue
             while best and best[-1].area >= rate.area:
                 best.pop()
             while len(best) > 1 and _steepness(best[-2], best[-1]) >= _steepness(best[-2], rate):

@@ -79,13 +79,14 @@ def two_pools(
     kinds: dict[tuple[Chain, int], list[int]] = {}
     for number, chain in enumerate(chains):
         kinds.setdefault((chain, borders[number]), []).append(number)
-    samples = [(numbers[0], len(numbers)) for numbers in kinds.values()]
+    samples = [numbers[0] for numbers in kinds.values()]
+    counts = [len(numbers) for numbers in kinds.values()]
     times: dict[tuple[bool, int], list[int] | None] = {}
     for width in widths:
         for later, begin, end in ((False, zero, tuple(borders)), (True, tuple(borders), ends)):
             pool = Pool(0, width, 1, begin, end)
-            able = all(pool.holds(number, chains[number]) for number, _ in samples)
-            times[later, width] = [pool.ticks(number, chains[number]) for number, _ in samples] if able else None
+            able = all(pool.holds(number, chains[number]) for number in samples)
+            times[later, width] = [pool.ticks(number, chains[number]) for number in samples] if able else None
     options = []
     for share in range(1, gpus):
         for one in (width for width in widths if width <= share):
@@ -93,9 +94,7 @@ def two_pools(
                 here, there = times[False, one], times[True, other]
                 if here is not None and there is not None:
                     groups = share // one, (gpus - share) // other
-                    options.append(
-                        (_at_least(here, there, [count for _, count in samples], *groups), share, one, other)
-                    )
+                    options.append((_at_least(here, there, counts, *groups), share, one, other))
     for least, share, one, other in sorted(options):
         first = Pool(0, one, share // one, zero, tuple(borders))
         yield least, first, Pool(share, other, (gpus - share) // other, tuple(borders), ends)

@@ -13,7 +13,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Strategy
 from arachnec.cost.table import Entry
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, quantity
-from arachnec.ir.sampling import models_of, segment_of
+from arachnec.ir.sampling import models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.planning.sampling.segments import Segment, chain
@@ -35,10 +35,14 @@ class RequestChain:
 
 @dataclass(frozen=True)
 class Rates:
-    """Times of a step of each cascade by degree, where ranks hold ``stages`` beside the cascade's own."""
+    """Times of a step of each cascade by degree, where ranks hold ``stages`` beside the cascade's own.
+
+    Ticks are rounded up, for a bound ``down``.
+    """
 
     cost: CostModel
     stages: Collection[str] = ()
+    down: bool = False
     _entries: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     def entries(self, cascade: Cascade) -> dict[int, Entry]:
@@ -49,27 +53,30 @@ class Rates:
         return self._entries[key]
 
     def _new(self, cascade: Cascade) -> dict[int, Entry]:
+        """What a switch may leave of a segment does not decide which degrees are worth it: all of its steps do."""
         best: dict[int, Entry] = {}
-        fastest, room = math.inf, self.room(cascade.stage)
+        fastest, whole = math.inf, cascade.with_attrs(planned=None)
         for degree in self.cost.legal_degrees(cascade):
-            rows = (
-                self.cost.table.entry(cascade, degree, None, Strategy(side=side))
-                for side in self.cost.sides(cascade, degree)
-            )
-            fitting = [row for row in rows if row.memory <= room]
-            entry = min(fitting, key=lambda row: row.time, default=None)
+            entry = self._fitting(whole, degree)
             if entry is not None and entry.time < fastest:
-                best[degree], fastest = entry, entry.time
+                fastest = entry.time
+                best[degree] = self.cost.table.entry(cascade, degree, None, entry.strategy)
         return best
 
-    def row(self, cascade: Cascade, degree: int) -> Entry:
-        """The row of a cascade at a degree that fits."""
+    def _fitting(self, cascade: Cascade, degree: int) -> Entry | None:
+        """The fastest row of a cascade at a degree that fits."""
         room = self.room(cascade.stage)
         rows = (
             self.cost.table.entry(cascade, degree, None, Strategy(side=side))
             for side in self.cost.sides(cascade, degree)
         )
-        return min((row for row in rows if row.memory <= room), key=lambda row: row.time)
+        return min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
+
+    def row(self, cascade: Cascade, degree: int) -> Entry:
+        """The row of a cascade at a degree that fits."""
+        entry = self._fitting(cascade, degree)
+        assert entry is not None, "it was among the entries"
+        return entry
 
     def room(self, stage: str) -> float:
         """GiB for a cascade of a stage on a rank that holds these stages too."""
@@ -82,8 +89,9 @@ class Rates:
         steps = divisible_steps(cascade)
         rates: list[Rate] = []
         for degree, entry in self.entries(cascade).items():
-            ticks = max(1, math.ceil(entry.time * TICKS / steps - 1e-6))
-            if not rates or ticks < rates[-1].ticks:
+            exact = entry.time * TICKS / steps
+            ticks = math.floor(exact + 1e-6) if self.down else max(1, math.ceil(exact - 1e-6))
+            if not rates or ticks < rates[-1].ticks or planned_steps(cascade) == 0:
                 rates.append(Rate(degree, ticks))
         return Run(steps, tuple(rates)) if rates else None
 

@@ -11,14 +11,14 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
-from arachnec.ir.sampling import models_of
+from arachnec.ir.sampling import models_of, planned_steps
 from arachnec.ir.values import Quantity
 from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
@@ -43,9 +43,7 @@ Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
 @dataclass(frozen=True)
 class FitsNoRank(Diagnostic):
-    title: ClassVar[str] = (
-        "{what} fits no rank: it needs {needed:.1f} GiB beside what else lies there, there are {room:.1f}"
-    )
+    title: ClassVar[str] = "{what} fits no rank: it needs {needed:.1f} GiB, its model included, there are {room:.1f}"
     label: ClassVar[str] = "too large for this cluster"
     help: ClassVar[str] = "{remedy}"
     what: str
@@ -71,7 +69,7 @@ def planned(
     Raises UserError where a request fits no rank.
     """
     cost = CostModel(module)
-    alone = request_chains(module, Rates(cost))
+    alone = request_chains(module, Rates(cost, down=True))
     if isinstance(alone, Cascade):
         raise UserError(fits_no_rank(alone, cost))
     bound = least_makespan([request.chain for request in alone], cost.cluster.world)
@@ -189,26 +187,58 @@ def _improved(
     requests = request_chains(module, rates)
     if isinstance(requests, Cascade) or any(request.chain.release for request in requests) or not clock.any_left():
         return placed
-    choices: dict[int, tuple[Choice, ...]] = {}
-    jobs: list[Job] = []
-    flat: list[Cascade] = []
-    for request in requests:
-        for position, (cascade, run) in enumerate(zip(request.cascades, request.chain.runs, strict=True)):
-            if id(run) not in choices:
-                choices[id(run)] = tuple(Choice(rate.degree, rate.ticks * run.steps) for rate in run.rates)
-            jobs.append(Job(choices[id(run)], (len(jobs) - 1,) if position else ()))
-            flat.append(cascade)
-    problem = Problem(tuple(jobs), cost.cluster.world)
+    problem, flat = _problem(requests, cost.cluster.world)
     schedule = solve(problem, clock, seed).schedule
     if placed is not None and schedule.makespan(problem) >= end_of(placed) * TICKS:
         return placed
     cascades = []
-    for cascade, job, pick, start in zip(flat, jobs, schedule.picks, schedule.starts, strict=True):
+    for cascade, job, pick, start in zip(flat, problem.jobs, schedule.picks, schedule.starts, strict=True):
         degree = job.choices[pick].degree
         chosen = scheduled(cascade, rates.row(cascade, degree), degree, 0, start / TICKS)
         cascades.append(chosen.with_attrs(assigned=None))
     searched = min(quick_placements(cascades, cost), key=end_of)
+    searched = placed_segments(module, list(_with_empty(requests, searched, rates)), cost)
     return searched if placed is None or end_of(searched) < end_of(placed) else placed
+
+
+def _problem(requests: Sequence[RequestChain], gpus: int) -> tuple[Problem, list[Cascade]]:
+    """Whole segments as jobs, and their cascades: all but those that are planned to take no step."""
+    choices: dict[int, tuple[Choice, ...]] = {}
+    jobs: list[Job] = []
+    flat: list[Cascade] = []
+    for request in requests:
+        before: tuple[int, ...] = ()
+        for cascade, run in zip(request.cascades, request.chain.runs, strict=True):
+            if planned_steps(cascade) == 0:
+                continue
+            if id(run) not in choices:
+                choices[id(run)] = tuple(Choice(rate.degree, rate.ticks * run.steps) for rate in run.rates)
+            jobs.append(Job(choices[id(run)], before))
+            flat.append(cascade)
+            before = (len(jobs) - 1,)
+    return Problem(tuple(jobs), gpus), flat
+
+
+def _with_empty(requests: Sequence[RequestChain], placed: Sequence[Cascade], rates: Rates) -> Iterator[Cascade]:
+    """Placed cascades as scheduled ones; a segment that is planned to take no step on the ranks of a neighbour."""
+    named = {cascade.name: cascade for cascade in placed}
+    for request in requests:
+        near = next(named[c.name] for c in request.cascades if c.phase is Phase.DENOISE and c.name in named)
+        for cascade in request.cascades:
+            own = named.get(cascade.name)
+            if own is not None:
+                near = own if own.phase is Phase.DENOISE else near
+                yield own.with_attrs(assigned=own.ranks, ranks=None, ulysses=None, ring=None)
+                continue
+            width = max(degree for degree in rates.entries(cascade) if degree <= near.width)
+            row = rates.row(cascade, width)
+            empty = scheduled(cascade, row, width, 0, max(near.start, _ready(cascade, named)))
+            yield empty.with_attrs(assigned=near.ranks[:width])
+
+
+def _ready(cascade: Cascade, named: Mapping[str, Cascade]) -> float:
+    """ms at which a cascade's inputs have ended, those that are known."""
+    return max((named[name].end for name in cascade.inputs if name in named), default=0.0)
 
 
 def _pools(module: Module, cost: CostModel, gpus: int, node: int) -> Iterator[Plan]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.data.requests import Request
-from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
+from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage, formula
 from arachnec.ir.stage_sizes import count_in, element_bytes
-from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, formula_sum
 
 GIB = 2**30
 
@@ -70,17 +70,17 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
     """A traced model as it samples: frozen, its state the parameters alone, nothing kept for a backward.
 
     ``latent_bytes`` are those of one token's latents. A scheduler with memory hands on ``kept`` tensors more of that
-    size: its past predictions. A forward's workspace is what its traced stage says, or the widest block's.
+    size: its past predictions. What one block keeps for its backward is in use while it runs.
     """
     attrs = stage.attrs
-    workspace = attrs.get("workspace")
+    parts = [(1.0, formula(attrs[name])) for name in ("workspace", "recomputing") if name in attrs]
     state = count_in(stage, "params") * element_bytes(stage) / GIB
     left: Mapping[str, None] = dict.fromkeys(TRAINING)
     attrs = attrs.updated(
         **{
             **left,
             "state": Quantity(state, "GiB"),
-            "workspace": workspace,
+            "workspace": formula_sum(parts, "GiB") if parts else None,
             "output": Formula((Term((1 + kept) * latent_bytes / GIB, (("B", 1), ("S", 1))),), "GiB"),
         }
     )
@@ -89,6 +89,6 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
 
 # What a stage says of its training.
 TRAINING = (
-    "trained", "saved", "saved_recompute", "spared", "recomputing", "head", "batch", "shell", "gradients", "cuts",
+    "trained", "saved", "saved_recompute", "spared", "recomputing", "head", "gradients", "cuts",
     "host_state", "host_inputs", "tied", "end_saved", "block_saved", "block_inputs", "block_shared",
 )  # fmt: skip
