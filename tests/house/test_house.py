@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes", "codegen"),
     ("views",),
     ("backends",),
-    ("profiling", "export"),
+    ("profiling", "export", "caching"),
     ("report",),
     ("driver",),
     ("commands",),
