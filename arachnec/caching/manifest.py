@@ -116,7 +116,7 @@ def cache(
     missing = files.missing(clips)
     aside: dict[tuple[Path, ...], str] = {}
     if missing:
-        plan = _planned(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
+        plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
         _run(encoding, files, plan, tell)
         aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
         shutil.rmtree(plan)
@@ -135,7 +135,7 @@ def _left(encoding: Encoding) -> bool:
     return len(encoding.names) < len(meta_encoders(encoding.model_file))
 
 
-def _planned(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, batch: int) -> Path:
+def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, batch: int) -> Path:
     """An executable of encoders alone; its first batch is planned."""
     shutil.rmtree(folder, ignore_errors=True)
     trace = trace_model(encoding.model_file, clips)
