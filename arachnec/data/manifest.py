@@ -11,9 +11,10 @@ from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.rows import ALIASES, Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0}
+LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "steps": 1, "seed": 0}
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
-MOST = {key: 2**31 if key == "start" else 2**20 for key in LEAST}  # larger numbers are typing mistakes
+# larger numbers are typing mistakes
+MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
 def _refuse_many(rows: Sequence[Row]) -> None:
     copies = 0
     for row in rows:
-        copies += _integer(row, "clips") or 0
+        copies += integer(row, "clips") or 0
         if copies > MOST_COPIES:
-            raise UserError(_bad(row, "clips", f"at most {MOST_COPIES} in all rows together", "list fewer clips"))
+            raise UserError(bad_value(row, "clips", f"at most {MOST_COPIES} in all rows together", "list fewer clips"))
 
 
 def _iteration(row: Row, grouped: bool) -> object:
@@ -111,23 +112,24 @@ def _iteration(row: Row, grouped: bool) -> object:
         )
     value = row.values.get("iteration")
     if not isinstance(value, int | str | None) or isinstance(value, bool):
-        raise UserError(_bad(row, "iteration", "a number or a name", "number the global batches from 0"))
+        raise UserError(bad_value(row, "iteration", "a number or a name", "number the global batches from 0"))
     return value
 
 
 def clips_of_row(row: Row) -> Iterator[VideoClip]:
     """The clips of a row: one, or as many equal ones as it says. Raises ``UserError`` for a value that cannot be."""
     path = _path(row)
-    sizes = {key: _integer(row, key) for key in ("frames", "height", "width")}
-    start = _integer(row, "start") or 0
+    sizes = {key: integer(row, key) for key in ("frames", "height", "width")}
+    start = integer(row, "start") or 0
     if None in sizes.values():
         sizes = _probed(row, path, start, sizes)
     caption = row.values.get("caption")
     if not isinstance(caption, str | None):
-        raise UserError(_bad(row, "caption", "a string", "put the caption in quotes"))
-    if caption is not None and not _is_text(caption):
-        raise UserError(_bad(row, "caption", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
-    text_tokens = _integer(row, "text_tokens")
+        raise UserError(bad_value(row, "caption", "a string", "put the caption in quotes"))
+    if caption is not None and not is_text(caption):
+        remedy = "write the characters themselves, unescaped"
+        raise UserError(bad_value(row, "caption", "text that UTF-8 can hold", remedy))
+    text_tokens = integer(row, "text_tokens")
     if text_tokens is None:
         if caption is None:
             remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
@@ -135,11 +137,11 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
         text_tokens = caption_tokens(caption)
     row_id = row.values.get("id", row.number)
     if not isinstance(row_id, int | str) or isinstance(row_id, bool) or row_id == "":
-        raise UserError(_bad(row, "id", "a string or a number", "leave `id` out to use the row's number"))
-    if isinstance(row_id, str) and not _is_text(row_id):
-        raise UserError(_bad(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
+        raise UserError(bad_value(row, "id", "a string or a number", "leave `id` out to use the row's number"))
+    if isinstance(row_id, str) and not is_text(row_id):
+        raise UserError(bad_value(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
     cached = _encoded(row)
-    count = _integer(row, "clips") or 1
+    count = integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):
         id = row_id if count == 1 else f"{row_id}.{copy}"
@@ -151,7 +153,7 @@ def _path(row: Row) -> Path | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise UserError(_bad(row, "path", "a string", "put the path in quotes"))
+        raise UserError(bad_value(row, "path", "a string", "put the path in quotes"))
     return _file_at(row, "path", value)
 
 
@@ -170,7 +172,7 @@ def _encoded(row: Row) -> dict[str, Path]:
         return {}
     if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
         remedy = "`arachnec cache` writes it; a manifest that has it is JSONL"
-        raise UserError(_bad(row, "encoded", "an object of encoders and files", remedy))
+        raise UserError(bad_value(row, "encoded", "an object of encoders and files", remedy))
     return {name: _file_at(row, "encoded", path) for name, path in value.items()}
 
 
@@ -188,28 +190,30 @@ def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
     return {key: probed[key] if value is None else value for key, value in sizes.items()}
 
 
-def _integer(row: Row, key: str) -> int | None:
+def integer(row: Row, key: str) -> int | None:
+    """The row's whole number; None where it has none. Raises ``UserError`` out of its bounds."""
     value = row.values.get(key)
     if value is None:
         return None
     least = LEAST[key]
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(_bad(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
+        raise UserError(bad_value(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
     if value < least:
         remedy = "an image is a clip of 1 frame" if key == "frames" else f"the smallest `{key}` is {least}"
-        raise UserError(_bad(row, key, f"at least {least}", remedy))
+        raise UserError(bad_value(row, key, f"at least {least}", remedy))
     if value > MOST[key]:
-        raise UserError(_bad(row, key, f"at most {MOST[key]}", f"correct `{key}`"))
+        raise UserError(bad_value(row, key, f"at most {MOST[key]}", f"correct `{key}`"))
     return value
 
 
-def _bad(row: Row, key: str, expected: str, remedy: str) -> BadValue:
+def bad_value(row: Row, key: str, expected: str, remedy: str) -> BadValue:
+    """The diagnostic at the key of the row, under whichever name it is written there."""
     written = next((name for name, first in ALIASES.items() if first == key and f'"{name}"' in row.text), key)
     shown = repr(row.values[key])
     return BadValue(row.span(written), key, shown if len(shown) <= 80 else f"{shown[:77]}...", expected, remedy)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Whether it has no half of a surrogate pair, as JSON's escapes can."""
     try:
         value.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
 import functools
@@ -21,6 +22,19 @@ KEYS = (
     # How another system grouped these clips; read and not used, because partitioning is a pass.
     "micro_batch",
 )
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The keys that rows may have, their other names, and which of them are text or any number in a CSV file."""
+
+    keys: tuple[str, ...]
+    aliases: Mapping[str, str]
+    texts: tuple[str, ...] = ("caption", "path")
+    fractions: tuple[str, ...] = ()
+
+
+CLIP_KEYS = RowKeys(KEYS, ALIASES)
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class Row:
         return Span(str(self.file), self.line, column + 1, self.line, column + len(f'"{key}"') + 1)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))
@@ -117,7 +131,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(UnknownFormat(None, str(path), path.suffix or "missing"))
-    return reader(path)
+    return reader(path, keys)
 
 
 def _text(path: Path) -> str:
@@ -129,7 +143,7 @@ def _text(path: Path) -> str:
         raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {error.start}")) from None
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path, keys: RowKeys) -> Iterator[Row]:
     number = 0
     for line, raw in enumerate(_text(path).split("\n"), start=1):
         text = raw.rstrip("\r")
@@ -149,7 +163,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             raise UserError(
                 BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
             )
-        yield normalised(Row(number, values, path, line, text))
+        yield normalised(Row(number, values, path, line, text), keys)
         number += 1
 
 
@@ -165,14 +179,14 @@ def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) 
     return values
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
     text = _text(path)
     lines = text.splitlines()
     reader = csv.reader(text.splitlines(keepends=True), strict=True)
     try:
         names = [name.strip() for name in next(reader, [])]
         for column, name in enumerate(names):
-            _canonical(name, _named_span(path, lines[0], name))
+            _canonical(name, _named_span(path, lines[0], name), keys)
             if name in names[:column]:
                 raise UserError(RepeatedKey(_named_span(path, lines[0], name, names[:column].count(name)), name))
         for number, fields in enumerate(row for row in reader if row):
@@ -181,27 +195,28 @@ def _csv(path: Path) -> Iterator[Row]:
             if len(fields) != len(names):
                 reason = f"{len(fields)} fields under {len(names)} names"
                 raise UserError(BadRow(span, "complete", reason, "give every row as many fields as the first line"))
-            values = {name: _csv_value(name, field) for name, field in zip(names, fields, strict=True)}
-            yield normalised(Row(number, values, path, line, lines[line - 1]))
+            values = {name: _csv_value(name, field, keys) for name, field in zip(names, fields, strict=True)}
+            yield normalised(Row(number, values, path, line, lines[line - 1]), keys)
     except csv.Error as error:
         line = reader.line_num
         span = Span(str(path), line, 1, line, 2)
         raise UserError(BadRow(span, "CSV", str(error), "quote fields that hold commas or quotes")) from None
 
 
-def _csv_value(name: str, field: str) -> int | str | None:
+def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None:
     """CSV has no types: an empty field is absent, one that reads as an integer is one, except in captions and paths."""
     if not field.strip():
         return None
-    if ALIASES.get(name, name) in ("caption", "path"):
+    key = keys.aliases.get(name, name)
+    if key in keys.texts:
         return field
-    try:
-        return int(field)
-    except ValueError:
-        return field.strip()
+    for number in (int, float) if key in keys.fractions else (int,):
+        with contextlib.suppress(ValueError):
+            return number(field)
+    return field.strip()
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -218,28 +233,28 @@ def _parquet(path: Path) -> Iterator[Row]:
         # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
         present = {key: None if value != value else value for key, value in values.items()}
         integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
-        yield normalised(Row(number, integral, path, number + 1, ""))
+        yield normalised(Row(number, integral, path, number + 1, ""), keys)
 
 
-def normalised(row: Row) -> Row:
+def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     """The row by canonical keys, without what is None. Raises ``UserError`` for an unknown or repeated key."""
     values: dict[str, Any] = {}
     for key, value in row.values.items():
-        name = _canonical(key, row.span(key))
+        name = _canonical(key, row.span(key), keys)
         if value is None:
             continue
         if name in values:
-            raise UserError(KeyTwice(row.span(key), name, next(a for a, n in ALIASES.items() if n == name)))
+            raise UserError(KeyTwice(row.span(key), name, next(a for a, n in keys.aliases.items() if n == name)))
         values[name] = value
     return Row(row.number, values, row.file, row.line, row.text)
 
 
-def _canonical(key: str, span: Span) -> str:
+def _canonical(key: str, span: Span, keys: RowKeys) -> str:
     """The key's canonical name. Raises ``UserError`` for an unknown key."""
-    name = ALIASES.get(key, key)
-    if name not in KEYS:
-        near = difflib.get_close_matches(key, (*KEYS, *ALIASES), n=1)
-        suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(KEYS)}"
+    name = keys.aliases.get(key, key)
+    if name not in keys.keys:
+        near = difflib.get_close_matches(key, (*keys.keys, *keys.aliases), n=1)
+        suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(keys.keys)}"
         raise UserError(UnknownKey(span, key, suggestion))
     return name
 

@@ -16,11 +16,11 @@ PACKAGE = ROOT / "arachnec"
 # From the ground up. A room imports rooms of lower floors only; docs/architecture.md says what each holds.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir", "solver", "kernels", "version"),
-    ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining"),
+    ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining", "sparsity"),
     ("models", "cost"),
     ("verification", "tracing", "lowering", "simulation", "executable", "launch"),
     ("spmd", "planning", "runtime", "optimizers"),
-    ("passes", "codegen"),
+    ("passes", "codegen", "model_state"),
     ("views",),
     ("backends",),
     ("profiling", "export", "caching"),
@@ -114,7 +114,7 @@ def test_a_pass_file_holds_one_pass_and_derives_its_name() -> None:
         assert kind.__module__ == f"arachnec.passes.{name.replace('-', '_')}"
 
 
-@pytest.mark.parametrize("floor", ["ir", "solver", "pipelining"])
+@pytest.mark.parametrize("floor", ["ir", "solver", "pipelining", "sparsity"])
 def test_the_ground_floor_imports_no_torch(floor: str) -> None:
     banned = {"torch", "triton"} | ({"z3"} if floor == "ir" else set())
     for path in (PACKAGE / floor).rglob("*.py"):

@@ -21,25 +21,20 @@ from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.receive_prefetch import prefetch_receives
 from arachnec.analysis.uses import Values, overlapped_reduces
-from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
+from arachnec.backends.cascade_step import batch_loss, batch_of, encode_loaded
 from arachnec.backends.finite_losses import finite_rows, not_finite
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
-from arachnec.backends.torch_distributed.cells.parameters import CellParameters
+from arachnec.backends.torch_distributed.cell_parameters import CellParameters
 from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.set_aside import LeftOut, stand_in, usable
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -50,6 +45,12 @@ from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.model_state.cells.gradients import ShardGradients, StageCells
+from arachnec.model_state.gradient_pieces import piece_size
+from arachnec.model_state.gradients import GradientSynchronisation, layers_in
+from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
+from arachnec.model_state.updated_parameters import UpdatedParameters
 from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from arachnec.backends.cascade_step import (
     DTYPES,
     build_model,
-    drop_gradients,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
@@ -48,6 +46,8 @@ from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.launch.progress import Progress
+from arachnec.model_state.gradient_precision import keep_gradients, says_low
+from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather, gather_text
 from arachnec.runtime.clock import Clock, Interval

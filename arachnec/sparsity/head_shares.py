@@ -1,0 +1,134 @@
+"""Heads of unequal density over the ranks of a clip: who computes which query groups of which head.
+
+Whole heads first, longest first; what fits on no rank below the mean is cut between query groups. At most ranks - 1
+places are cut, and a head's keys and values go to one more rank at each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, order=True)
+class Share:
+    """Query groups ``start`` to ``stop`` - 1 of a head."""
+
+    head: int
+    start: int
+    stop: int
+
+    @property
+    def groups(self) -> int:
+        return self.stop - self.start
+
+
+Division: TypeAlias = tuple[tuple[Share, ...], ...]
+"""For every rank of a clip its shares, by head."""
+EVEN = 1.005  # the heaviest rank over the mean, up to which moving keys and values for less is not worth it
+
+
+def balanced(weights: Sequence[float], groups: int, ranks: int) -> Division:
+    """Every group of every head on one rank, the heaviest rank as light as whole heads and at most ranks - 1 cuts
+    make it; never heavier than ``longest_first``.
+
+    ``weights`` are the work of each head, which its ``groups`` query groups share equally. Raises ValueError for a
+    weight that is not positive and finite, and for less than one group or rank.
+    """
+    _require(weights, groups, ranks)
+    whole = longest_first(weights, groups, ranks)
+    if imbalance(whole, weights, groups) <= EVEN:
+        return whole
+    divided = _whole_then_cut(weights, groups, ranks)
+    return divided if imbalance(divided, weights, groups) < imbalance(whole, weights, groups) else whole
+
+
+def longest_first(weights: Sequence[float], groups: int, ranks: int) -> Division:
+    """Whole heads, the heaviest first, each to the rank that has least so far (LPT; DSV, arXiv 2502.07590, section 4).
+
+    Raises ValueError as ``balanced``.
+    """
+    _require(weights, groups, ranks)
+    loads = [0.0] * ranks
+    shares: list[list[Share]] = [[] for _ in range(ranks)]
+    for head in _heaviest_first(weights):
+        rank = loads.index(min(loads))
+        loads[rank] += weights[head]
+        shares[rank].append(Share(head, 0, groups))
+    return _sorted(shares)
+
+
+def by_number(heads: int, groups: int, ranks: int) -> Division:
+    """Whole heads in runs of as equal length as possible, the longer ones first, as Ulysses deals them."""
+    bounds = [math.ceil(rank * heads / ranks) for rank in range(ranks + 1)]
+    return tuple(tuple(Share(head, 0, groups) for head in range(start, stop)) for start, stop in pairwise(bounds))
+
+
+def loads(division: Division, weights: Sequence[float], groups: int) -> tuple[float, ...]:
+    """The work of every rank."""
+    return tuple(math.fsum(weights[share.head] * share.groups / groups for share in shares) for shares in division)
+
+
+def imbalance(division: Division, weights: Sequence[float], groups: int) -> float:
+    """The heaviest rank's work over the mean."""
+    return max(loads(division, weights, groups)) * len(division) / math.fsum(weights)
+
+
+def copies(division: Division) -> int:
+    """How often a head's keys and values go to one more rank than the first."""
+    return sum(len(shares) for shares in division) - len({share.head for shares in division for share in shares})
+
+
+def _require(weights: Sequence[float], groups: int, ranks: int) -> None:
+    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise ValueError("the work of a head must be positive and finite")
+    if groups < 1 or ranks < 1:
+        raise ValueError(f"{groups} query groups cannot be divided over {ranks} ranks")
+
+
+def _heaviest_first(weights: Sequence[float]) -> list[int]:
+    return sorted(range(len(weights)), key=lambda head: (-weights[head], head))
+
+
+def _whole_then_cut(weights: Sequence[float], groups: int, ranks: int) -> Division:
+    mean = math.fsum(weights) / ranks
+    free = [mean] * ranks
+    shares: list[list[Share]] = [[] for _ in range(ranks)]
+    left = []
+    for head in _heaviest_first(weights):
+        rank = free.index(max(free))
+        if weights[head] > free[rank] * (1 + 1e-9):
+            left.append(head)
+            continue
+        free[rank] -= weights[head]
+        shares[rank].append(Share(head, 0, groups))
+    _fill(left, weights, groups, free, shares)
+    return _sorted(shares)
+
+
+def _fill(
+    heads: Sequence[int], weights: Sequence[float], groups: int, free: Sequence[float], shares: list[list[Share]]
+) -> None:
+    """Fill what is ``free`` on one rank after the other, cutting the head that does not fit where the rank is full
+    (McNaughton, Management Science 6, 1959); what rounding to whole groups leaves over is the next rank's."""
+    order = sorted(range(len(free)), key=lambda rank: (-free[rank], rank))
+    place, space = 0, free[order[0]]
+    for head in heads:
+        group = weights[head] / groups
+        start = 0
+        while start < groups:
+            wanted = groups - start if place == len(order) - 1 else min(groups - start, max(0, round(space / group)))
+            if wanted:
+                shares[order[place]].append(Share(head, start, start + wanted))
+                start += wanted
+                space -= wanted * group
+            if start < groups:
+                place += 1
+                space += free[order[place]]
+
+
+def _sorted(shares: Sequence[Sequence[Share]]) -> Division:
+    return tuple(tuple(sorted(of_rank)) for of_rank in shares)
