@@ -76,10 +76,11 @@ def test_training_from_the_files_is_training_from_the_clips(tmp_path: Path) -> N
     videos = executable(tmp_path / "v", [CLIPS_OF_A_STEP], [*encoders, *reading], 2, encoder=True)
     cached = executable(tmp_path / "c", [clips], plan, 2, encoder=False, more=ENCODER)
     steps = [
-        train_on(2, folder, steps=2, save_gradients=tmp_path / folder.name)["steps"] for folder in (videos, cached)
+        train_on(2, folder, steps=2, save_gradients=tmp_path / f"{folder.name}.safetensors")["steps"]
+        for folder in (videos, cached)
     ]
     assert [step["loss"] for step in steps[0]] == [step["loss"] for step in steps[1]]
-    there, here = (load_file(tmp_path / name) for name in ("v", "c"))
+    there, here = (load_file(tmp_path / f"{name}.safetensors") for name in ("v", "c"))
     assert all(torch.equal(there[name], here[name]) for name in there)
 
 
