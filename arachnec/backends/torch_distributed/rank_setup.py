@@ -16,9 +16,9 @@ import torch.distributed as dist
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cell_parameters import CellParameters, dealt_out_stage
-from arachnec.backends.torch_distributed.interpreter import RankContext
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
+from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.shared_weights import given_module, shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
