@@ -14,7 +14,7 @@ from torch import Tensor
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.backends.torch_distributed import events, report
 from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.interpreter import program_of
+from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.plans import Planned, Plans
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders
