@@ -42,19 +42,18 @@ RUNS = (
     "z3",
 )
 
-MODEL = """
+BLOCK = """
 import torch
 from torch import nn
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, wide):
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        wide = 2 * width
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x, time):
@@ -63,14 +62,28 @@ class Block(nn.Module):
         y = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + self.out(y.transpose(1, 2).reshape(b, s, c))
         return x + self.mlp(x)
+"""
+SAMPLE = """
 
+def sample(clip, generator):
+    s = tokens(clip)
+    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
+    noise = torch.randn(clean.shape, generator=generator)
+    time = torch.rand(1, generator=generator)
+    return {"x": clean + time * noise, "time": time}, noise
+
+
+def tokens(clip):
+    return clip.frames * (clip.height // 8) * (clip.width // 8)
+"""
+TINY = """
 
 class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(4, 12)
         self.time = nn.Linear(1, 12)
-        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
         self.head = nn.Linear(12, 4)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -86,21 +99,10 @@ def build():
     return Tiny()
 
 
-def sample(clip, generator):
-    s = tokens(clip)
-    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
-    noise = torch.randn(clean.shape, generator=generator)
-    time = torch.rand(1, generator=generator)
-    return {"x": clean + time * noise, "time": time}, noise
-
-
 def loss(prediction, target):
     return nn.functional.mse_loss(prediction.float(), target)
-
-
-def tokens(clip):
-    return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+MODEL = BLOCK + SAMPLE + TINY
 
 DOUBLE = """
 
