@@ -27,6 +27,7 @@ BUILTIN = {
     "stages": "arachnec.passes.stages:Stages",
     "stages-dapple": "arachnec.passes.stages_dapple:StagesDapple",
     "stages-adaptis": "arachnec.passes.stages_adaptis:StagesAdaptis",
+    "segment": "arachnec.passes.segment:Segment",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
     "schedule-same-bucket": "arachnec.passes.schedule_same_bucket:ScheduleSameBucket",
