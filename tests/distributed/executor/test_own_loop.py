@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def test_the_examples_losses_are_those_of_a_plain_loop_and_a_resumed_run_goes_on
 
 def _example(folder: Path) -> tuple[list[float], list[float], int]:
     example = own_loop()
-    with captured_once():
+    with captured_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.arachnec, "Engine", partial(example.arachnec.Engine, passes=QUICK))
         first = example.train(folder / "checkpoints", steps=3)
         second = example.train(folder / "checkpoints", steps=3)
     return [s.loss for s in first.steps], [s.loss for s in second.steps], first.plans_reused
