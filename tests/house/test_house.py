@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes", "codegen", "model_state"),
     ("views",),
     ("backends",),
-    ("profiling", "export"),
+    ("profiling", "export", "equivalence"),
     ("report",),
     ("driver",),
     ("commands",),
