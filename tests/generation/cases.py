@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.data.requests import Request
-from arachnec.data.switch import Switch
+from arachnec.data.switch import Switch, parse_switch
 from arachnec.generation.plan import forecast
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
@@ -100,6 +100,7 @@ def start(request, generator):
     latents = torch.randn(1, tokens(request), 4, generator=generator)
     return latents * (float("nan") if request.id == "b" else 1.0)
 """
+FIXED = parse_switch("fixed=3")
 REQUESTS = (
     Request("a", "fox", 3, 16, 16, steps=6, guidance=3.0, seed=1, text_tokens=4),
     Request("b", "a cat", 2, 16, 16, steps=5, guidance=2.0, seed=2, text_tokens=6),
