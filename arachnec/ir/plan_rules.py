@@ -21,6 +21,7 @@ from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.span import Span
+from arachnec.ir.sparse_rules import SPARSE_RULES
 from arachnec.ir.stage_sizes import most_clips
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -264,4 +265,5 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     all_layers_say_what_they_spare,
     a_rank_does_one_thing,
     trained_stages_step,
+    *SPARSE_RULES,
 )

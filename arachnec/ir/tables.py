@@ -126,6 +126,14 @@ STAGE = table("""
     end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
+    density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
+    dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
+    query_group     | int            | traced | optional | queries whose keys are chosen together, at most
+    key_block       | int            | traced | optional | keys that are chosen together, at most
+    division        | str            | traced | optional | over ranks: "groups" cuts heads, "heads" does not
+    choice          | TFLOP formula  | traced | optional | predicting and choosing keys, one layer forward
+    sparse_speed    | [float]        | traced | optional | over dense kernels: attention forward, backward, and choice
+    predictors      | int            | traced | optional | parameters that predict which keys matter
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
@@ -153,6 +161,7 @@ FUSED = table("""
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
+    sparse    | [int]       | costed    | optional | layers that attend to chosen keys; the others attend to all
     degree    | int         | scheduled | required | ranks that share it
     side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
@@ -165,6 +174,8 @@ CASCADE = table("""
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
     attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
+    groups    | int         | placed    | optional | query groups of a head that `heads` counts
+    heads     | [[[int], [int], [int]]] | placed | optional | layers, place of each head, parts of those that are cut
 """)
 
 REDUCE = table("""

@@ -15,8 +15,13 @@ from typing import ClassVar
 from arachnec.analysis.stage_handoffs import between_stages, source_of
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
+from arachnec.cost.compute import Compute
+from arachnec.cost.memory import on_one_side
 from arachnec.cost.recomputation import share_recomputed
+from arachnec.cost.sparse_attention import SparseLoads
+from arachnec.cost.strategy import Attention
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.values import Formula, Value
@@ -253,6 +258,11 @@ def evaluate(value: Value | None, cascade: Cascade) -> float:
 
 def forward_share(cascade: Cascade, stage: Stage) -> float:
     """The part of a train cascade's time that its forward takes, by the stage's formulas."""
+    if sparse_layers(cascade):
+        times = Compute({stage.name: stage}, frozenset(), SparseLoads({stage.name: stage}))
+        grid, blocks = Attention(cascade.degree, 1), recomputed_blocks(cascade.attrs.get("recompute"), stage)
+        first, second = times.halves(on_one_side(cascade, cascade.side), cascade.degree, grid, blocks, 1.0)
+        return first / (first + second)
     forward = evaluate(stage.attrs.get("forward"), cascade)
     again = share_recomputed(stage, recomputed_blocks(cascade.attrs.get("recompute"), stage)) * forward
     backward = evaluate(stage.attrs.get("backward"), cascade) + again
