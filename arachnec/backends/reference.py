@@ -13,9 +13,7 @@ from arachnec.backends.cascade_step import (
     build_encoders,
     build_model,
     cascade_loss,
-    drop_gradients,
     encode,
-    gradients_of,
     in_step,
     trained_parameters,
 )
@@ -24,6 +22,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
+from arachnec.model_state.kept_gradients import drop_gradients, gradients_of
 from arachnec.models.file import ModelFile
 
 

@@ -16,7 +16,8 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.sparse_attention import NO_LOAD, SparseLoad, SparseLoads
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.ir.sampling import CODING, as_forward
 from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
 
 
@@ -166,9 +167,10 @@ class Communication:
     def volumes(self, cascade: Cascade, attention: Attention, recompute: int) -> Volumes:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
-        if cascade.phase is Phase.ENCODE:
+        if cascade.phase in CODING:
             return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
+        cascade = as_forward(cascade)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,

@@ -18,7 +18,7 @@ from arachnec.sparsity.head_shares import Division, balanced, imbalance, longest
 
 GIB = 2**30
 LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
-ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
+ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD)
 NO_SPEEDS = (1.0, 1.0, 1.0)
 WORTH = 0.98  # a layer is sparse where it takes less than this of the dense time: never slower by rounding
 

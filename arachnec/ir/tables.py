@@ -39,6 +39,9 @@ MODULE = table("""
     tried     | [[str, ms]] | traced | optional | layouts that were simulated, and the iteration of each
     excluded  | [[str, ms]] | traced | optional | layouts that take so long at least, and were not simulated
     refused   | [str] | traced | optional | layouts in which some clip does not fit
+    models    | [str] | traced | optional | stages that denoise, in the order in which they take over
+    switch    | str   | traced | optional | the rule by which a request goes over from the first of them
+    decoder   | str   | traced | optional | the stage that makes videos of latents
 """)
 
 CLUSTER = table("""
@@ -68,6 +71,11 @@ CLUSTER = table("""
 CLIP = table("""
     name      | str | traced | optional | what the manifest calls it
     iteration | int | traced | optional | the global batch it belongs to, where a module holds several
+    steps     | int | traced | optional | of a request: its sampling steps
+    branches  | int | traced | optional | of a request: predictions of one step, 2 with guidance; absent = 1
+    window    | [int] | traced | optional | of a request: the least and most steps that the first model takes
+    forecast  | int | traced | optional | of a request: so many it is planned to take
+    arrival   | ms  | traced | optional | of a request: when it is there; absent = from the start
 """)
 
 STAGE = table("""
@@ -130,6 +138,8 @@ STAGE = table("""
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
     query_group     | int            | traced | optional | queries whose keys are chosen together, at most
     key_block       | int            | traced | optional | keys that are chosen together, at most
+    mass            | float          | traced | optional | of a query's attention that the chosen keys hold
+    predictor_rank  | int            | traced | optional | features by which keys are predicted, of each head
     division        | str            | traced | optional | over ranks: "groups" cuts heads, "heads" does not
     choice          | TFLOP formula  | traced | optional | predicting and choosing keys, one layer forward
     sparse_speed    | [float]        | traced | optional | over dense kernels: attention forward, backward, and choice
@@ -162,8 +172,12 @@ CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     sparse    | [int]       | costed    | optional | layers that attend to chosen keys; the others attend to all
+    steps     | [int]       | partitioned | optional | of a denoise: its first and last sampling step, from 0
+    branches  | int         | partitioned | optional | of a denoise: as on its requests
+    switch    | str         | partitioned | optional | the rule that decides which of its steps it takes; absent = all
+    planned   | int         | partitioned | optional | so many of its steps it takes by the forecast; absent = all
     degree    | int         | scheduled | required | ranks that share it
-    side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
+    side      | int         | scheduled | optional | clips, or branches of a denoise, side by side; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
@@ -265,6 +279,21 @@ INSTRUCTION = {
         + """
     memory    | GiB   | lowered | optional | its output, held until `free`
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    steps     | [int] | lowered | optional | as on the cascade
+    branches  | int   | lowered | optional | as on the cascade
+    switch    | str   | lowered | optional | as on the cascade
+    ulysses   | int   | lowered | optional | as on the cascade
+    ring      | int   | lowered | optional | as on the cascade
+    shards    | [int] | lowered | optional | as on the cascade
+    side      | int   | lowered | optional | as on the cascade
+    attention | str   | lowered | optional | as on the cascade
+"""
+    ),
+    "decode": table(
+        _RUN
+        + """
+    memory    | GiB   | lowered | optional | its output, held until `free`
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
 """
     ),
     "send": table("""
@@ -308,6 +337,8 @@ FIGURES = (
     "classes", "layer_params", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace",
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
+# How a sparse stage chooses keys. Its parts choose alike.
+CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
 
 # Speeds of a cluster's links, which a profile and a run measure. They price a plan; no proof rests on them.

@@ -16,7 +16,6 @@ from arachnec.analysis.stage_handoffs import between_stages, source_of
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.compute import Compute
-from arachnec.cost.memory import on_one_side
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
@@ -24,6 +23,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.values import Formula, Value
 
 TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal
@@ -202,7 +202,7 @@ def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -
     clips side by side every rank reads those of its own side.
     """
     of = consumer if producer.phase in GRADIENT else producer
-    side = 1 if producer.phase is Phase.ENCODE else consumer.side
+    side = 1 if producer.phase is Phase.ENCODE or consumer.phase is Phase.DENOISE else consumer.side
     return evaluate(stages[of.stage].attrs.get("output"), of) / side
 
 
@@ -242,6 +242,11 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
         place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
         key = (handoff.source, handoff.producer)
         drops[key] = max(drops.get(key, place), place)
+    read = {name for cascade in order for name in cascade.inputs}
+    for i, cascade in enumerate(order):
+        # A request's last latents, or its video, are delivered where they are freed.
+        if cascade.phase in (Phase.DENOISE, Phase.DECODE) and cascade.name not in read:
+            drops.update({(rank, i): (i, FREE_AFTER) for rank in cascade.ranks})
     for p in {value for _, value in drops}:
         # Ranks of an encoder that neither read nor send its output free it at once.
         for rank in order[p].ranks:

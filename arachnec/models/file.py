@@ -31,33 +31,45 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ARGUMENTS = {
-    "build": (),
-    "sample": ("clip", "generator"),
-    "loss": ("prediction", "target"),
-    "encoders": (),
-    "optimizer": ("parameters",),
-    "on_step": ("step", "metrics"),
-}
 PACKAGE = Path(__file__).parents[1]
-REQUIRED = ("build", "sample", "loss")
+
+
+@dataclass(frozen=True)
+class FileForm:
+    """A kind of file that users write: which functions it may have, with which arguments, and which it must have.
+
+    ``results`` look at what a function returned: None, or what was returned and what should have been.
+    """
+
+    kind: str
+    page: str
+    arguments: Mapping[str, tuple[str, ...]]
+    required: tuple[str, ...]
+    results: Mapping[str, Callable[[Any], tuple[str, str] | None]]
+
+    def call(self, name: str) -> str:
+        return f"{name}({', '.join(self.arguments[name])})"
 
 
 @dataclass(frozen=True)
 class NoModelFile(Diagnostic):
-    title: ClassVar[str] = "there is no model file `{path}`"
-    help: ClassVar[str] = "give a Python file with build(), sample(clip, generator) and loss(prediction, target)"
+    title: ClassVar[str] = "there is no {kind} `{path}`"
+    help: ClassVar[str] = "give a Python file with {functions}"
     path: str
+    kind: str
+    functions: str
 
 
 @dataclass(frozen=True)
 class MissingFunction(Diagnostic):
-    title: ClassVar[str] = "the model file has no `{name}`"
+    title: ClassVar[str] = "the {kind} has no `{name}`"
     label: ClassVar[str] = "found here: {found}"
-    help: ClassVar[str] = "add `def {name}({arguments})`; docs/your_model.md says what it returns"
+    help: ClassVar[str] = "add `def {name}({arguments})`; {page} says what it returns"
     name: str
     arguments: str
     found: str
+    kind: str
+    page: str
 
 
 @dataclass(frozen=True)
@@ -72,22 +84,24 @@ class WrongSignature(Diagnostic):
 
 @dataclass(frozen=True)
 class ModelFileRaised(Diagnostic):
-    title: ClassVar[str] = "the model file raised {exception} in {where}"
+    title: ClassVar[str] = "the {kind} raised {exception} in {where}"
     label: ClassVar[str] = "raised here"
     help: ClassVar[str] = "{remedy}"
     exception: str
     where: str
     remedy: str
+    kind: str = "model file"
 
 
 @dataclass(frozen=True)
 class WrongResult(Diagnostic):
     title: ClassVar[str] = "`{name}` returned {found}"
     label: ClassVar[str] = "must return {expected}"
-    help: ClassVar[str] = "return {expected}; docs/your_model.md has an example"
+    help: ClassVar[str] = "return {expected}; {page} has an example"
     name: str
     found: str
     expected: str
+    page: str
 
 
 @dataclass(frozen=True)
@@ -131,17 +145,28 @@ def load_model_file(
     ``origin`` is the file that ``path`` is a copy of: messages name it as long as it is the same. ``modules`` are the
     only files of the folder that may be imported; found if not given. Raises ``UserError`` for anything wrong.
     """
+    return ModelFile(**load_functions(path, MODEL_FILE, origin=origin, modules=modules))
+
+
+def load_functions(
+    path: str | Path, form: FileForm, *, origin: str | Path | None = None, modules: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What ``load_model_file`` reads, of a file of any form: its functions by name, ``path``, ``digest``, ``modules``.
+
+    A function that the file does not have, and need not have, is None.
+    """
     path = Path(path).absolute()
     if not path.is_file() or path.suffix != ".py":
-        raise UserError(NoModelFile(None, str(path)))
+        *calls, last = map(form.call, form.required)
+        raise UserError(NoModelFile(None, str(path), form.kind, f"{', '.join(calls)} and {last}"))
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
     modules = neighbours(path) if modules is None else tuple(modules)
     make_importable(path.parent, modules)
     shown = path if origin is None or not _same(Path(origin), source) else Path(origin)
-    module = _import(path, digest, shown)
-    functions = {name: _function(module, shown, name) for name in ARGUMENTS}
-    return ModelFile(**functions, path=shown, digest=digest, modules=modules)
+    module = _import(path, digest, shown, form.kind)
+    functions = {name: _function(module, shown, name, form) for name in form.arguments}
+    return {**functions, "path": shown, "digest": digest, "modules": modules}
 
 
 def _same(origin: Path, source: bytes) -> bool:
@@ -163,7 +188,7 @@ def definition(path: Path, name: str) -> Span | None:
     return None
 
 
-def _import(path: Path, digest: str, shown: Path) -> ModuleType:
+def _import(path: Path, digest: str, shown: Path, kind: str) -> ModuleType:
     name = f"arachnec_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{digest[:12]}"
     spec = importlib.util.spec_from_file_location(name, path, loader=Source(name, str(path), str(shown)))
     assert spec is not None and spec.loader is not None
@@ -176,35 +201,40 @@ def _import(path: Path, digest: str, shown: Path) -> ModuleType:
         raise _placed(error, shown) from None
     except (Exception, SystemExit) as error:
         sys.modules.pop(name)
-        raise UserError(_raised(error, shown, "its import")) from error
+        raise UserError(_raised(error, shown, "its import", kind)) from error
     return module
 
 
-def _function(module: ModuleType, path: Path, name: str) -> Any:
+def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
     function = getattr(module, name, None)
-    arguments = ", ".join(ARGUMENTS[name])
+    arguments = ", ".join(form.arguments[name])
     if function is None:
-        if name not in REQUIRED:
+        if name not in form.required:
             return None
         defined = ", ".join(
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
-        raise UserError(MissingFunction(Span(str(path), 1, 1, 1, 1), name, arguments, defined or "no functions"))
+        place = Span(str(path), 1, 1, 1, 1)
+        raise UserError(MissingFunction(place, name, arguments, defined or "no functions", form.kind, form.page))
     if not callable(function):
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
     try:
         signature = inspect.signature(function)
     except ValueError:  # a C function that does not say
-        return checked_function(function, path, name)
+        return checked_function(function, path, name, form)
     try:
-        signature.bind(*ARGUMENTS[name])
+        signature.bind(*form.arguments[name])
     except TypeError:
         raise UserError(WrongSignature(definition(path, name), name, arguments, str(signature))) from None
-    return checked_function(function, path, name)
+    return checked_function(function, path, name, form)
 
 
-def checked_function(function: Callable[P, R], path: Path, name: str) -> Callable[P, R]:
-    """``function`` with its result checked, and its exceptions told at the line of ``path`` that raised."""
+def checked_function(function: Callable[P, R], path: Path, name: str, form: FileForm | None = None) -> Callable[P, R]:
+    """``function`` with its result checked, and its exceptions told at the line of ``path`` that raised.
+
+    Without a ``form`` it is a function of a model file.
+    """
+    form = form or MODEL_FILE
     defined = definition(path, name)  # once: it parses the file, which threads must not do beside each other
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -215,16 +245,16 @@ def checked_function(function: Callable[P, R], path: Path, name: str) -> Callabl
         except (Exception, SystemExit) as error:
             if not _frames(error, path) or ran_out_of_memory(error):
                 raise  # not the user's code: a bug of ours keeps its traceback
-            raise UserError(_raised(error, path, f"{name}()")) from error
+            raise UserError(_raised(error, path, f"{name}()", form.kind)) from error
 
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         result = guarded(*args, **kwargs)
         if name == "sample":
             clip: Any = args[0]
             check_sample(result, defined, clip.id)
-        wrong = RESULTS[name](result) if name in RESULTS else None
+        wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
-            raise UserError(WrongResult(defined, name, *wrong))
+            raise UserError(WrongResult(defined, name, *wrong, form.page))
         return result
 
     return functools.wraps(function)(checked)
@@ -236,7 +266,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def own_errors(path: Path, where: str) -> Iterator[None]:
+def own_errors(path: Path, where: str, kind: str = "model file") -> Iterator[None]:
     """Shows what the file's code raised as a ``UserError`` at its line; what the compiler raised below stays a bug."""
     try:
         yield
@@ -247,7 +277,7 @@ def own_errors(path: Path, where: str) -> Iterator[None]:
         below = itertools.takewhile(lambda file: file != path, reversed(frames))
         if path not in frames or ran_out_of_memory(error) or any(PACKAGE in file.parents for file in below):
             raise
-        raise UserError(_raised(error, path, where)) from error
+        raise UserError(_raised(error, path, where, kind)) from error
 
 
 def check_sample(result: Any, span: Span | None, clip: str | int) -> None:
@@ -269,33 +299,47 @@ def _wrong_model(model: Any) -> tuple[str, str] | None:
 
     expected = "the model, a torch.nn.Module with parameters that train"
     if not isinstance(model, torch.nn.Module):
-        return f"{_called(model)}, not a module", expected
+        return f"{called(model)}, not a module", expected
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return "a module in which no parameter trains", expected
     return None
 
 
-def _wrong_encoders(encoders: Any) -> tuple[str, str] | None:
+def wrong_encoders(encoders: Any) -> tuple[str, str] | None:
     import torch
 
     expected = "a dict from names to modules, each with `load(clip, device)` and `forward(loaded)`"
     if not isinstance(encoders, dict):
-        return _called(encoders), expected
+        return called(encoders), expected
     for name, encoder in encoders.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name == "dit":
             return f"an encoder named {name!r}", f"{expected}; names are words other than `dit`"
         if not isinstance(encoder, torch.nn.Module):
-            return f"{_called(encoder)} as the encoder `{name}`", expected
+            return f"{called(encoder)} as the encoder `{name}`", expected
         if not callable(getattr(encoder, "load", None)):
             return f"an encoder `{name}` ({type(encoder).__name__}) without `load`", expected
     return None
 
 
-def _called(value: Any) -> str:
+def called(value: Any) -> str:
+    """A value by its type; a class by its name."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-RESULTS: dict[str, Callable[[Any], tuple[str, str] | None]] = {"build": _wrong_model, "encoders": _wrong_encoders}
+MODEL_FILE = FileForm(
+    kind="model file",
+    page="docs/your_model.md",
+    arguments={
+        "build": (),
+        "sample": ("clip", "generator"),
+        "loss": ("prediction", "target"),
+        "encoders": (),
+        "optimizer": ("parameters",),
+        "on_step": ("step", "metrics"),
+    },
+    required=("build", "sample", "loss"),
+    results={"build": _wrong_model, "encoders": wrong_encoders},
+)
 
 
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
@@ -309,18 +353,22 @@ def _placed(error: UserError, path: Path) -> UserError:
     return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
 
 
-def _raised(error: BaseException, path: Path, where: str) -> ModelFileRaised:
+def _raised(error: BaseException, path: Path, where: str, kind: str) -> ModelFileRaised:
     frames = _frames(error, path)
     line = frames[-1].lineno or 1 if frames else 1
     if isinstance(error, SyntaxError) and error.filename == str(path):
         line = error.lineno or 1
     message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
     return ModelFileRaised(
-        line_span(path, line), f"{type(error).__name__}{': ' if message else ''}{message}", where, _remedy(error)
+        line_span(path, line),
+        f"{type(error).__name__}{': ' if message else ''}{message}",
+        where,
+        _remedy(error, kind),
+        kind,
     )
 
 
-def _remedy(error: BaseException) -> str:
+def _remedy(error: BaseException, kind: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         return (
             "install that package, or put it beside the model file: an executable carries that file and the modules of "
@@ -335,7 +383,7 @@ def _remedy(error: BaseException) -> str:
         return "LoRA's target_modules name layers as model.named_modules() does: to_q, or blocks.0.attn1.to_q"
     if "meta tensor" in str(error):
         return "the model is planned under torch.device('meta'), without numbers: see docs/your_model.md"
-    return "correct the model file; it runs alone with `python FILE`"
+    return f"correct the {kind}; it runs alone with `python FILE`"
 
 
 def line_span(path: Path, line: int) -> Span:

@@ -18,7 +18,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
-from arachnec.ir.tables import FIGURES, TIED
+from arachnec.ir.tables import CHOICE, FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -258,8 +258,7 @@ def _sparse(stage: Stage, begin: int, end: int) -> dict[str, Value | None]:
     work = [pairs[kind] for kind in integers(stage.attrs["classes"])]
     share = sum(work[begin:end]) / sum(work)
     rows = density_rows(part_densities(layer_densities(stage), begin, end, share)) if share else ()
-    kept = {name: stage.attrs.get(name) for name in ("query_group", "key_block", "division", "choice", "sparse_speed")}
-    return {"density": rows or None, **kept} if rows else {}
+    return {"density": rows, **{name: stage.attrs.get(name) for name in CHOICE}} if rows else {}
 
 
 def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:

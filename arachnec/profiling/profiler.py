@@ -25,13 +25,10 @@ from arachnec.backends.cascade_step import (
     batch_loss,
     batch_of,
     cascade_loss,
-    drop_gradients,
     encode,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
-from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
@@ -49,6 +46,9 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.model_state.gradients import GradientSynchronisation
+from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.layer_collectives import PHASES as COLLECTIVES
 from arachnec.profiling.layer_collectives import LayerCollectives

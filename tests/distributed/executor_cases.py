@@ -301,8 +301,8 @@ def executable(
 
 
 def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-    """``arachnec run`` in a process of its own, and so are its ranks."""
-    command = [warm_python(RUNS), "-m", "arachnec.cli", "run", str(folder), *map(str, arguments)]
+    """``arachnec run`` in a process of its own, and so are its ranks. ``tests/equivalence`` executes programs first."""
+    command = [warm_python(RUNS), "-m", "arachnec.cli", "run", str(folder), "--no-equivalence", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 

@@ -20,6 +20,7 @@ from arachnec.passes.infra.base import Pass
 
 BUILTIN = {
     "choose-layout": "arachnec.passes.choose_layout:ChooseLayout",
+    "sparsify": "arachnec.passes.sparsify:Sparsify",
     "partition": "arachnec.passes.partition:Partition",
     "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
@@ -27,6 +28,7 @@ BUILTIN = {
     "stages": "arachnec.passes.stages:Stages",
     "stages-dapple": "arachnec.passes.stages_dapple:StagesDapple",
     "stages-adaptis": "arachnec.passes.stages_adaptis:StagesAdaptis",
+    "segment": "arachnec.passes.segment:Segment",
     "annotate": "arachnec.passes.annotate:Annotate",
     "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
     "schedule-same-bucket": "arachnec.passes.schedule_same_bucket:ScheduleSameBucket",

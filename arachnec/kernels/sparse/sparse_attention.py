@@ -1,0 +1,127 @@
+"""Attention over chosen key blocks, as an operator: forward, log-sum-exp and backward, without atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arachnec.kernels.sparse.gathered_attention import gathered_backward, gathered_forward, groups_of
+from arachnec.kernels.sparse.key_lists import KeyLists
+from arachnec.kernels.sparse.token_cubes import TokenCubes
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: KeyLists,
+    cubes: TokenCubes,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of each query group over the key blocks of its list.
+
+    query [B, H, video, D], key [B, H, S, D] and value [B, H, S, Dv] stand in the order of ``cubes``, and so does
+    ``mask`` [B or 1, H or 1, video or 1, S], boolean or added to the scores. Returns [B, H, video, Dv]; a query that
+    sees nothing gives 0. ``scale`` None means D ** -0.5. Raises ValueError for other sizes.
+    """
+    video, total = cubes.video, len(cubes.order)
+    sizes = (tuple(query.shape[:3]), tuple(key.shape[:3]), tuple(value.shape[:3]))
+    batch = tuple(query.shape[:2])
+    if sizes != ((*batch, video), (*batch, total), (*batch, total)) or query.shape[3] != key.shape[3]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"heads of {video} queries and {total} keys are wanted, not {shapes}")
+    if tuple(lists.counts.shape) != (*batch, len(cubes.groups) - 1):
+        raise ValueError(f"lists of {len(cubes.groups) - 1} groups of {batch} are wanted, not {lists.counts.shape}")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    starts = (cubes.groups.to(query.device), cubes.blocks.to(query.device))
+    out: Tensor = torch.ops.arachnec.sparse_attention(
+        query, key, value, mask, lists.indices, lists.counts, *starts, scale
+    )[0]
+    return out
+
+
+@torch.library.custom_op("arachnec::sparse_attention", mutates_args=())
+def _sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    indices: Tensor,
+    counts: Tensor,
+    groups: Tensor,
+    blocks: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the latter has no gradient."""
+    lists = groups_of(indices, counts, groups, blocks)
+    return gathered_forward(query, key.contiguous(), value.contiguous(), mask, lists, scale)
+
+
+@torch.library.custom_op("arachnec::sparse_attention_backward", mutates_args=())
+def _sparse_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    indices: Tensor,
+    counts: Tensor,
+    groups: Tensor,
+    blocks: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lists = groups_of(indices, counts, groups, blocks)
+    return gathered_backward(grad, query, key.contiguous(), value.contiguous(), out, lse, mask, lists, scale)
+
+
+@_sparse_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    indices: Tensor,
+    counts: Tensor,
+    groups: Tensor,
+    blocks: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+@_sparse_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    indices: Tensor,
+    counts: Tensor,
+    groups: Tensor,
+    blocks: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, mask, *lists, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, mask, *lists)
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.arachnec.sparse_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*grads, None, None, None, None, None, None)
+
+
+_sparse_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,121 @@
+"""A clip's tokens in an order in which neighbours in time, height and width stand side by side.
+
+The grid is cut into cubes: *groups* of queries, *blocks* of keys and *cells*, whose tokens are scored as one. The
+smaller cubes lie within the larger ones, so that in the one order all of them are runs of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]  # frames, height, width, in tokens
+
+QUERIES, KEYS, CELL = 256, 64, 8  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
+
+
+@dataclass(frozen=True)
+class TokenCubes:
+    """Starts are places in the order, one more than there are cubes: the last is where the last cube ends.
+
+    Groups and cells are of video tokens. Blocks go on over the captions, which stand behind the video.
+    """
+
+    order: Tensor  # [S] int64, the token of the sequence that stands at each place
+    groups: Tensor  # [G + 1] int32
+    blocks: Tensor  # [N + 1] int32
+    cells: Tensor  # [C + 1] int32
+    captions: int  # blocks of captions, the last of the blocks
+
+    @property
+    def video(self) -> int:
+        """Video tokens."""
+        return int(self.groups[-1])
+
+    @property
+    def places(self) -> Tensor:
+        """[S] int64, where each token of the sequence stands: the inverse of the order."""
+        return torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(self.order)))
+
+    @property
+    def group_cells(self) -> Tensor:
+        """[G + 1] int32: where the groups start, in cells."""
+        return torch.searchsorted(self.cells, self.groups).int()
+
+    @property
+    def block_cells(self) -> Tensor:
+        """[N - captions + 1] int32: where the blocks of video start, in cells."""
+        return torch.searchsorted(self.cells, self.blocks[: len(self.blocks) - self.captions]).int()
+
+
+def token_cubes(
+    grid: Grid,
+    *,
+    captions: int = 0,
+    captions_first: bool = False,
+    queries: int = QUERIES,
+    keys: int = KEYS,
+    cell: int = CELL,
+) -> TokenCubes:
+    """The order of a sequence of a clip's tokens (raster order) with ``captions`` tokens behind or in front of them.
+
+    ``queries``, ``keys``, ``cell``: tokens of the largest cube of each kind. Raises ValueError for a grid without
+    tokens and for cells larger than groups or blocks.
+    """
+    if min(grid) < 1 or captions < 0:
+        raise ValueError(f"a grid of {' x '.join(map(str, grid))} tokens and {captions} of captions has no order")
+    if not 1 <= cell <= min(queries, keys):
+        raise ValueError(f"cells of {cell} tokens do not lie within groups of {queries} and blocks of {keys}")
+    sides = {size: cube_of(size, grid) for size in sorted({queries, keys, cell}, reverse=True)}
+    axes = [_parts(length, [cube[axis] for cube in sides.values()]) for axis, length in enumerate(grid)]
+    key = torch.zeros(math.prod(grid), dtype=torch.int64)
+    starts = {}
+    for level, size in enumerate([*sides, 1]):
+        for axis, parts in enumerate(axes):
+            shape = [1, 1, 1]
+            shape[axis] = -1
+            key = key * grid[axis] + parts[level].view(shape).expand(grid).reshape(-1)
+        _, key, counts = torch.unique(key, return_inverse=True, return_counts=True)
+        starts[size] = _starts(counts)
+    video = key.argsort()
+    caption = torch.arange(captions) + (0 if captions_first else len(video))
+    extra = torch.tensor([end - first for first, end in _cut(0, captions, keys)], dtype=torch.int64)
+    blocks = torch.cat([starts[keys], starts[keys][-1] + _starts(extra)[1:]])
+    order = torch.cat([video + (captions if captions_first else 0), caption])
+    return TokenCubes(order, starts[queries].int(), blocks.int(), starts[cell].int(), len(extra))
+
+
+def cube_of(tokens: int, grid: Grid) -> Grid:
+    """The sides of a cube of at most so many tokens, as even as the grid lets it be: width and height grow first."""
+    sides = [1, 1, 1]
+    while True:
+        growing = [axis for axis in range(3) if sides[axis] < grid[axis]]
+        if not growing or 2 * math.prod(sides) > tokens:
+            return sides[0], sides[1], sides[2]
+        sides[min(growing, key=lambda axis: (sides[axis], -axis))] *= 2
+
+
+def _parts(length: int, sides: list[int]) -> list[Tensor]:
+    """For each place on an axis the number of its part, at every level and at last by itself."""
+    parts = [(0, length)]
+    numbers = []
+    for side in sides:
+        parts = [inner for first, end in parts for inner in _cut(first, end, side)]
+        lengths = torch.tensor([end - first for first, end in parts])
+        numbers.append(torch.repeat_interleave(torch.arange(len(parts)), lengths))
+    return [*numbers, torch.arange(length)]
+
+
+def _cut(first: int, end: int, side: int) -> Iterator[tuple[int, int]]:
+    """As few parts as hold at most ``side`` places each, and as even as they can be."""
+    count = -(-(end - first) // side)
+    for part in range(count):
+        yield first + (end - first) * part // count, first + (end - first) * (part + 1) // count
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -1,0 +1,230 @@
+"""A user's sampler file. In: its path. Out: its functions, checked; its exceptions are shown at its own lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.requests import Request
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Span
+from arachnec.models.batch import clip_seed
+from arachnec.models.file import FileForm, ModelFile, called, definition, load_functions, wrong_encoders
+
+if TYPE_CHECKING:
+    import torch
+
+MODELS = "a dict from one or two names to modules, or to functions that build them; the one of high noise first"
+PAGE = "docs/sampling.md"
+
+
+@dataclass(frozen=True)
+class NoNegativePrompt(Diagnostic):
+    title: ClassVar[str] = "request `{request}` has guidance {guidance}, and `arguments` has no unconditional branch"
+    label: ClassVar[str] = "returned {found} for conditional=False"
+    help: ClassVar[str] = (
+        "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the request "
+        "`guidance` 1"
+    )
+    request: str | int
+    guidance: float
+    found: str
+
+
+@dataclass(frozen=True)
+class BadArguments(Diagnostic):
+    title: ClassVar[str] = "`arguments` returned {found} for request `{request}`"
+    label: ClassVar[str] = "must return a dict"
+    help: ClassVar[str] = "return forward's keyword arguments by name; docs/sampling.md has an example"
+    request: str | int
+    found: str
+
+
+@dataclass(frozen=True)
+class BadStart(Diagnostic):
+    title: ClassVar[str] = "`start` returned {found} for request `{request}`"
+    label: ClassVar[str] = "must return latents"
+    help: ClassVar[str] = "return a floating-point tensor [1, ...]: the noise that the first step is given"
+    request: str | int
+    found: str
+
+
+@dataclass(frozen=True)
+class SamplerFile:
+    """The functions of a sampler file; each reports the file's own exceptions as a ``UserError`` at its line.
+
+    ``models`` names one model or two, the one of high noise first; a value is a module, or a function that builds it
+    where it is needed. ``guidance`` gives the scale of classifier-free guidance of one model; without it the
+    request's. ``switch`` gives the rule that is taken where none is asked for. ``digest`` is the SHA-256 of the source.
+    """
+
+    models: Callable[[], dict[str, Any]]
+    scheduler: Callable[[], Any]
+    start: Callable[[Request, torch.Generator], torch.Tensor]
+    arguments: Callable[[str, torch.Tensor, torch.Tensor, Request, bool], dict[str, Any]]
+    encoders: Callable[[], dict[str, torch.nn.Module]] | None
+    decoder: Callable[[], torch.nn.Module] | None
+    guidance: Callable[[str, Request], float] | None
+    switch: Callable[[], str] | None
+    path: Path
+    digest: str
+    modules: tuple[str, ...] = ()
+
+    def span(self, name: str) -> Span | None:
+        """Where the file defines ``name``."""
+        return definition(self.path, name)
+
+    def names(self) -> tuple[str, ...]:
+        """The models, the one of high noise first. Builds them on the meta device."""
+        import torch
+
+        with torch.device("meta"):
+            return tuple(self.models())
+
+    def build(self, name: str) -> torch.nn.Module:
+        """One model on the device that is set; random weights are the same whichever models are built beside it."""
+        import torch
+
+        torch.manual_seed(0)
+        model = self.models()[name]
+        if not isinstance(model, torch.nn.Module):
+            torch.manual_seed(clip_seed(0, 0, name))
+            model = model()
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(BadModel(self.span("models"), name, called(model)))
+        return model
+
+    def scale(self, name: str, request: Request) -> float:
+        """The scale of guidance of a request's steps by this model; up to 1 there is none."""
+        return float(self.guidance(name, request)) if self.guidance else request.guidance
+
+    def branches(self, name: str, request: Request) -> int:
+        """How many forwards a step takes: conditional, and with guidance unconditional."""
+        return 2 if self.scale(name, request) > 1 else 1
+
+    def noise(self, request: Request, generator: torch.Generator) -> torch.Tensor:
+        """The latents that the first step is given, ``[1, ...]``."""
+        import torch
+
+        latents = self.start(request, generator)
+        if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
+            found = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
+            raise UserError(BadStart(self.span("start"), request.id, found))
+        return latents
+
+    def call(
+        self, name: str, latents: torch.Tensor, timestep: torch.Tensor, request: Request, conditional: bool
+    ) -> dict[str, Any]:
+        """Forward's keyword arguments of one branch. Raises ``UserError`` where there is none."""
+        arguments = self.arguments(name, latents, timestep, request, conditional)
+        if arguments is None and not conditional:
+            place = self.span("arguments")
+            raise UserError(NoNegativePrompt(place, request.id, self.scale(name, request), "None"))
+        if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
+            raise UserError(BadArguments(self.span("arguments"), request.id, called(arguments)))
+        return arguments
+
+    def model_file(self, name: str) -> ModelFile:
+        """One model as a model file, to trace and measure: a clip stands for a request, the latents for a target."""
+
+        def sample(clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
+            request = request_of(clip)
+            scheduler = self.scheduler()
+            scheduler.set_timesteps(2)
+            latents = self.noise(request, generator)
+            return self.call(name, latents, scheduler.timesteps[0], request, True), latents
+
+        return ModelFile(
+            build=lambda: self.build(name),
+            sample=sample,
+            loss=_no_loss,
+            encoders=None if self.encoders is None else self.encoders,
+            path=self.path,
+            digest=self.digest,
+            modules=self.modules,
+        )
+
+
+@dataclass(frozen=True)
+class BadModel(Diagnostic):
+    title: ClassVar[str] = "the model `{name}` is built as {found}, not as a module"
+    help: ClassVar[str] = "have its function in models() return a torch.nn.Module"
+    name: str
+    found: str
+
+
+def load_sampler_file(
+    path: str | Path, *, origin: str | Path | None = None, modules: tuple[str, ...] | None = None
+) -> SamplerFile:
+    """Import ``path`` as ``load_model_file`` does. Runs the file's code. Raises ``UserError`` for anything wrong."""
+    return SamplerFile(**load_functions(path, SAMPLER_FILE, origin=origin, modules=modules))
+
+
+def request_of(clip: VideoClip) -> Request:
+    """A request for a video of a clip's size and caption."""
+    return Request(
+        clip.id, clip.caption, clip.frames, clip.height, clip.width,
+        text_tokens=clip.text_tokens, encoded=clip.encoded, negative_encoded=clip.encoded,
+    )  # fmt: skip
+
+
+def _no_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("a sampler file has no loss")
+
+
+def _wrong_models(models: Any) -> tuple[str, str] | None:
+    import torch
+
+    if not isinstance(models, Mapping):
+        return called(models), MODELS
+    if not 1 <= len(models) <= 2:
+        return f"{len(models)} models", MODELS
+    for name, model in models.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            return f"a model named {name!r}", f"{MODELS}; names are words"
+        if isinstance(model, type) or not (isinstance(model, torch.nn.Module) or callable(model)):
+            return f"{called(model)} as the model `{name}`", MODELS
+    return None
+
+
+def _wrong_scheduler(scheduler: Any) -> tuple[str, str] | None:
+    expected = "an object with set_timesteps(steps), timesteps and step(prediction, timestep, latents)"
+    for name in ("set_timesteps", "step"):
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, name, None)):
+            return f"{called(scheduler)} without `{name}`", expected
+    return None
+
+
+def _wrong_decoder(decoder: Any) -> tuple[str, str] | None:
+    import torch
+
+    if isinstance(decoder, torch.nn.Module):
+        return None
+    return called(decoder), "a torch.nn.Module from latents to pixels [1, 3, frames, height, width] on [-1, 1]"
+
+
+SAMPLER_FILE = FileForm(
+    kind="sampler file",
+    page=PAGE,
+    arguments={
+        "models": (),
+        "scheduler": (),
+        "start": ("request", "generator"),
+        "arguments": ("name", "latents", "timestep", "request", "conditional"),
+        "encoders": (),
+        "decoder": (),
+        "guidance": ("name", "request"),
+        "switch": (),
+    },
+    required=("models", "scheduler", "start", "arguments"),
+    results={
+        "models": _wrong_models,
+        "scheduler": _wrong_scheduler,
+        "encoders": wrong_encoders,
+        "decoder": _wrong_decoder,
+    },
+)

@@ -1,0 +1,116 @@
+"""Sampler files: what is taken from them, and that every mistake has its place and its remedy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arachnec.data.requests import Request
+from arachnec.ir.diagnostic import UserError, render
+from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+
+REQUEST = Request("a", "fox", 5, 64, 96, text_tokens=4, guidance=3.0)
+FILE = """
+import torch
+
+class Steps:
+    def set_timesteps(self, steps):
+        self.timesteps = torch.linspace(1000, 1000 / steps, steps)
+
+    def step(self, prediction, timestep, latents):
+        return latents - prediction
+
+class Model(torch.nn.Linear):
+    pass
+
+def models():
+    return {"large": lambda: Model(3, 3), "small": Model(3, 3)}
+
+scheduler = Steps
+
+def start(request, generator):
+    return torch.randn(1, request.frames, 3, generator=generator)
+
+def arguments(name, latents, timestep, request, conditional):
+    return {"input": latents} if conditional else None
+"""
+
+
+def loaded(folder: Path, *changes: tuple[str, str], file: str = FILE) -> SamplerFile:
+    for before, after in changes:
+        assert before in file
+        file = file.replace(before, after)
+    path = folder / "sampler.py"
+    path.write_text(file)
+    return load_sampler_file(path)
+
+
+def message(action: object) -> str:
+    assert callable(action)
+    with pytest.raises(UserError) as caught:
+        action()
+    return render(caught.value.diagnostics[0])
+
+
+def test_a_model_has_the_same_random_weights_whichever_is_built_beside_it(tmp_path: Path) -> None:
+    sampler = loaded(tmp_path)
+    assert sampler.names() == ("large", "small")
+    torch.manual_seed(9)
+    first = sampler.build("large").weight
+    sampler.build("small")
+    assert torch.equal(first, sampler.build("large").weight)
+
+
+def test_guidance_is_the_requests_unless_the_file_has_one_for_each_model(tmp_path: Path) -> None:
+    assert loaded(tmp_path).branches("large", REQUEST) == 2
+    own = loaded(tmp_path, file=FILE + "def guidance(name, request):\n    return 1.0 if name == 'small' else 4.0\n")
+    assert [(own.scale(name, REQUEST), own.branches(name, REQUEST)) for name in own.names()] == [(4.0, 2), (1.0, 1)]
+
+
+def test_a_model_is_traced_and_measured_as_a_model_file(tmp_path: Path) -> None:
+    file = loaded(tmp_path).model_file("large")
+    kwargs, target = file.sample(REQUEST.clip(), torch.Generator().manual_seed(0))
+    assert file.build()(**kwargs).shape == target.shape == (1, 5, 3)
+
+
+MISTAKES = [
+    (('{"large": lambda: Model(3, 3), "small": Model(3, 3)}', "[Model(3, 3)]"), "`models` returned list", "names()"),
+    (('"small": Model(3, 3)}', '"a": Model, "b": Model(3, 3)}'), "`models` returned 3 models", "names()"),
+    (('"small": Model(3, 3)', '"small": Model'), "`models` returned the class Model as the model `small`", "names()"),
+    (("lambda: Model(3, 3)", "lambda: None"), "the model `large` is built as NoneType", "build('large')"),
+    (("    def step(", "    def stop("), "`scheduler` returned Steps without `step`", "scheduler()"),
+    (("return torch.randn(1, ", "return torch.randn(2, "), "`start` returned torch.float32 [2, 5, 3]", "noise()"),
+    (('{"input": latents} if', "latents if"), "`arguments` returned Tensor for request `a`", "call(True)"),
+    (("import torch", "import torch"), "request `a` has guidance 3.0, and `arguments` has no uncond", "call(False)"),
+    (("def start(request, generator)", "def start(request)"), "`start` cannot be called", "load"),
+    (("def models()", "def modules()"), "the sampler file has no `models`", "load"),
+    (("    return torch.randn(", "    return torch.rand_n("), "the sampler file raised AttributeError", "noise()"),
+]
+
+
+@pytest.mark.parametrize(("change", "title", "where"), MISTAKES)
+def test_a_mistake_is_told_in_the_file_with_a_remedy(
+    tmp_path: Path, change: tuple[str, str], title: str, where: str
+) -> None:
+    def action() -> None:
+        sampler = loaded(tmp_path, change)
+        latents, time = torch.zeros(1, 5, 3), torch.tensor(1.0)
+        {
+            "names()": sampler.names,
+            "build('large')": lambda: sampler.build("large"),
+            "scheduler()": sampler.scheduler,
+            "noise()": lambda: sampler.noise(REQUEST, torch.Generator()),
+            "call(True)": lambda: sampler.call("large", latents, time, REQUEST, True),
+            "call(False)": lambda: sampler.call("large", latents, time, REQUEST, False),
+        }[where]()
+
+    told = message(action)
+    assert title in told
+    assert "help: " in told
+    assert f"--> {tmp_path}/sampler.py:" in told
+
+
+def test_there_is_a_file() -> None:
+    told = message(lambda: load_sampler_file("nowhere.py"))
+    assert "there is no sampler file" in told
+    assert "models(), scheduler(), start(request, generator) and arguments(name, latents" in told
