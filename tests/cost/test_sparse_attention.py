@@ -1,4 +1,4 @@
-"""Sparse attention in costs: by density and by the heaviest rank, dense where that is faster, the same in every plan."""
+"""Costs of sparse attention: by density and heaviest rank, dense where that is faster, the same in every plan."""
 
 from __future__ import annotations
 
