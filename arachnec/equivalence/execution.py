@@ -15,15 +15,12 @@ from torch import Tensor
 
 from arachnec.backends.cascade_step import build_model, trained_parameters
 from arachnec.backends.reference import Outcome, run_reference
-from arachnec.backends.torch_distributed.interpreter import (
-    Iteration,
-    RankContext,
-    needs_sequence,
-    program_of,
-    run_iteration,
-)
+from arachnec.backends.torch_distributed.interpreter import run_iteration
+from arachnec.backends.torch_distributed.iteration import Iteration, program_of
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
+from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
+from arachnec.backends.torch_distributed.sharded_blocks import needs_sequence
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.equivalence.small_program import Small

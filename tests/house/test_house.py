@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes", "codegen", "model_state"),
     ("views",),
     ("backends",),
-    ("profiling", "export", "equivalence"),
+    ("profiling", "export", "equivalence", "caching"),
     ("report",),
     ("driver",),
     ("commands",),
