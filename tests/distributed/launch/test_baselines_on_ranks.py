@@ -83,7 +83,7 @@ def trained(place: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", PASSES)
 def test_every_named_pipeline_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
     folder = trained(tmp_path, name)
     program = read_executable(folder).program
