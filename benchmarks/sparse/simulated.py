@@ -4,8 +4,8 @@
 
 No GPU ran any of this. The first table takes DSV's model (32 layers, 16 heads of 128), 130,000 tokens, 4 ranks a
 clip, and its published kernel ratios at 90 % sparsity: 2.2-5.7x forward, 3.3-4.0x backward (arXiv 2502.07590). It
-reports 2.73-3.02x end to end. Its dense backward is slow (84 TFLOP/s on an H100 in its artifact's logs), so these ratios
-are not those over a good dense backward; the dense time here is that of one speed for all FLOPs.
+reports 2.73-3.02x end to end. Its dense backward is slow (84 TFLOP/s on an H100 in its artifact's logs), so these
+ratios are not those over a good dense backward; the dense time here is that of one speed for all FLOPs.
 
 The second table plans `video_mix` clips, two a GPU. Densities are drawn by layer and head as measured ones spread
 (2-8 % with weight 6, 10-20 % with 2, 25-70 % with 1), scaled to the mean that the row names. Sparse kernels are taken
