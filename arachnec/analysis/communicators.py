@@ -21,7 +21,7 @@ from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
 
-COLLECTIVE = ("encode", "forward", "denoise")  # a backward uses its forward's
+COLLECTIVE = ("encode", "forward", "denoise", "decode")  # a backward uses its forward's
 COMMUNICATOR_MIB = 64  # of device memory each: tens to a hundred by NCCL's buffers, never measured here
 
 
@@ -93,10 +93,10 @@ def family_of_ranks(cluster: Cluster, heads: tuple[int, ...]) -> tuple[frozenset
 
 
 def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
-    """Every group of several ranks in which the collectives of an encode, forward or denoise run; else none."""
+    """Every group of several ranks in which the collectives of an encode, forward, denoise or decode run; else none."""
     if len(step.peers) < 2:
         return ()
-    if step.op == "encode":
+    if step.op in ("encode", "decode"):
         return (step.peers,)
     if step.op not in ("forward", "denoise"):
         return ()

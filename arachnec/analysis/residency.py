@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from arachnec.ir.nodes import Cluster, Module, Phase, Stage, integers
+from arachnec.ir.sampling import is_sampling
 
 
 def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
     """The ranks that hold a stage's parameters.
 
     Encoders and stages of ``train`` cascades are on every rank, so that the next iteration may place its cascades
-    anywhere. Stages of a pipeline or a sampling chain are where their cascades run. ``ranks`` on the stage's reduce
+    anywhere. Stages of a pipeline, and all that sample, are where their cascades run. ``ranks`` on the stage's reduce
     overrides both.
     """
     for reduce in module.reductions:
         if reduce.stage == stage.name and "ranks" in reduce.attrs:
             return frozenset(integers(reduce.attrs["ranks"]))
     own = [cascade for cascade in module.cascades if cascade.stage == stage.name]
-    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own):
+    if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own) and not is_sampling(module):
         return frozenset(range(cluster.world))
     return frozenset(rank for cascade in own for rank in cascade.ranks)

@@ -1,7 +1,7 @@
 """Definitions and uses: what every instruction of a lowered program reads, makes and saves.
 
-A *value* has the name of its cascade. ``encode``, ``denoise``, ``receive``, ``forward`` of phase forward and
-``backward`` of phase backward make one on every rank that runs them. It lasts until ``free``.
+A *value* has the name of its cascade. ``encode``, ``denoise``, ``decode``, ``receive``, ``forward`` of phase forward
+and ``backward`` of phase backward make one on every rank that runs them. It lasts until ``free``.
 
 A ``forward`` of a trained stage also *saves* tensors for its backward, and a split ``backward`` for its ``weight``.
 They last until the last ``backward`` or ``weight`` of the same stage that has the cascade as an input. The inputs of
@@ -16,7 +16,7 @@ from functools import cached_property
 
 from arachnec.ir.nodes import STAGE_OPS, Cascade, Instruction, Module, Phase, Program, integers, quantity
 
-COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
+COMPUTE = ("encode", "forward", "backward", "weight", "denoise", "decode")
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 PHASES = {
     "encode": (Phase.ENCODE,),
@@ -24,6 +24,7 @@ PHASES = {
     "backward": (Phase.TRAIN, Phase.BACKWARD),
     "weight": (Phase.WEIGHT,),
     "denoise": (Phase.DENOISE,),
+    "decode": (Phase.DECODE,),
 }
 
 
@@ -87,7 +88,7 @@ class Values:
     def makes(self, instruction: Instruction) -> str | None:
         """The value that is on this rank once the instruction is done."""
         op, target = instruction.op, instruction.target
-        if op in ("encode", "denoise", "receive"):
+        if op in ("encode", "denoise", "decode", "receive"):
             return target
         if op == "forward" and self.cascades[target].phase is Phase.FORWARD:
             return target

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.backends.finite_losses import poisoning
-from arachnec.backends.kept_gradients import gradient_of, set_gradient
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -144,16 +143,3 @@ def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Seq
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that train, under the module's own names."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-
-def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of every parameter's gradient; zeros where nothing used the parameter."""
-    return {
-        name: (torch.zeros_like(value) if (gradient := gradient_of(value)) is None else gradient).detach().clone()
-        for name, value in parameters.items()
-    }
-
-
-def drop_gradients(parameters: Mapping[str, Tensor]) -> None:
-    for value in parameters.values():
-        set_gradient(value, None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from arachnec.backends.kept_gradients import gradient_dtype, gradient_of, set_gradient
+from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
 
 LINEAR = (functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
 

@@ -9,11 +9,15 @@ import click
 
 @click.command("check")
 @click.argument("program", type=click.Path(path_type=Path))
-def command(program: Path) -> None:
+@click.option("--equivalence", is_flag=True, help="Also execute it on small tensors, and compare with the reference.")
+def command(program: Path, equivalence: bool) -> None:
     """Prove that PROGRAM, an executable folder or a lowered .cascade file, can run.
 
     Every clip reaches the gradient once with weight 1/N; no ranks wait for each other; every input is there before it
     is used; memory suffices at every moment. Exit code 2 and the reasons where one of these does not hold.
+
+    With --equivalence all ranks run as processes here, on clips of a few tokens and a small model with as many layers:
+    loss, gradients and weights are those of one process that takes clip after clip.
     """
     from arachnec.analysis.memory import high_water
     from arachnec.analysis.uses import Values
@@ -41,3 +45,7 @@ def command(program: Path) -> None:
         f"  inputs    all there before they are used\n"
         f"  memory    at most {peak.total:.2f} of {limit:.2f} GiB, on rank {peak.rank}"
     )
+    if equivalence:
+        from arachnec.equivalence.compare import demand_equivalent
+
+        click.echo(f"  executed  {demand_equivalent(module).text}")

@@ -14,7 +14,8 @@ from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, r
 from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.strategy import Attention
-from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.ir.sampling import CODING, as_forward
 from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
 
 
@@ -153,9 +154,10 @@ class Communication:
     def volumes(self, cascade: Cascade, attention: Attention, recompute: int) -> Volumes:
         """What each rank of the cascade sends to the others."""
         stage = self.stages[cascade.stage]
-        if cascade.phase is Phase.ENCODE:
+        if cascade.phase in CODING:
             return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
+        cascade = as_forward(cascade)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,

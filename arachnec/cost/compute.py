@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.sampling import CODING, as_forward, planned_steps
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
 
 # Forwards and backwards of its stage in which the ranks of a cascade meet. A weight gradient needs no other rank.
 PASSES = {
     Phase.ENCODE: (1.0, 0.0),
+    Phase.DECODE: (1.0, 0.0),
     Phase.FORWARD: (1.0, 0.0),
-    Phase.DENOISE: (1.0, 0.0),
+    Phase.DENOISE: (1.0, 0.0),  # of each step
     Phase.BACKWARD: (0.0, 1.0),
     Phase.WEIGHT: (0.0, 0.0),
     Phase.TRAIN: (1.0, 1.0),
@@ -33,6 +35,8 @@ def passes_of(cascade: Cascade, stage: Stage, recompute: int) -> tuple[float, fl
     """How many forwards and backwards of its stage a cascade runs; recomputing repeats a part of the forward in the
     backward."""
     forward, backward = PASSES[cascade.phase]
+    if cascade.phase is Phase.DENOISE:
+        return forward * planned_steps(cascade), backward
     return forward + share_recomputed(stage, recompute) if backward else forward, backward
 
 
@@ -80,13 +84,14 @@ class Compute:
         return first * once, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
-        if cascade.phase is Phase.ENCODE:
+        if cascade.phase in CODING:
             busiest, clip = on_busiest_rank(cascade, degree), clip_time(cascade)
             turns, share = clips_in_turn(cascade, self.stages[cascade.stage], degree)
             if clip is not None:
                 return turns * busiest.batch * clip * share * slowdown
             sizes = self._sizes_of(busiest, name)
             return turns * (sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * share * slowdown)
+        cascade = as_forward(cascade)
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
@@ -145,7 +150,7 @@ def clips_in_turn(cascade: Cascade, stage: Stage, degree: int) -> tuple[int, flo
 
 def is_divided(cascade: Cascade, stage: Stage, degree: int) -> bool:
     """Whether ranks have to share an encoder's clips: there are more than clips, and it can be divided."""
-    return cascade.phase is Phase.ENCODE and degree > cascade.batch and count_in(stage, "divides") > 1
+    return cascade.phase in CODING and degree > cascade.batch and count_in(stage, "divides") > 1
 
 
 def on_busiest_rank(cascade: Cascade, degree: int) -> Cascade:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.sampling import CODING, branches_of
 from arachnec.ir.stage_sizes import count_in, most_clips, times_of
 
 # Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
@@ -29,7 +30,7 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
     listed = stage.attrs.get("degrees")
     if listed is not None:
         return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))
-    most = max(cascade.batch, count_in(stage, "divides")) if cascade.phase is Phase.ENCODE else cascade.tokens
+    most = max(cascade.batch, count_in(stage, "divides")) if cascade.phase in CODING else cascade.tokens
     return wide_steps(min(cluster.world, max(1, most)), cluster.gpus)
 
 
@@ -44,9 +45,13 @@ def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
 
 def sides(cascade: Cascade, stage: Stage, ranks: int) -> tuple[int, ...]:
     """How many of its clips a cascade may run side by side on so many ranks: one, but where parameters are dealt out.
+    Of a ``denoise`` its branches.
 
     Divisors of its clips and of its ranks, with a degree that is legal for one clip.
     """
+    if cascade.phase is Phase.DENOISE:
+        branches = branches_of(cascade)
+        return tuple(side for side in range(1, branches + 1) if branches % side == 0 and ranks % side == 0)
     if (cell_of(stage) or 1) == 1:
         return (1,)
     listed = stage.attrs.get("degrees")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
@@ -16,6 +16,7 @@ from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
+from arachnec.ir.sampling import CODING, as_forward, branches_of, is_sampling, on_one_side
 from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
 from arachnec.ir.values import Formula
 
@@ -47,8 +48,9 @@ class Memory:
 
     def _of(self, cascade: Cascade, ranks: int, recompute: int, side: int) -> float:
         stage = self.stages[cascade.stage]
-        if cascade.phase is Phase.ENCODE:
-            return encoding_workspace(stage, cascade, ranks) + self.output(cascade)
+        if cascade.phase in CODING:
+            received = self.received(cascade) if cascade.phase is Phase.DECODE else 0.0
+            return received + encoding_workspace(stage, cascade, ranks) + self.output(cascade)
         received = self.received(cascade, side)
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
             return received + scattered_gib(stage)
@@ -62,13 +64,16 @@ class Memory:
             # what lies outside the blocks runs on whole sequences
             total += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
             total += evaluated(stage, "batch", cascade)
-        if cascade.phase is Phase.FORWARD:
+        if cascade.phase in (Phase.FORWARD, Phase.DENOISE):
             total += self.output(cascade)
+        if cascade.phase is Phase.DENOISE:  # what lies outside the blocks runs on whole sequences
+            forward = as_forward(cascade)
+            total += evaluated(stage, "shell", forward) + evaluated(stage, "batch", forward)
         if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
             again = divided(stage, "recomputing", cascade, share)
             part = share_saved(runs_on(stage, cascade, share), recompute)
             total += again if cascade.phase is Phase.BACKWARD else -again * part
-        return total + divided(stage, "workspace", cascade, share)
+        return total + divided(stage, "workspace", as_forward(cascade), share)
 
     def host_inputs(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
@@ -86,6 +91,7 @@ class Memory:
 
         Of an earlier stage every side gets what is its own.
         """
+        side = 1 if cascade.phase is Phase.DENOISE else side  # branches read the same
         key = (*_sizes_of(cascade), cascade.inputs, side)
         if key not in self._received:
             self._received[key] = self._sum_received(cascade, side)
@@ -94,7 +100,10 @@ class Memory:
     def _sum_received(self, cascade: Cascade, side: int) -> float:
         if cascade.phase not in GRADIENT:
             named = ((self._outputs.get(name, 0.0), self._named.get(name)) for name in cascade.inputs)
-            return sum(size if of is None or of.phase is Phase.ENCODE else size / side for size, of in named)
+            return sum(
+                size if of is None or of.phase is Phase.ENCODE or cascade.phase is Phase.DENOISE else size / side
+                for size, of in named
+            )
         return sum(self.handed(self._named[name], cascade) / side for name in cascade.inputs if name in self._named)
 
     def handed(self, producer: Cascade, consumer: Cascade) -> float:
@@ -198,7 +207,7 @@ class Memory:
 
 def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
     """What a stage's formulas and its phase make of a cascade's memory depends on nothing else of it."""
-    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
+    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, branches_of(cascade)
 
 
 def encoding_workspace(stage: Stage, cascade: Cascade, ranks: int) -> float:
@@ -268,16 +277,13 @@ def runs_on(stage: Stage, cascade: Cascade, share: float) -> Runs:
     return runs_of(stage, lambda formula: divided_formula(formula, cascade, share))
 
 
-def on_one_side(cascade: Cascade, side: int) -> Cascade:
-    """What the ranks of one of ``side`` clips run, or of one share of the clips."""
-    return replace(cascade, batch=cascade.batch // side) if side > 1 else cascade
-
-
 def stages_apart(module: Module) -> frozenset[str]:
     """Stages of a pipeline or a sampling chain: their parameters lie where their cascades run, and nowhere else.
 
     Encoders and stages of ``train`` cascades lie on every rank, so that the next iteration may place these anywhere.
     """
+    if is_sampling(module):
+        return frozenset(stage.name for stage in module.stages)
     phases: dict[str, set[Phase]] = {stage.name: set() for stage in module.stages}
     for cascade in module.cascades:
         phases.setdefault(cascade.stage, set()).add(cascade.phase)

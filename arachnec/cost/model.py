@@ -30,9 +30,10 @@ from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of
 from arachnec.cost.table import CostTable
 from arachnec.ir.host_placement import in_host
-from arachnec.ir.nodes import Cascade, Cluster, Module, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.recomputation import block_count, recomputed_blocks
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.stage_sizes import count_in, times_of
 
 
@@ -159,7 +160,7 @@ class CostModel:
 
     def side_at(self, cascade: Cascade, ranks: int) -> int:
         """How many of its clips the cascade runs side by side where it takes so many ranks; 1 where nothing fits."""
-        if (cell_of(self.stages[cascade.stage]) or 1) == 1:
+        if (cell_of(self.stages[cascade.stage]) or 1) == 1 and cascade.phase is not Phase.DENOISE:
             return 1
         entry = self.table.fitting(cascade, ranks)
         return 1 if entry is None else entry.strategy.side or 1
@@ -273,4 +274,4 @@ class CostModel:
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:
     """What the ranks of one clip, or of one share of its clips, do in a cascade of several side by side."""
-    return replace(cascade, batch=cascade.batch // cascade.side) if cascade.side > 1 else cascade
+    return on_one_side(cascade, cascade.side)

@@ -31,6 +31,7 @@ from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Stage
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
 
 
@@ -149,7 +150,7 @@ class CostTable:
         if times and degree not in times:
             raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
         if strategy.side > 1:  # its clips' ranks all do the same
-            cascade, degree = replace(cascade, batch=cascade.batch // strategy.side), degree // strategy.side
+            cascade, degree = on_one_side(cascade, strategy.side), degree // strategy.side
             ranks = ranks and ranks[:degree]
         attention = strategy.attention or self._cheapest(cascade, degree, ranks)
         resolved = Strategy(attention, strategy.recompute, strategy.side)

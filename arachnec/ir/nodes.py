@@ -38,6 +38,7 @@ class Phase(StrEnum):
     WEIGHT = "weight"  # the weight-gradient half of a split backward
     TRAIN = "train"  # forward and backward together
     DENOISE = "denoise"  # a run of sampling steps
+    DECODE = "decode"  # latents to video
 
 
 NO_ATTRIBUTES = Attributes()
@@ -247,7 +248,7 @@ class Instruction:
 
 
 STAGE_OPS = ("gather", "reduce", "norm", "step")
-INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "send", "receive", *STAGE_OPS, "free")
+INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "decode", "send", "receive", *STAGE_OPS, "free")
 
 
 @dataclass(frozen=True)

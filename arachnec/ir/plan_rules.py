@@ -20,6 +20,8 @@ from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.recomputation import saved_by_recomputing
+from arachnec.ir.sampling import branches_of
+from arachnec.ir.sampling_rules import SAMPLING_RULES
 from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import most_clips
 
@@ -130,8 +132,9 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
         return
     for cascade in index.module.cascades:
         degree, ranks = cascade.degree, cascade.ranks
-        if cascade.side < 1 or cascade.batch % cascade.side:
-            yield errors.WrongSide(_at(cascade, "side"), label(cascade), cascade.side, cascade.batch)
+        deals = branches_of(cascade) if cascade.phase is Phase.DENOISE else cascade.batch
+        if cascade.side < 1 or deals % cascade.side:
+            yield errors.WrongSide(_at(cascade, "side"), label(cascade), cascade.side, deals)
         elif len(ranks) != cascade.width:
             yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, counted(len(ranks), "rank"))
         if "ulysses" in cascade.attrs or "ring" in cascade.attrs:
@@ -264,4 +267,5 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     all_layers_say_what_they_spare,
     a_rank_does_one_thing,
     trained_stages_step,
+    *SAMPLING_RULES,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, integers, quantity
+from arachnec.ir.sampling import branches_of, planned_steps
 from arachnec.ir.values import Formula, Term, Value
 
 BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
@@ -13,7 +14,9 @@ BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """The key under which cascades cost the same."""
     measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip")
-    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, *measured, bool(cascade.inputs)
+    sampled = planned_steps(cascade), branches_of(cascade)
+    sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
+    return *sizes, *measured, bool(cascade.inputs), *sampled
 
 
 def times_of(cascade: Cascade) -> dict[int, float]:

@@ -39,6 +39,9 @@ MODULE = table("""
     tried     | [[str, ms]] | traced | optional | layouts that were simulated, and the iteration of each
     excluded  | [[str, ms]] | traced | optional | layouts that take so long at least, and were not simulated
     refused   | [str] | traced | optional | layouts in which some clip does not fit
+    models    | [str] | traced | optional | stages that denoise, in the order in which they take over
+    switch    | str   | traced | optional | the rule by which a request goes over from the first of them
+    decoder   | str   | traced | optional | the stage that makes videos of latents
 """)
 
 CLUSTER = table("""
@@ -68,6 +71,11 @@ CLUSTER = table("""
 CLIP = table("""
     name      | str | traced | optional | what the manifest calls it
     iteration | int | traced | optional | the global batch it belongs to, where a module holds several
+    steps     | int | traced | optional | of a request: its sampling steps
+    branches  | [int] | traced | optional | of a request: predictions of one step of each model; absent = 1
+    window    | [int] | traced | optional | of a request: the least and most steps that the first model takes
+    forecast  | int | traced | optional | of a request: so many it is planned to take
+    arrival   | ms  | traced | optional | of a request: when it is there; absent = from the start
 """)
 
 STAGE = table("""
@@ -153,8 +161,12 @@ FUSED = table("""
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
+    steps     | [int]       | partitioned | optional | of a denoise: its first and last sampling step, from 0
+    branches  | int         | partitioned | optional | of a denoise: predictions of one step; absent = 1
+    switch    | str         | partitioned | optional | the rule that decides which of its steps it takes; absent = all
+    planned   | int         | partitioned | optional | so many of its steps it takes by the forecast; absent = all
     degree    | int         | scheduled | required | ranks that share it
-    side      | int         | scheduled | optional | clips side by side, each on ranks of its degree; absent = 1
+    side      | int         | scheduled | optional | clips, or branches of a denoise, side by side; absent = 1
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
@@ -250,6 +262,21 @@ INSTRUCTION = {
 """
     ),
     "denoise": table(
+        _RUN
+        + """
+    memory    | GiB   | lowered | optional | its output, held until `free`
+    workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
+    steps     | [int] | lowered | optional | as on the cascade
+    branches  | int   | lowered | optional | as on the cascade
+    switch    | str   | lowered | optional | as on the cascade
+    ulysses   | int   | lowered | optional | as on the cascade
+    ring      | int   | lowered | optional | as on the cascade
+    shards    | [int] | lowered | optional | as on the cascade
+    side      | int   | lowered | optional | as on the cascade
+    attention | str   | lowered | optional | as on the cascade
+"""
+    ),
+    "decode": table(
         _RUN
         + """
     memory    | GiB   | lowered | optional | its output, held until `free`

@@ -41,7 +41,7 @@ def with_attention(
 
 
 def _named(cascade: Cascade, name: str | None) -> Cascade:
-    if cascade.phase not in (Phase.TRAIN, Phase.FORWARD):
+    if cascade.phase not in (Phase.TRAIN, Phase.FORWARD, Phase.DENOISE):
         return cascade
     if "attention" in cascade.attrs:
         demand_known(cascade.attrs["attention"], cascade)

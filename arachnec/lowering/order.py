@@ -197,7 +197,7 @@ def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -
     clips side by side every rank reads those of its own side.
     """
     of = consumer if producer.phase in GRADIENT else producer
-    side = 1 if producer.phase is Phase.ENCODE else consumer.side
+    side = 1 if producer.phase is Phase.ENCODE or consumer.phase is Phase.DENOISE else consumer.side
     return evaluate(stages[of.stage].attrs.get("output"), of) / side
 
 
@@ -237,6 +237,11 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
         place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
         key = (handoff.source, handoff.producer)
         drops[key] = max(drops.get(key, place), place)
+    read = {name for cascade in order for name in cascade.inputs}
+    for i, cascade in enumerate(order):
+        # A request's last latents, or its video, are delivered where they are freed.
+        if cascade.phase in (Phase.DENOISE, Phase.DECODE) and cascade.name not in read:
+            drops.update({(rank, i): (i, FREE_AFTER) for rank in cascade.ranks})
     for p in {value for _, value in drops}:
         # Ranks of an encoder that neither read nor send its output free it at once.
         for rank in order[p].ranks:

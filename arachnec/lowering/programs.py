@@ -15,7 +15,7 @@ from typing import ClassVar
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_copies import with_host_copies
-from arachnec.cost.memory import divided, on_one_side
+from arachnec.cost.memory import divided
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import (
     Cascade,
@@ -29,6 +29,7 @@ from arachnec.ir.nodes import (
     quantity,
 )
 from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.sampling import CODING, on_one_side
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
@@ -50,6 +51,8 @@ from arachnec.lowering.order import (
     plan_handoffs,
     reads_saved,
 )
+
+SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "attention")  # of a denoise
 
 
 @dataclass(frozen=True)
@@ -182,10 +185,12 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     attrs = _times(cascade.start, duration)
     if cascade.phase is Phase.BACKWARD:
         attrs = attrs.updated(workspace=_some(own))
-    if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
+    if cascade.phase in (*CODING, Phase.DENOISE):
         output = evaluate(stage.attrs.get("output"), cascade)
         attrs = attrs.updated(memory=Quantity(output, "GiB"), workspace=_some(own - output))
-        group = () if cascade.phase is Phase.ENCODE and len(group) == 1 else group
+        group = () if cascade.phase in CODING and len(group) == 1 else group
+    if cascade.phase is Phase.DENOISE:
+        attrs = attrs.updated(**{name: cascade.attrs.get(name) for name in SAMPLED})
     return (Instruction(cascade.phase.value, cascade.name, group, attrs),)
 
 

@@ -36,6 +36,7 @@ from arachnec.verification.inputs import check_inputs
 from arachnec.verification.memory import check_memory
 from arachnec.verification.memory_claims import check_memory_claims
 from arachnec.verification.residency import check_residency
+from arachnec.verification.sampling import check_sampling
 from arachnec.verification.structure import check_structure
 from arachnec.verification.updated_parameters import check_updated_parameters
 
@@ -74,6 +75,7 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
 def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
     posted = posted_receives(values, model, memory) if model.posted_place_counts else {}
     yield from check_gradient(values)
+    yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)
     yield from check_encoders(values)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.kept_gradients import set_gradient
-from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
-from arachnec.backends.torch_distributed.cells.layout import layouts_of
 from arachnec.cost.profile import GATHER, SCATTER, Collective
+from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.layout import layouts_of
+from arachnec.model_state.kept_gradients import set_gradient
 
 SMALL = 1024  # parameters of the layer that tells the latency
 PHASES = tuple(f"{op} {size}" for size in ("small", "large") for op in (GATHER, SCATTER))

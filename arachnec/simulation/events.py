@@ -29,7 +29,7 @@ from arachnec.simulation.network import Activity, Network, Work
 from arachnec.simulation.updated_layers import UpdatedLayers
 from arachnec.simulation.work import Works
 
-COMPUTE = ("encode", "forward", "backward", "weight", "denoise")
+COMPUTE = ("encode", "forward", "backward", "weight", "denoise", "decode")
 
 
 @dataclass(frozen=True)

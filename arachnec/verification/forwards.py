@@ -16,6 +16,7 @@ from arachnec.ir.printer import value_text
 from arachnec.ir.values import Value
 
 SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
+SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side")  # of a denoise
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
     }
     for program in values.module.programs:
         for step in program.instructions:
-            if step.op != "forward":
+            if step.op not in ("forward", "denoise"):
                 continue
             cascade = values.cascades[step.target]
-            for name in SPLIT:
+            for name in SPLIT if step.op == "forward" else SAMPLED:
                 value, right = step.attrs.get(name), cascade.attrs.get(name)  # absent is a choice of its own
                 if value == right:
                     continue

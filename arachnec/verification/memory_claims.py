@@ -19,7 +19,7 @@ from arachnec.ir.recomputation import recomputed_blocks
 
 ROUNDING_GIB = 2e-6  # plans are written with six places
 RELATIVE = 1e-6
-OPS = ("encode", "forward", "backward", "denoise")
+OPS = ("encode", "forward", "backward", "denoise", "decode")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
         return _Need(0.0, 0.0)  # runs in what its forward keeps
     blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
     most = cost.memory(cascade, cascade.width, blocks, cascade.side) - gathered_gib(stage)
-    if cascade.phase in (Phase.ENCODE, Phase.DENOISE):
+    if cascade.phase is Phase.ENCODE:
         return _Need(cost.output(cascade), most)
     most -= cost.received(cascade)
+    if cascade.phase in (Phase.DENOISE, Phase.DECODE):
+        return _Need(cost.output(cascade), most)
     if op == "backward":
         return _Need(0.0, most)
     if cascade.phase is Phase.TRAIN:

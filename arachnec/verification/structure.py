@@ -97,7 +97,7 @@ def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int
     elif op == "free":
         return "it takes no ranks" if peers else None
     elif not peers:
-        return None if op in ("encode", "step") else "it names no ranks"
+        return None if op in ("encode", "decode", "step") else "it names no ranks"
     elif rank not in peers:
         return f"rank {rank} is not one of its ranks"
     if peers in sound:

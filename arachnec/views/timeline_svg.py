@@ -25,6 +25,7 @@ OPACITY = {
     "weight": 0.8,
     "encode": 0.85,
     "denoise": 0.85,
+    "decode": 0.6,
     "reduce": 0.9,
     "norm": 0.5,
     "step": 0.5,

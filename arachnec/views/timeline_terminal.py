@@ -18,6 +18,7 @@ IDLE = "·"
 FILL = {
     "encode": "▒░▞◇",
     "denoise": "█▉",
+    "decode": "░▒",
     "forward": "▓▤▥",
     "backward": "█▦▩",
     "weight": "▚▟",

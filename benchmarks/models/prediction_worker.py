@@ -12,8 +12,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, run_iteration
+from arachnec.backends.torch_distributed.interpreter import run_iteration
+from arachnec.backends.torch_distributed.iteration import Iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
+from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest

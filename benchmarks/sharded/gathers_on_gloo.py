@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.parameter_parts import GatheredParts
 from arachnec.backends.torch_distributed.training_run import Trainer
-from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
 from arachnec.executable.folder import read_executable
+from arachnec.model_state.parameter_parts import GatheredParts
+from arachnec.model_state.updated_parameters import UpdatedParameters
 
 MODEL = Path(__file__).parents[1] / "models" / "updates_gathered.py"
 CLUSTER = """nodes = 1

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.model_state.optimizer import Optimizer
 from arachnec.optimizers.kept_state import UnexpectedState
 from arachnec.optimizers.recipe import recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule

@@ -22,18 +22,18 @@ from torch import nn
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.background_planner import cluster_for
-from arachnec.backends.torch_distributed.interpreter import program_of
+from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
 from arachnec.backends.torch_distributed.run_files import write_measured
+from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
 from arachnec.backends.torch_distributed.step_log import StepLog, metrics_of
 from arachnec.backends.torch_distributed.training_run import (
     Enter,
     Trainer,
     described,
     newest_checkpoint,
-    planned_for_cpu,
     unwatched,
 )
 from arachnec.cluster.file import parse_cluster

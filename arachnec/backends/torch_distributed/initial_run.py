@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from arachnec.backends.torch_distributed.interpreter import RankContext
+from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
 from arachnec.models.weight_files import weight_files
 from arachnec.runtime.agreement import gather_text

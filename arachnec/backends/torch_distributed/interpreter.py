@@ -7,190 +7,47 @@ and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_paral
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.receive_prefetch import prefetch_receives
-from arachnec.analysis.uses import Values, overlapped_reduces
-from arachnec.backends.cascade_step import batch_loss, batch_of, drop_gradients, encode_loaded
-from arachnec.backends.finite_losses import finite_rows, not_finite
+from arachnec.analysis.uses import overlapped_reduces
+from arachnec.backends.cascade_step import batch_loss, batch_of
+from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
 from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
-from arachnec.backends.torch_distributed.cells.gradients import ShardGradients, StageCells
-from arachnec.backends.torch_distributed.cells.parameters import CellParameters
-from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_pieces import piece_size
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation, layers_in
-from arachnec.backends.torch_distributed.load_ahead import LoadAhead, own_clips
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
-from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
-from arachnec.backends.torch_distributed.set_aside import LeftOut, stand_in, usable
-from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
+from arachnec.backends.torch_distributed.encoding import Encoding
+from arachnec.backends.torch_distributed.iteration import Iteration, Run
+from arachnec.backends.torch_distributed.rank_context import RankContext
+from arachnec.backends.torch_distributed.set_aside import usable
+from arachnec.backends.torch_distributed.side_by_side import own_part
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
-from arachnec.backends.torch_distributed.supported import demand_supported
-from arachnec.backends.torch_distributed.updated_parameters import UpdatedParameters
-from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
-from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integer, integers
-from arachnec.ir.parameter_cells import own_cell
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integers
 from arachnec.ir.recomputation import recomputed_layers
-from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
-from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.model_state.cells.gradients import ShardGradients, StageCells
+from arachnec.model_state.gradient_pieces import piece_size
+from arachnec.model_state.gradients import GradientSynchronisation, layers_in
+from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.optimizer import global_norm, norm_over
 from arachnec.models.clip_errors import naming
-from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock
-from arachnec.runtime.device_runtime import DeviceCopy, DeviceRuntime, Event, HostCopy, OnHost
-from arachnec.runtime.handoff_connections import HandoffConnections
-from arachnec.runtime.handoffs import Handoffs, Received, TensorSpec
-from arachnec.runtime.host_copies import HostCopies
-from arachnec.runtime.host_inputs import HostInputs
-from arachnec.runtime.link_watch import HandoffNotes
+from arachnec.runtime.device_runtime import DeviceCopy, Event, HostCopy
+from arachnec.runtime.handoffs import Handoffs, Received
 from arachnec.runtime.out_of_memory import explained_memory
-from arachnec.runtime.rank_threads import RankThreads
 from arachnec.runtime.step_progress import StepProgress
-from arachnec.spmd.block_forward import InputsAway
-from arachnec.spmd.spatial.peers import Group
 
 POLL_S = 2e-4
-
-
-class SequenceParallel(Protocol):
-    """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
-
-    def use(
-        self,
-        shard: SequenceShard | None,
-        recompute: bool | Set[str],
-        recomputing: AbstractContextManager[object] | None = None,
-        away: InputsAway | None = None,
-    ) -> AbstractContextManager[object]: ...
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """What a rank keeps from step to step."""
-
-    rank: int
-    runtime: DeviceRuntime
-    model_file: ModelFile
-    model: nn.Module
-    parameters: Mapping[str, Tensor]  # those that train, under the module's own names
-    encoders: Mapping[str, nn.Module]
-    sequence: SequenceParallel | None  # None: only degree 1 without recomputation
-    optimizer: Optimizer
-    groups: ProcessGroups
-    gradient_groups: ProcessGroups  # of gradient all-reduces alone: they run beside the collectives of cascades
-    host_groups: ProcessGroups  # of the same ranks, for the hosts' tensors
-    connections: HandoffConnections
-    threads: RankThreads
-    loads: LoadAhead
-    training: Training
-    cells: CellParameters | None = None  # None: every rank holds all parameters
-    pipeline: PipelineRank | None = None  # where the model is cut into stages
-    notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
-    updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
-    host_copies: HostCopies | None = None  # None: nothing of the model lies in the host's memory
-    divided: DividedEncoders = field(default_factory=DividedEncoders)
-
-    @cached_property
-    def host_inputs(self) -> HostInputs | None:
-        """Where inputs of blocks are kept in the host's memory."""
-        return None if self.host_copies is None else HostInputs(self.host_copies)
-
-    @property
-    def device(self) -> torch.device:
-        return self.runtime.device
-
-    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
-        for stage in self.cells.stages.values() if self.cells is not None else ():
-            if own_cell(self.rank, stage.flats[0].layout.ranks) == ranks:
-                return stage.cell
-        return self.gradient_groups.get(ranks)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What an iteration is of an optimizer step over several: whether it ``begins`` it, whether it ``ends`` it with the
-    update, and the part of the step's ``clips`` that are its own. Of those before ``left_out`` were set aside."""
-
-    begins: bool = True
-    ends: bool = True
-    part: float = 1.0
-    clips: int = 0  # 0: the iteration's own
-    left_out: int = 0
-
-
-WHOLE = Share()
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What a rank is to do in one iteration."""
-
-    module: Module
-    program: Program
-    clips: Mapping[int, VideoClip]
-    specs: Mapping[str, TensorSpec]  # of every value received, by cascade
-    step: int
-    posts: tuple[tuple[Instruction, ...], ...]
-    given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
-    share: Share = WHOLE
-
-    @classmethod
-    def of(
-        cls,
-        module: Module,
-        rank: int,
-        clips: Mapping[int, VideoClip],
-        specs: Mapping[str, TensorSpec],
-        step: int,
-        given: Mapping[str, OnHost] | None = None,
-    ) -> Iteration:
-        """Raises ``UserError`` for an instruction that this back end does not know."""
-        program = program_of(module, rank)
-        demand_supported(module, [program])
-        limit = module.cluster.memory if module.cluster else 0.0
-        given = given or {}
-        posts = prefetch_receives(Values(module), program, limit, given)
-        return cls(module, own_program(program), clips, specs, step, posts, given)
-
-
-@dataclass
-class Run:
-    """What one rank's step came to."""
-
-    loss: float = 0.0  # this rank's share of the objective
-    norm: Tensor | None = None  # of the gradient before clipping
-    values: dict[str, OnHost] = field(default_factory=dict)  # that are here, or on their way
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
-    rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
-    left_out: LeftOut = field(default_factory=LeftOut)
-
-    def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
-        """The clips, by name, whose loss on this rank is not finite. Waits for the device."""
-        own = {c.name: own_part(c, rank).clips for c in iteration.module.cascades if c.name in self.shares}
-        named = {name: [iteration.clips[clip].id for clip in clips] for name, clips in own.items()}
-        return not_finite(self.shares, self.rows, named)
-
-
-def program_of(module: Module, rank: int) -> Program:
-    return next((p for p in module.programs if p.rank == rank), Program(rank, ()))
 
 
 def run_iteration(
@@ -304,43 +161,12 @@ class _Walk:
 
     def _encode(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        if cascade.name in self.iteration.given:
-            self.run.values[cascade.name] = self.iteration.given[cascade.name]
-            return
-        ranks, clips = instruction.peers, cascade.clips
-        if is_divided(cascade, self._stages[cascade.stage], len(ranks)):
-            self.run.values[cascade.name] = self.context.runtime.to_host(self._encoded_together(cascade, ranks))
-            return
-        own = own_clips(clips, ranks, self.context.rank)
-        known = self.iteration.clips
-        encoded = self._encoded(cascade.stage, [known[clip] for clip in own], self.iteration.step)
-        if len(own) < len(clips):
-            rows = self.context.groups.shard(ranks, even_split(len(clips), len(ranks)), 1, len(ranks))
-            encoded = gather_tokens(encoded, 0, rows)
-        self.run.values[cascade.name] = self.context.runtime.to_host(encoded)
+        given = self.iteration.given.get(cascade.name)
+        self.run.values[cascade.name] = self._encoding.run(cascade, instruction.peers) if given is None else given
 
-    def _encoded(self, stage: str, clips: Sequence[VideoClip], step: int) -> Tensor:
-        """Clip by clip; no number for one that cannot be read."""
-        encoder, rows = self.context.encoders[stage], []
-        for clip in clips:
-            loaded = self.context.loads.take_readable(step, stage, clip)
-            if loaded is None:
-                rows.append(stand_in(encoder, clip, self.context.device))
-            else:
-                rows.append(encode_loaded(encoder, [loaded]))
-        return torch.cat(rows)
-
-    def _encoded_together(self, cascade: Cascade, ranks: tuple[int, ...]) -> Tensor:
-        """One clip after the other, each by all of the ranks."""
-        context, stage = self.context, cascade.stage
-        peers = Group(ranks, ranks.index(context.rank), context.groups.get(ranks))
-        return torch.cat(
-            [
-                context.divided.encode(context.model_file, stage, context.encoders[stage], loaded, peers)
-                for clip in self._clips(cascade)
-                for loaded in (context.loads.take(self.iteration.step, stage, clip),)
-            ]
-        )
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return Encoding(self.context, self.iteration, self._stages)
 
     def _encoded_ahead(self, clock: Clock, cascade: Cascade) -> HostCopy:
         assert self.ahead is not None
@@ -348,8 +174,7 @@ class _Walk:
         step, progress = self.iteration.step + 1, self.progress
         ahead = nullcontext() if progress is None else progress.encoding_ahead(cascade, clips, step)
         with ahead, clock.measure("encode", cascade.name):
-            encoded = self._encoded(cascade.stage, clips, step)
-            return self.context.runtime.to_host(encoded)
+            return self._encoding.alone(cascade, clips, step)
 
     @cached_property
     def _backwards_done(self) -> Event:
@@ -590,14 +415,3 @@ def grid_of(forward: Instruction, cascade: Cascade) -> tuple[tuple[int, ...], in
     listed = forward.attrs.get("shards")
     shards = even_split(cascade.tokens, len(forward.peers)) if listed is None else integers(listed)
     return shards, *grid(forward)
-
-
-def needs_sequence(module: Module) -> bool:
-    """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
-    steps = [step for p in module.programs for step in p.instructions]
-    return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
-
-
-def is_shared(step: Instruction) -> bool:
-    """Whether a clip of this forward has several ranks."""
-    return step.op == "forward" and len(step.peers) > integer(step.attrs.get("side", 1))

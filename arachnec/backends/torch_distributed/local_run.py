@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.executable.train_file import located
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.initial_weights import model_folder
 from arachnec.models.weight_files import weight_files
@@ -22,8 +24,11 @@ from arachnec.views.executable_page import PAGE
 from arachnec.views.format import terminal
 
 
-def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
-    """Start the ranks, show how they fare, and say what was written.
+def run_here(
+    folder: Path, ranks: int | None, options: RunOptions, before: Callable[[Module], str] | None = None
+) -> None:
+    """Start the ranks, show how they fare, and say what was written. ``before`` sees the program that is about to run,
+    where none is to be planned anew for other ranks.
 
     Raises ``UserError`` before anything starts for a folder that is no executable, options out of range, or a number of
     ranks that the cluster cannot be divided into.
@@ -44,6 +49,8 @@ def run_here(folder: Path, ranks: int | None, options: RunOptions) -> None:
     world = ranks or cluster.world
     cluster_for(cluster, world)
     console = terminal()
+    if before is not None and world == cluster.world:
+        console.print(before(executable.program), highlight=False, soft_wrap=True)
     crashed = None
     with Display(console) as display:
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from arachnec.analysis.residency import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.staged_model import Cuts, parts_of
-from arachnec.backends.torch_distributed.cells.weights import DealtStage
+from arachnec.backends.torch_distributed.dealt_out_model import DealtStage
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training

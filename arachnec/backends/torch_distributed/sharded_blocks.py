@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from arachnec.backends.torch_distributed.interpreter import SequenceParallel, is_shared, needs_sequence
+from arachnec.backends.torch_distributed.rank_context import SequenceParallel
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Graph, Module
+from arachnec.ir.nodes import Graph, Instruction, Module, integer
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.spmd.specialisation import Graphs, Specialisation
@@ -85,6 +85,17 @@ class Sequences:
             if not cannot_on_meta(refusal):
                 raise
         return capture(self.model, source, self.clips)
+
+
+def needs_sequence(module: Module) -> bool:
+    """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
+    steps = [step for p in module.programs for step in p.instructions]
+    return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
+
+
+def is_shared(step: Instruction) -> bool:
+    """Whether a clip of this forward has several ranks."""
+    return step.op == "forward" and len(step.peers) > integer(step.attrs.get("side", 1))
 
 
 def _step_of(module: Module) -> Specialisation:

@@ -23,12 +23,12 @@ from arachnec.backends.stage_step import (
     unpack,
 )
 from arachnec.backends.staged_model import StageRun, run_stage
-from arachnec.backends.torch_distributed.cells.gradients import StageCells
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.side_by_side import own_part
 from arachnec.backends.weight_gradients import Deferred
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase
+from arachnec.model_state.cells.gradients import StageCells
 from arachnec.models.file import ModelFile
 from arachnec.runtime.handoffs import TensorSpec
 from arachnec.tracing.cuts import Cut

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,26 +16,25 @@ import torch.distributed as dist
 from arachnec.backends.cascade_step import (
     DTYPES,
     build_model,
-    drop_gradients,
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLine, AuditLog
+from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
-from arachnec.backends.torch_distributed.interpreter import Iteration, Run, Share, program_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import run_iteration
+from arachnec.backends.torch_distributed.iteration import Iteration, Share, program_of
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver
-from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
-from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.backends.torch_distributed.specs import Specs
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.step_account import Measured, StepAccount
+from arachnec.backends.torch_distributed.step_limits import StepLimits
 from arachnec.backends.torch_distributed.step_log import StepLog
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
@@ -46,16 +44,17 @@ from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
+from arachnec.model_state.gradient_precision import keep_gradients, says_low
+from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.models.file import ModelFile
-from arachnec.runtime.agreement import agree, gather, gather_text
+from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.runtime.slow_ranks import SlowRanks
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -89,11 +88,7 @@ class Trainer:
         that ``batches`` go on from."""
         self.timeouts = options.timeouts()
         self._enter = enter
-        self._longest_ms = 0.0  # of the steps so far, but for the first of each plan
-        self._begun: set[PlanKey] = set()  # plans that were carried out before
-        self._skipped = 0  # steps in a row
-        self._most_skipped = options.max_skipped
-        self._slow = SlowRanks()
+        self._limits = StepLimits.of(self.timeouts, executable, device)
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
@@ -140,8 +135,8 @@ class Trainer:
         self._resume(resumed)
         epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
         log = options.checkpoint or executable.folder
-        self._audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
-        self._seen: list[AuditLine] = []  # of the batches of a step that has not ended
+        audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
+        self._account = StepAccount(options.max_skipped, audit, self._each)
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
@@ -225,16 +220,16 @@ class Trainer:
         exposed, self._waited = self._waited, 0.0
         clock = Clock(context.rank, context.runtime)
         context.runtime.reset_peak_memory()
-        progress = self._progress(planned, clock)
+        limits = self._limits.of_instructions(planned)
+        progress = StepProgress(self.module, context.rank, planned.step, planned.clips, clock, limits)
         self._enter_step(planned, progress)
         started = time.perf_counter()
         run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
-        if planned.key in self._begun:
-            self._longest_ms = max(self._longest_ms, elapsed)
-        self._begun.add(planned.key)
-        return self._report(own, planned.number, run, elapsed, exposed)
+        self._limits.took(planned, elapsed)
+        measured = Measured(self.intervals, elapsed, exposed)
+        return self._account.report(context, own, planned.number, run, measured)
 
     def _watch_links(self, number: int) -> None:
         """Where plans follow the links: compare what all ranks noted, and plan anew from the third batch after this
@@ -277,31 +272,7 @@ class Trainer:
         return specs
 
     def _enter_step(self, planned: Planned, progress: StepProgress | None = None) -> None:
-        """A plan's first step may compile, and takes as long beyond its own limit as the start may."""
-        limit = self.timeouts.of_step(
-            report.planned_ms(self.module),
-            self._longest_ms,
-            first=0.0 if planned.key in self._begun else self.timeouts.of_start(self.module),
-            applies=self._planned_times_apply,
-        )
-        self._enter(f"step {planned.step}", limit, "--step-timeout", progress)
-
-    def _progress(self, planned: Planned, clock: Clock) -> StepProgress:
-        planned_ms = report.planned_ms(self.module)
-        slower = self._longest_ms / planned_ms if planned_ms else 1.0
-        compiles = planned.key not in self._begun and self.device.type != "cpu"
-        first = self.timeouts.of_start(self.module) if compiles else 0.0
-
-        def limit(instruction: Instruction) -> float:
-            time = instruction.attrs.get("time")
-            ms = 0.0 if time is None else quantity(time)
-            return self.timeouts.of_instruction(ms, slower, first=first, applies=self._planned_times_apply)
-
-        return StepProgress(self.module, self._context.rank, planned.step, planned.clips, clock, limit)
-
-    @property
-    def _planned_times_apply(self) -> bool:
-        return planned_for_cpu(self._executable) or self.device.type != "cpu"
+        self._enter(f"step {planned.step}", self._limits.of_step(planned), "--step-timeout", progress)
 
     def _plan(self, number: int) -> Planned | None:
         """The batch and program of step ``number``; the next one's is made meanwhile. None where there is no batch."""
@@ -338,9 +309,7 @@ class Trainer:
             return
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
-            if self._audit is not None:
-                for batch in range((steps - 1) * self._each, steps * self._each):
-                    self._audit.sync(batch)
+            self._account.sync(steps - 1)
             self._checkpoints.save(self._state(), self._position(steps))
         else:
             self._checkpoints.poll()
@@ -389,84 +358,6 @@ class Trainer:
         context.connections.ensure(handoff_pairs(module.programs))
         self._context = replace(context, sequence=self._sequences.for_program(module))
 
-    def _report(self, own: Iteration, iteration: int, run: Run, elapsed: float, exposed: float) -> report.StepReport:
-        busy = report.busy_ms(self.intervals)
-        norm = 0.0 if run.norm is None else float(run.norm)
-        runtime = self._context.runtime
-        peaks = report.peak_memory_gib(runtime), report.peak_reserved_gib(runtime)
-        copies = self._context.host_copies
-        moved = (0, 0) if copies is None else copies.counted()
-        mine = [run.loss, elapsed, busy, peaks[0], norm, peaks[1], *moved]
-        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
-        aside, clips = self._left_out(own, run), len(own.module.clips)
-        if not own.share.clips:
-            loss *= clips / max(1, clips - len(aside))
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        notes = [] if finite else notes_of_clips(run.not_finite(own, self._context.rank))
-        unused = {note.clip for note in aside}
-        names = [own.clips[clip.id].id for clip in own.module.clips]
-        trained = [name for name in names if name not in unused]
-        self._seen.append(AuditLine(own.step, trained, False, notes, aside))
-        self._tell_slow(own.module, everyone[:, 2].tolist())
-        if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
-            self._end_step(own.step // self._each, finite, norm)
-        step_ms = float(everyone[:, 1].max())
-        return report.StepReport(
-            step=own.step,
-            iteration=iteration,
-            loss=loss if math.isfinite(loss) else None,
-            gradient_norm=norm if math.isfinite(norm) else None,
-            step_ms=step_ms,
-            planned_ms=report.planned_ms(own.module),
-            imbalance=report.imbalance(everyone[:, 2].tolist()),
-            tokens_per_s=sum(clip.tokens for clip in own.module.clips) / step_ms * 1e3,
-            exposed_planning_ms=exposed,
-            peak_memory_gib=float(everyone[:, 3].max()),
-            cascades=len(own.module.cascades),
-            peak_reserved_gib=float(everyone[:, 5].max()),
-            from_host=int(everyone[:, 6].sum()),
-            to_host=int(everyone[:, 7].sum()),
-            skipped=own.share.ends and not finite,
-            not_finite=notes,
-            lr=self._context.optimizer.rate,
-            set_aside=aside,
-        )
-
-    def _end_step(self, step: int, finite: bool, norm: float) -> None:
-        """Keep account of a step and its batches, and say whether it was skipped."""
-        self._skipped = 0 if finite else self._skipped + 1
-        notes = [note for line in self._seen for note in line.not_finite]
-        if self._audit is not None:
-            for line in self._seen:
-                self._audit.add(msgspec.structs.replace(line, skipped=not finite))
-        self._seen.clear()
-        if not finite:
-            self._tell_skipped(step, cause_of_skip(notes, norm))
-
-    def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
-        self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
-        for rank, factor in slow.items():
-            text = f"rank {rank} computes {factor:.1f} times as slowly as the others: see to its host and device"
-            events.emit(report.Note(text))
-
-    def _left_out(self, own: Iteration, run: Run) -> list[report.ClipNote]:
-        """The clips of the step that were set aside. Raises ``UserError`` where that are all."""
-        total = run.left_out.total()
-        if not total:
-            return []
-        notes = notes_of_left_out(run.left_out.clips, self._context.loads.unreadable)
-        for note in notes:
-            events.emit(report.Note(f"step {own.step}: clip {note.clip} is set aside: {note.reason}"))
-        if round(total) >= len(own.module.clips):
-            raise UserError(NothingLeft(None, own.step, f"clip {notes[0].clip}: {notes[0].reason}"))
-        return notes
-
-    def _tell_skipped(self, step: int, cause: str) -> None:
-        if self._skipped >= self._most_skipped:
-            raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
-        events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
-
     def _state(self) -> State:
         """Everything that the next step depends on, as tensors, and parts of tensors."""
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
@@ -497,9 +388,3 @@ def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
 
 def described(device: torch.device) -> str:
     return DeviceRuntime.of(device).name()
-
-
-def planned_for_cpu(executable: Executable) -> bool:
-    """Whether the executable's cluster is one of CPUs."""
-    cluster = executable.program.cluster
-    return cluster is not None and cluster.attrs.get("device") == "cpu"

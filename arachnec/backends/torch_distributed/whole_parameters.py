@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arachnec.backends.cascade_step import trained_parameters
-from arachnec.backends.torch_distributed.cells.parameters import CellParameters
+from arachnec.backends.torch_distributed.cell_parameters import CellParameters
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 
 

@@ -1,6 +1,6 @@
 // The timelines, below each other on one axis.
 
-const OPACITY = { forward: 0.62, backward: 0.95, weight: 0.8, encode: 0.85, denoise: 0.85, reduce: 0.9, norm: 0.5, step: 0.5 };
+const OPACITY = { forward: 0.62, backward: 0.95, weight: 0.8, encode: 0.85, denoise: 0.85, decode: 0.6, reduce: 0.9, norm: 0.5, step: 0.5 };
 const FADED = 0.13;
 const charts = [];
 

@@ -14,13 +14,13 @@ from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import engine
 from arachnec.backends.torch_distributed.encode_ahead import Ahead, encoders_first
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
-from arachnec.backends.torch_distributed.optimizer import Optimizer
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.model_state.gradients import GradientSynchronisation
+from arachnec.model_state.optimizer import Optimizer
 from tests.distributed.executor_cases import Work, captured_once, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
 

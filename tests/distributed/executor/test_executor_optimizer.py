@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Training
+from arachnec.model_state.optimizer import Optimizer, global_norm
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

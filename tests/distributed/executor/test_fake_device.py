@@ -18,17 +18,19 @@ from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.torch_distributed import interpreter
-from arachnec.backends.torch_distributed.gradient_precision import keep_gradients
-from arachnec.backends.torch_distributed.interpreter import Iteration, RankContext, grid_of, run_iteration
+from arachnec.backends.torch_distributed.interpreter import grid_of, run_iteration
+from arachnec.backends.torch_distributed.iteration import Iteration
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
-from arachnec.backends.torch_distributed.optimizer import Optimizer
+from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
-from arachnec.backends.torch_distributed.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.gradient_precision import keep_gradients
+from arachnec.model_state.optimizer import Optimizer
+from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.infra.registry import installed, load_file
 from arachnec.runtime.clock import Clock

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from arachnec.analysis.uses import overlapped_reduces
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.lowering.programs import lower
+from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import find_problems
 from tests.distributed.executor_cases import (

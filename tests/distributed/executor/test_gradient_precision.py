@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.kept_gradients import gradient_of, set_gradient
-from arachnec.backends.torch_distributed.gradient_pieces import (
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Instruction, Level, Module, Stage
+from arachnec.ir.values import Attributes
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.gradient_pieces import (
     EXCHANGED,
     LARGEST_PIECE,
     SMALLEST_PIECE,
     Piece,
     piece_size,
 )
-from arachnec.backends.torch_distributed.gradient_precision import keep_gradients, says_low
-from arachnec.backends.torch_distributed.gradients import GradientSynchronisation
-from arachnec.backends.torch_distributed.optimizer import Optimizer
-from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Instruction, Level, Module, Stage
-from arachnec.ir.values import Attributes
-from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.model_state.gradient_precision import keep_gradients, says_low
+from arachnec.model_state.gradients import GradientSynchronisation
+from arachnec.model_state.kept_gradients import gradient_of, set_gradient
+from arachnec.model_state.optimizer import Optimizer
 from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.cells.flat_layer import FlatLayer
-from arachnec.backends.torch_distributed.cells.gathering import Gathering
-from arachnec.backends.torch_distributed.cells.host_shard import HostShard
-from arachnec.backends.torch_distributed.cells.layout import FlatLayout, layouts_of
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.values import Attributes
+from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.cells.host_shard import HostShard
+from arachnec.model_state.cells.layout import FlatLayout, layouts_of
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_inputs import HostInputs

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed import checkpoint
-from arachnec.backends.torch_distributed.gradient_pieces import ScatteredPiece
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.parameter_parts import Parts
 from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.values import Quantity
+from arachnec.model_state.gradient_pieces import ScatteredPiece
+from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
+from arachnec.model_state.parameter_parts import Parts
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced
 from tests.distributed.harness import run_ranks

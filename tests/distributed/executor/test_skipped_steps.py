@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.backends.finite_losses import finite_rows, not_finite, poisoning
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import TorchClass, Training
+from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError, run_ranks
 

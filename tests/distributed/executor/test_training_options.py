@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.backends.torch_distributed import checkpoint
-from arachnec.backends.torch_distributed.optimizer import Optimizer, global_norm, norm_over
 from arachnec.backends.torch_distributed.other_options import demand_room, state_beyond_plan
 from arachnec.checkpoint.folder import Position, committed
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from arachnec.models.file import load_model_file
 from tests.distributed.executor import test_cells
 from tests.distributed.executor_cases import (

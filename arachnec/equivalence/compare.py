@@ -1,0 +1,144 @@
+"""Translation validation: what a lowered program computes, against ``reference``.
+
+In: a module that ``check`` holds. Out: how far the two are apart, or a ``UserError`` that says in which stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from arachnec.equivalence.execution import OnRank, captured_blocks, run_rank, run_reference_steps
+from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
+from arachnec.equivalence.small_program import CannotExecute, Small, small
+from arachnec.equivalence.stand_in import stand_in
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Module
+
+TOLERANCE = 1e-6  # norms are made in fp32
+MOST_RANKS = 32  # processes on this machine
+SECONDS = 60.0
+MOST_TOLD = 3
+
+
+@dataclass(frozen=True)
+class NotEquivalent(Diagnostic):
+    title: ClassVar[str] = "the program of @{module} does not compute what its batch asks for: {what} {where}"
+    help: ClassVar[str] = (
+        "`check` holds all its rules, so this is a mistake in the compiler or in the executor, or a program that was "
+        "edited in a way no rule sees: do not run it, and report it with the file"
+    )
+    module: str
+    what: str
+    where: str
+
+
+@dataclass(frozen=True)
+class DidNotRun(Diagnostic):
+    title: ClassVar[str] = "the program of @{module} does not run to its end on small tensors: rank {rank}: {reason}"
+    help: ClassVar[str] = "`check` holds all its rules, so this is a mistake in the compiler or in the executor"
+    module: str
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """``worst`` is the largest difference, as a part of the norm of what it is in."""
+
+    ranks: int
+    layers: int
+    gradients: int
+    steps: int
+    worst: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{counted(self.steps, 'step')} of a small model of {counted(self.layers, 'layer')} on "
+            f"{counted(self.ranks, 'rank')}: loss, {counted(self.gradients, 'gradient')} and weights are the "
+            f"reference's, to {self.worst:.0e}"
+        )
+
+
+def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
+    """Raises ``UserError`` where the program computes something else, does not end, or cannot be executed here."""
+    world = len(module.programs)
+    if world > MOST_RANKS:
+        reason = f"it has {world} ranks, and this machine is to execute at most {MOST_RANKS}"
+        raise UserError(CannotExecute(module.span, module.name, reason))
+    reduced = small(module)
+    model_file = stand_in(reduced.form)
+    captured = captured_blocks(reduced, model_file)
+    try:
+        ranks: list[OnRank] = on_forked_ranks(world, partial(run_rank, reduced, model_file, captured), seconds)
+        expected: OnRank
+        (expected,) = on_forked_ranks(1, lambda _: run_reference_steps(reduced, model_file), seconds)
+    except Failed as failure:
+        last = failure.text.strip().splitlines()[-1]
+        raise UserError(DidNotRun(module.span, module.name, failure.rank, last)) from failure
+    differences = list(_differences(reduced, ranks, expected))
+    wrong = [difference for difference in differences if not difference.size <= TOLERANCE]
+    if wrong:
+        first = min(difference.after for difference in wrong)  # what comes later may follow from it
+        by_size = sorted((d for d in wrong if d.after == first), key=lambda d: d.size)
+        told = list({d.where: d for d in by_size}.values())[-MOST_TOLD:]  # the worst of each place
+        raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in reversed(told)))
+    worst = max(difference.size for difference in differences)
+    return Agreement(world, len(reduced.names), len(expected.steps[0].gradients), len(expected.steps), worst)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``size`` is a part of the norm of what is right, ``after`` how many updates it was seen."""
+
+    what: str
+    where: str
+    size: float
+    after: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} differs by {self.size:.2%}"
+
+
+def _differences(reduced: Small, ranks: Sequence[OnRank], expected: OnRank) -> Iterator[Difference]:
+    for number, right in enumerate(expected.steps):
+        when = "" if number == 0 else f" after {number} update"
+        loss = sum(rank.steps[number].loss for rank in ranks)
+        yield Difference("the loss", f"of the whole step{when}", abs(loss - right.loss) / abs(right.loss), number)
+        own = ranks[0].steps[number].gradients
+        scale = _norm(right.gradients)
+        for name, value in right.gradients.items():
+            where = f"of {_place(reduced, name)}{when}"
+            yield Difference("the gradient", where, _apart(own.get(name), value, scale), number)
+    for number, rank in enumerate(ranks):
+        scale, last = _norm(expected.weights), len(expected.steps)
+        for name, value in rank.weights.items():
+            where = f"of {_place(reduced, name)} on rank {number} after {last} updates"
+            yield Difference("the weight", where, _apart(value, expected.weights[name], scale), last)
+
+
+def _apart(own: Tensor | None, right: Tensor, scale: float) -> float:
+    """Of the norm of the right value, or of a thousandth of all together."""
+    if own is None or own.shape != right.shape:
+        return float("inf")
+    return float((own.double() - right.double()).norm()) / max(float(right.norm()), 1e-3 * scale)
+
+
+def _norm(values: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(value.norm()) ** 2 for value in values.values()))
+
+
+def _place(reduced: Small, parameter: str) -> str:
+    """A parameter's place in the real model: its layer and stage."""
+    root, *rest = parameter.split(".")
+    if root != "blocks":
+        return "what lies outside the layers"
+    layer = int(rest[0])
+    return f"layer {reduced.names[layer]} of @{reduced.stage_of[layer]}"

@@ -1,0 +1,147 @@
+"""A lowered program on clips of a few tokens. In: a module that ``check`` holds. Out: the same lists on small shapes.
+
+Every instruction, rank, weight and order stays. Clips of different lengths stay different, and a rank's share of the
+tokens stays in proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.backends.staged_model import parts_of
+from arachnec.cost.compute import is_divided
+from arachnec.data.clip import VideoClip
+from arachnec.equivalence.stand_in import Form
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Module, Phase, Stage, integer, integers
+from arachnec.ir.stage_sizes import tied_sets
+
+LAYERS = 2  # where a stage does not say how many it has
+PATCH = 8  # pixels of a token
+DIVIDED = 4 * PATCH  # pixels along height and width, of clips that several ranks encode
+
+
+@dataclass(frozen=True)
+class CannotExecute(Diagnostic):
+    title: ClassVar[str] = "@{module} cannot be executed on small tensors: {reason}"
+    help: ClassVar[str] = "`check` without --equivalence proves it as it is"
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Small:
+    """``names`` are the real paths of its layers ``blocks.0``, ``blocks.1``, ...; ``clips`` by their ids in the IR."""
+
+    module: Module
+    clips: dict[int, VideoClip]
+    form: Form
+    names: tuple[str, ...]
+    stage_of: tuple[str, ...]  # the stage of each layer
+
+
+def small(module: Module) -> Small:
+    """Raises ``UserError`` for a program that trains no model, or several."""
+    parts = parts_of(module) or tuple(stage for stage in module.stages if stage.trained)
+    if not any(stage.trained for stage in parts) or (len(parts) > 1 and not parts_of(module)):
+        raise UserError(CannotExecute(module.span, module.name, "it does not train one model"))
+    layers = [layers_of(stage) or ((str(number), 1) for number in range(LAYERS)) for stage in parts]
+    named = [(stage.name, path, count) for stage, own in zip(parts, layers, strict=True) for path, count in own]
+    numbers = iter(range(len(named)))
+    renamed = {
+        stage.name: replace(
+            stage, attrs=stage.attrs.updated(layers=tuple((f"blocks.{next(numbers)}", n) for _, n in layers_of(stage)))
+        )
+        for stage in parts
+        if layers_of(stage)
+    }
+    sizes = _small_sizes(module)
+    clips = tuple(_small_clip(clip, sizes, _side(module)) for clip in module.clips)
+    tokens = {clip.id: clip.tokens for clip in clips}
+    cascades = tuple(_small_cascade(cascade, tokens) for cascade in module.cascades)
+    of = {cascade.name: cascade.tokens for cascade in cascades}
+    programs = tuple(
+        replace(program, instructions=tuple(_small_step(step, of) for step in program.instructions))
+        for program in module.programs
+    )
+    changed = replace(
+        module,
+        clips=clips,
+        stages=tuple(renamed.get(stage.name, stage) for stage in module.stages),
+        graphs=(),
+        cascades=cascades,
+        programs=programs,
+    )
+    return Small(
+        changed,
+        {clip.id: VideoClip(clip.id, clip.frames, clip.height, clip.width, 0) for clip in clips},
+        _form(module, parts, named),
+        tuple(path for _, path, _ in named),
+        tuple(stage for stage, _, _ in named),
+    )
+
+
+def _form(module: Module, parts: Sequence[Stage], named: Sequence[tuple[str, str, int]]) -> Form:
+    first = {stage: number for number, (stage, _, _) in reversed(list(enumerate(named)))}
+    sets = dict.fromkeys(pair[0] for stage in parts for pair in tied_sets(stage.attrs.get("tied")))
+    trained = [_trained(stage) for stage in parts]
+    steps = [step for program in module.programs for step in program.instructions if step.op == "forward"]
+    used = {cascade.stage for cascade in module.cascades if cascade.phase is Phase.ENCODE}
+    return Form(
+        trains=tuple(count > 0 for _, _, count in named),
+        shared=tuple(frozenset(first[parts[number].name] for number in numbers) for numbers in sets),
+        ends_train=sum(trained) > sum(count for _, _, count in named),
+        heads=1 + max([1, *(integer(step.attrs.get("ulysses", 1)) for step in steps)]),
+        encoders=tuple(stage.name for stage in module.stages if stage.name in used),
+    )
+
+
+def _trained(stage: Stage) -> int:
+    whole = sum(count for _, count in layers_of(stage)) + 1
+    return integer(stage.attrs.get("trained", stage.attrs.get("params", whole))) if stage.trained else 0
+
+
+def _small_sizes(module: Module) -> dict[int, int]:
+    """Frames of a small clip by the real one's tokens: more than ranks share a clip, and all different."""
+    most = max((cascade.degree for cascade in module.cascades), default=1)
+    return {tokens: most + 2 + n for n, tokens in enumerate(sorted({clip.tokens for clip in module.clips}))}
+
+
+def _side(module: Module) -> int:
+    """Pixels of a clip's height and width: one token, or several where ranks divide a clip to encode it."""
+    stages = {stage.name: stage for stage in module.stages}
+    divided = any(is_divided(cascade, stages[cascade.stage], cascade.degree) for cascade in module.cascades)
+    return DIVIDED if divided else PATCH
+
+
+def _small_clip(clip: Clip, sizes: dict[int, int], side: int) -> Clip:
+    frames = sizes[clip.tokens]
+    return replace(clip, frames=frames, height=side, width=side, text=0, tokens=frames * (side // PATCH) ** 2)
+
+
+def _small_cascade(cascade: Cascade, tokens: dict[int, int]) -> Cascade:
+    length = tokens[cascade.clips[0]]
+    shards = cascade.attrs.get("shards")
+    attrs = cascade.attrs if shards is None else cascade.attrs.updated(shards=_in_proportion(integers(shards), length))
+    return replace(cascade, tokens=length, text=0, attrs=attrs)
+
+
+def _small_step(step: Instruction, tokens: dict[str, int]) -> Instruction:
+    shards = step.attrs.get("shards")
+    if shards is None:
+        return step
+    return replace(step, attrs=step.attrs.updated(shards=_in_proportion(integers(shards), tokens[step.target])))
+
+
+def _in_proportion(shards: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Shares of ``total`` in the proportion of these, by the largest remainder; none where there was none, else one."""
+    least = [min(1, share) for share in shards]
+    left, whole = total - sum(least), sum(shards)
+    exact = [left * share / whole for share in shards]
+    floors = [int(value) for value in exact]
+    order = sorted(range(len(shards)), key=lambda n: (floors[n] - exact[n], n))
+    more = set(order[: left - sum(floors)])
+    return tuple(least[n] + floors[n] + (n in more) for n in range(len(shards)))

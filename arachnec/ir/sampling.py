@@ -1,0 +1,96 @@
+"""Sampling, as a module says it: requests, the steps of a ``denoise`` cascade, and the outcomes of a switch.
+
+A request is a clip with ``steps``. Its first model takes the steps before its switch, its second model the others. An
+*outcome* is how many the first one takes: K. Of steps f to l a segment of the first model takes f to min(l, K - 1), one
+of the second max(f, K) to l. What is left of neither hands its input on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
+
+CODING = (Phase.ENCODE, Phase.DECODE)  # phases in which ranks deal out whole clips
+
+
+def is_sampling(module: Module) -> bool:
+    """Whether its cascades sample: then every stage lies on the ranks of its cascades alone."""
+    return any(cascade.phase is Phase.DENOISE for cascade in module.cascades)
+
+
+def branches_of(cascade: Cascade) -> int:
+    """Predictions of one step; 1 for what takes no steps."""
+    return integer(cascade.attrs.get("branches", 1)) if cascade.phase is Phase.DENOISE else 1
+
+
+def asked_branches(clip: Clip, model: int) -> int:
+    """Predictions of one step that a request asks of the first model, 0, or of the second."""
+    branches = integers(clip.attrs.get("branches", ()))
+    return branches[model] if model < len(branches) else 1
+
+
+def segment_of(cascade: Cascade) -> tuple[int, int]:
+    """First and last step of a ``denoise``; one step where it does not say."""
+    first, last = integers(cascade.attrs.get("steps", (0, 0)))
+    return first, last
+
+
+def planned_steps(cascade: Cascade) -> int:
+    """How many forwards one after another a ``denoise`` is planned to run; 1 for every other phase."""
+    if cascade.phase is not Phase.DENOISE:
+        return 1
+    first, last = segment_of(cascade)
+    return integer(cascade.attrs.get("planned", last - first + 1))
+
+
+def as_forward(cascade: Cascade) -> Cascade:
+    """A ``denoise`` as its model's forward sees it: a clip for each prediction."""
+    branches = branches_of(cascade)
+    if cascade.phase is not Phase.DENOISE or branches == 1:
+        return cascade
+    return replace(cascade, batch=cascade.batch * branches, attrs=cascade.attrs.updated(branches=None))
+
+
+def on_one_side(cascade: Cascade, side: int) -> Cascade:
+    """What the ranks of one of ``side`` clips run, or of one share of the clips; of a ``denoise`` of the branches."""
+    if side == 1:
+        return cascade
+    if cascade.phase is Phase.DENOISE:
+        return cascade.with_attrs(branches=branches_of(cascade) // side)
+    return replace(cascade, batch=cascade.batch // side)
+
+
+def models_of(module: Module) -> tuple[str, ...]:
+    """The stages that denoise, in the order in which they take over."""
+    named = module.attrs.get("models")
+    return tuple(map(str, named)) if isinstance(named, tuple) else ()
+
+
+def outcomes_of(clip: Clip) -> range:
+    """Every K that a request's switch may come to; all of its steps where there is no switch."""
+    steps = integer(clip.attrs.get("steps", 0))
+    least, most = integers(clip.attrs.get("window", (steps, steps)))
+    return range(least, most + 1)
+
+
+def forecast_of(clip: Clip) -> int:
+    """The K that is planned for."""
+    return integer(clip.attrs.get("forecast", outcomes_of(clip)[-1]))
+
+
+def steps_taken(segment: tuple[int, int], after: bool, outcome: int) -> range:
+    """The steps that a segment of the first model takes at an outcome; with ``after`` one of the second."""
+    first, last = segment
+    return range(max(first, outcome), last + 1) if after else range(first, min(last + 1, outcome))
+
+
+def chain_of(cascades: Sequence[Cascade], request: int) -> list[Cascade]:
+    """The segments of a request in the order in which they hand on its latents, as far as they form a chain."""
+    own = {c.name: c for c in cascades if c.phase is Phase.DENOISE and request in c.clips}
+    behind = {name: c for c in own.values() for name in c.inputs if name in own}
+    chain = [c for c in own.values() if not any(name in own for name in c.inputs)][:1]
+    while chain and len(chain) < len(own) and chain[-1].name in behind:
+        chain.append(behind[chain[-1].name])
+    return chain

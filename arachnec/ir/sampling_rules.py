@@ -1,0 +1,130 @@
+"""Rules about requests and segments: what a ``denoise`` says of its steps is what its requests say.
+
+In: a ``ModuleIndex`` whose names are right. Out: a diagnostic per mistake. That a chain takes every step once, for
+every outcome of its switch, is proved by ``check`` (``arachnec.verification.sampling``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.nodes import Cascade, Clip, Phase, integer, integers
+from arachnec.ir.printer import value_text
+from arachnec.ir.sampling import (
+    asked_branches,
+    branches_of,
+    forecast_of,
+    models_of,
+    outcomes_of,
+    planned_steps,
+    segment_of,
+)
+from arachnec.ir.sampling_errors import (
+    NotAModel,
+    SwitchUnsaid,
+    UncertainBatch,
+    UnlikeRequest,
+    WrongPlanned,
+    WrongSteps,
+    WrongWindow,
+)
+from arachnec.ir.span import Span
+
+Problems: TypeAlias = Iterator[Diagnostic]
+
+
+def segments_fit_their_requests(index: ModuleIndex) -> Problems:
+    """Of every ``denoise`` that says its steps."""
+    module = index.module
+    segments = [c for c in module.cascades if c.phase is Phase.DENOISE and "steps" in c.attrs]
+    wrong = list(_windows(index, segments))
+    yield from wrong
+    for cascade in segments if not wrong else ():
+        problem = next(_segment(index, cascade), None)
+        if problem is not None:
+            yield problem
+
+
+def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
+    """What a request says of its switch."""
+    for number in sorted({clip for cascade in segments for clip in cascade.clips}):
+        clip = index.clips.get(number)
+        if clip is None:
+            continue
+        steps = integer(clip.attrs.get("steps", 0))
+        window = integers(clip.attrs.get("window", (steps, steps)))
+        if steps < 1:
+            yield WrongWindow(_at(clip, "steps"), number, "steps", str(steps), "and a request takes at least one")
+        elif len(window) != 2 or not 0 <= window[0] <= window[1] <= steps:
+            shown = value_text(clip.attrs.get("window", window))
+            yield WrongWindow(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")
+        elif not window[0] <= forecast_of(clip) <= window[1]:
+            shown = str(forecast_of(clip))
+            yield WrongWindow(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
+        elif not set(integers(clip.attrs.get("branches", ()))) <= {1, 2}:
+            shown = value_text(clip.attrs["branches"])
+            yield WrongWindow(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
+
+
+def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
+    module, steps = index.module, integers(cascade.attrs["steps"])
+    models = models_of(module)
+    shown, span = value_text(cascade.attrs["steps"]), _at(cascade, "steps")
+    if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
+        yield WrongSteps(span, label(cascade), shown, "which are no first and last step")
+        return
+    if cascade.stage not in models or len(models) > 2:
+        listed = ", ".join(f"@{name}" for name in models) or "none"
+        yield NotAModel(cascade.span, label(cascade), cascade.stage, listed)
+        return
+    count = steps[1] - steps[0] + 1
+    if not 0 <= planned_steps(cascade) <= count:
+        yield WrongPlanned(_at(cascade, "planned"), label(cascade), planned_steps(cascade), count)
+    requests = [index.clips[number] for number in cascade.clips if number in index.clips]
+    for clip in requests:
+        total = integer(clip.attrs["steps"])
+        if steps[1] >= total:
+            yield WrongSteps(span, label(cascade), shown, f"and its request {clip.id} has {total}")
+        asked = asked_branches(clip, models.index(cascade.stage))
+        if asked != branches_of(cascade):
+            texts = str(branches_of(cascade)), clip.id, str(asked)
+            yield UnlikeRequest(_at(cascade, "branches"), label(cascade), "branches", *texts)
+        for name in ("steps", "window"):
+            first, own = requests[0].attrs.get(name), clip.attrs.get(name)
+            if first != own:
+                shown_first, shown_own = ("none" if value is None else value_text(value) for value in (first, own))
+                yield UnlikeRequest(
+                    cascade.span, label(cascade), f"requests of {name}", shown_first, clip.id, shown_own
+                )
+    if requests:
+        yield from _switch(index, cascade, requests[0], len(requests))
+
+
+def _switch(index: ModuleIndex, cascade: Cascade, clip: Clip, count: int) -> Problems:
+    outcomes, uncertain = outcomes_of(clip), is_uncertain(segment_of(cascade), clip)
+    if len(outcomes) > 1 and count > 1:
+        shown = f"{outcomes[0]} to {outcomes[-1]}"
+        yield UncertainBatch(cascade.span, label(cascade), count, shown)
+    rule, said = index.module.attrs.get("switch"), cascade.attrs.get("switch")
+    if uncertain and said is None:
+        yield SwitchUnsaid(cascade.span, label(cascade), "says no switch, and may take fewer steps", "write `switch`")
+    elif said is not None and said != rule:
+        what = f"says the switch {value_text(said)}, and the module {'none' if rule is None else value_text(rule)}"
+        yield SwitchUnsaid(_at(cascade, "switch"), label(cascade), what, "another rule")
+
+
+def is_uncertain(segment: tuple[int, int], clip: Clip) -> bool:
+    """Whether outcomes of its request's switch differ in which steps a segment takes."""
+    first, last = segment
+    outcomes = outcomes_of(clip)
+    return first < outcomes[-1] and outcomes[0] <= last and len(outcomes) > 1
+
+
+def _at(node: Cascade | Clip, attribute: str) -> Span | None:
+    return node.attrs.span(attribute) or node.span
+
+
+SAMPLING_RULES = (segments_fit_their_requests,)

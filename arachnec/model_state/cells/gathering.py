@@ -1,0 +1,229 @@
+"""Layers that come and go while a cascade runs on a cell.
+
+In a forward each layer is gathered before it runs, one ahead, and released behind it. In a backward it is gathered
+again before its first gradient is computed, for recomputation as well; once the backward has come to the layer before
+it, its gradients are reduce-scattered and it is released.
+
+All members of a cell gather in the order of the program's list, whatever the model does: a layer that runs early brings
+those before it along, one that never runs is gathered at the end. A backward takes the order in which layers ran.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from arachnec.analysis.gathers import layers_listed
+from arachnec.ir.nodes import Instruction, integer
+from arachnec.ir.parameter_cells import HELD
+from arachnec.model_state.cells.flat_layer import FlatLayer, Scattering
+from arachnec.model_state.cells.host_shard import Waited
+from arachnec.spmd.sharded_tokens import ShardedTokens
+
+
+@dataclass
+class _Pass:
+    """A forward or backward that is going on."""
+
+    gather: deque[int]
+    release: frozenset[int]
+    scatter: frozenset[int]
+    held: int
+    left: Counter[int]  # calls of each layer that are still to come in a backward
+    ran: Counter[int] = field(default_factory=Counter)  # calls of each layer in a forward
+    begun: list[int] = field(default_factory=list)  # layers whose backward has begun and not ended
+
+
+@dataclass
+class Gathering:
+    """``layers`` are the flat tensors of every layer by number, ``modules`` the layers that are modules.
+
+    ``group`` is the cell, for these collectives alone. At most one layer's gradients are on their way at once.
+    """
+
+    layers: Mapping[int, Sequence[FlatLayer]]
+    modules: Mapping[int, nn.Module]
+    group: dist.ProcessGroup | None  # None: a rank alone, whose layers come from its host
+    updated: Callable[[int], None] | None = None  # waits until a layer's shard is that of all who updated parts of it
+    _whole: dict[int, list[Waited]] = field(default_factory=dict)  # with what is still to be waited for
+    _scattering: list[Scattering] = field(default_factory=list)
+    _pass: _Pass | None = None
+    _calls: dict[str, Counter[int]] = field(default_factory=dict)  # of each layer, by the forward's cascade
+    _tell: Callable[[int], None] | None = None  # of a layer whose gradients are summed over the cell
+
+    def __post_init__(self) -> None:
+        for number, module in self.modules.items():
+            module.register_forward_pre_hook(lambda _, __, number=number: self._enter(number))
+            module.register_forward_hook(lambda _, __, output, number=number: self._leave(number, output))
+
+    @contextmanager
+    def forward(self, instruction: Instruction) -> Iterator[None]:
+        """Run a cascade's forward inside."""
+        self._pass = going = _pass(instruction, layers_listed(instruction, "gather"), Counter())
+        self._first(going)
+        try:
+            yield
+            self._rest(going)
+            self._calls[instruction.target] = going.ran
+        finally:
+            self._pass = None
+
+    @contextmanager
+    def backward(self, instruction: Instruction, forward: str) -> Iterator[None]:
+        """Run the backward of the cascade ``forward`` inside."""
+        left = self._calls.pop(forward)
+        self._pass = going = _pass(instruction, layers_listed(instruction, "gather")[::-1], left)
+        self._first(going)
+        try:
+            yield
+            for number in [*going.begun]:
+                self._end(going, number)
+            self._rest(going)
+            for number in sorted(going.scatter, reverse=True):
+                self._scatter(going, number)
+            self._wait_for_scattering()
+            self._rest(going)
+        finally:
+            self._pass = None
+
+    def weight(self, instruction: Instruction, run: Callable[[int], None]) -> None:
+        """Reduce-scatter the gradients that a split backward left: each layer's once ``run(layer)`` has made them."""
+        going = _pass(instruction, (), Counter())
+        for number in reversed(layers_listed(instruction, "scatter")):
+            run(number)
+            self._scatter(going, number)
+        self._wait_for_scattering()
+
+    @contextmanager
+    def telling(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """Inside, ``tell`` hears of every layer whose gradients have been summed over the cell."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+
+    def _enter(self, number: int) -> None:
+        """A layer is about to run."""
+        if self._pass is not None:
+            self._pass.ran[number] += 1
+            self._bring(self._pass, number)
+
+    def _leave(self, number: int, output: Any) -> None:
+        """A layer has run; its gradients come later."""
+        if self._pass is None:
+            return
+        if torch.is_grad_enabled():
+            call = _Call(self, number)
+            for tensor in pytree.tree_leaves(output):
+                local = tensor.local if isinstance(tensor, ShardedTokens) else tensor
+                if isinstance(local, Tensor) and local.requires_grad:
+                    local.register_hook(call)  # type: ignore[no-untyped-call]
+        self._release(self._pass, number)
+
+    def come_to(self, number: int) -> None:
+        """A backward comes to a layer: those that it came to before are through, unless they ran more than once."""
+        going = self._pass
+        assert going is not None, "gradients are computed inside `backward`"
+        going.left[number] -= 1
+        for other in [other for other in going.begun if other != number and going.left[other] <= 0]:
+            self._end(going, other)
+        if number not in going.begun:
+            going.begun.append(number)
+        self._bring(going, number)
+
+    def _end(self, going: _Pass, number: int) -> None:
+        going.begun.remove(number)
+        self._scatter(going, number)
+        self._release(going, number)
+
+    def _first(self, going: _Pass) -> None:
+        """Have the first layer on its way, and here what lies in none that runs."""
+        outside = [number for number in going.gather if number not in self.modules]
+        for number in outside:
+            self._bring(going, number)
+        self._ahead(going)
+
+    def _rest(self, going: _Pass) -> None:
+        """Gather what nothing has asked for, as the other members may have, and release all that is to go."""
+        while going.gather:
+            number = going.gather[0]
+            self._bring(going, number)
+            self._release(going, number)
+        for number in [number for number in self._whole if number in going.release]:
+            self._release(going, number)
+
+    def _bring(self, going: _Pass, number: int) -> None:
+        """Make a layer whole, and those before it in the list; have the next one on its way."""
+        while number not in self._whole and going.gather:
+            self._start(going.gather.popleft())
+        if number not in self._whole:  # it runs again
+            self._start(number)
+        self._ahead(going)
+        for work in self._whole[number]:
+            work.wait()
+        self._whole[number] = []
+
+    def _ahead(self, going: _Pass) -> None:
+        held = sum(number in self.modules for number in self._whole)
+        if going.gather and held < going.held:
+            self._start(going.gather.popleft())
+
+    def _start(self, number: int) -> None:
+        if self.updated is not None:
+            self.updated(number)
+        self._whole[number] = [flat.gather(self.group) for flat in self.layers.get(number, ())]
+
+    def _release(self, going: _Pass, number: int) -> None:
+        if number not in going.release or number not in self._whole:
+            return
+        for work in self._whole.pop(number):
+            work.wait()
+        for flat in self.layers.get(number, ()):
+            flat.release()
+
+    def _scatter(self, going: _Pass, number: int) -> None:
+        if number not in going.scatter:
+            return
+        going.scatter -= {number}
+        self._wait_for_scattering()
+        started = (flat.scatter(self.group) for flat in self.layers.get(number, ()))
+        self._scattering = [scattering for scattering in started if scattering is not None]
+
+    def _wait_for_scattering(self) -> None:
+        done, self._scattering = self._scattering, []
+        for scattering in done:
+            scattering.finish()
+        for number in dict.fromkeys(scattering.flat_layer.layout.layer for scattering in done):
+            if self._tell is not None:
+                self._tell(number)
+
+
+class _Call:
+    """One call of a layer: the first gradient of an output that comes says that its backward begins."""
+
+    def __init__(self, gathering: Gathering, number: int) -> None:
+        self._gathering, self._number, self._come = gathering, number, False
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self._come:
+            self._come = True
+            self._gathering.come_to(self._number)
+
+
+def _pass(instruction: Instruction, gather: Sequence[int], left: Counter[int]) -> _Pass:
+    return _Pass(
+        deque(gather),
+        frozenset(layers_listed(instruction, "release")),
+        frozenset(layers_listed(instruction, "scatter")),
+        integer(instruction.attrs.get("held", HELD)),
+        left,
+    )

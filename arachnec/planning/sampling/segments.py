@@ -1,0 +1,144 @@
+"""Requests to chains of cascades: encode, segments of one model and of the other, decode.
+
+A request whose switch comes when it comes has a window, [least, most] steps of the first model. Its first model surely
+takes the steps before ``least`` and its second those from ``most`` on. Over the window there are segments of both, of
+at most ``length`` steps each: those of the first model, then those of the second. At every outcome each step is taken
+once, because a segment behind the switch hands its input on, and so does one of the second model before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
+from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, steps_taken
+from arachnec.ir.sampling_rules import is_uncertain
+from arachnec.ir.stage_sizes import is_encoder, most_clips
+from arachnec.ir.values import Attributes
+
+
+@dataclass(frozen=True)
+class NoRequests(Diagnostic):
+    title: ClassVar[str] = "module @{module} has no requests and models to segment"
+    help: ClassVar[str] = "give its clips `steps`, and the module `models`: the stages that denoise"
+    module: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps that one model takes without a border; ``after`` is whether it is the second model."""
+
+    first: int
+    last: int
+    after: bool = False
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        return self.first, self.last
+
+
+def segments_of(clip: Clip, models: int, length: int, longest: int | None = None) -> Iterator[Segment]:
+    """The chain of a request. ``longest`` limits the segments that are certain; None leaves them whole."""
+    steps, outcomes = integer(clip.attrs["steps"]), outcomes_of(clip)
+    if models == 1:
+        yield from _cut(0, steps, longest or steps)
+        return
+    least, most = outcomes[0], outcomes[-1]
+    yield from _cut(0, least, longest or steps)
+    yield from _cut(least, most, length)
+    yield from (replace(segment, after=True) for segment in _cut(least, most, length))
+    yield from (replace(segment, after=True) for segment in _cut(most, steps, longest or steps))
+
+
+def _cut(first: int, end: int, length: int) -> Iterator[Segment]:
+    """The steps from ``first`` to before ``end`` in equal parts of at most ``length``, longer ones first."""
+    count = -(-(end - first) // length)
+    for part in range(count):
+        begin = first + -(-(end - first) * part // count)
+        yield Segment(begin, first + -(-(end - first) * (part + 1) // count) - 1)
+
+
+def segmented(module: Module, *, length: int, longest: int | None = None, batch: int = 1, models: int = 2) -> Module:
+    """The module at level ``partitioned``: a chain of cascades for every request, or for ``batch`` equal ones.
+
+    Requests are batched where they are equal in shape, steps, branches and arrival, and their switch is certain.
+    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests.
+    """
+    if models == 1:
+        module = of_first_model(module)
+    names = models_of(module)
+    if not names or not module.clips or any("steps" not in clip.attrs for clip in module.clips):
+        raise UserError(NoRequests(module.span, module.name))
+    limit = min([batch, *(most for name in names if (most := most_clips(module.stage(name))) is not None)])
+    cascades: list[Cascade] = []
+    for group in batches(module.clips, limit):
+        cascades += chain(module, group, list(segments_of(group[0], len(names), length, longest)))
+    return replace(module, level=Level.PARTITIONED, cascades=tuple(cascades))
+
+
+def of_first_model(module: Module) -> Module:
+    """The requests without a switch: their first model takes all steps."""
+    clips = (
+        replace(clip, attrs=clip.attrs.updated(window=None, forecast=None, branches=_first(clip)))
+        for clip in module.clips
+    )
+    attrs = module.attrs.updated(models=models_of(module)[:1], switch=None)
+    return replace(module, clips=tuple(clips), attrs=attrs)
+
+
+def _first(clip: Clip) -> tuple[int, ...] | None:
+    return (asked_branches(clip, 0),) if "branches" in clip.attrs else None
+
+
+def batches(requests: Sequence[Clip], most: int) -> list[list[Clip]]:
+    """Equal requests together, at most so many; those whose switch is uncertain alone."""
+    groups: dict[tuple[object, ...], list[list[Clip]]] = {}
+    for clip in requests:
+        certain = len(outcomes_of(clip)) == 1
+        own = () if certain else (clip.id,)
+        same = tuple(clip.attrs.get(name) for name in ("steps", "branches", "window", "arrival"))
+        rows = groups.setdefault((clip.frames, clip.height, clip.width, clip.text, clip.tokens, *same, *own), [[]])
+        if len(rows[-1]) == most:
+            rows.append([])
+        rows[-1].append(clip)
+    return sorted((group for rows in groups.values() for group in rows), key=lambda group: group[0].id)
+
+
+def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment]) -> list[Cascade]:
+    """The cascades of one request, or of equal ones: its encoders, its segments in order, its decoder."""
+    models, decoder = models_of(module), module.attrs.get("decoder")
+    clip, ids = requests[0], tuple(request.id for request in requests)
+
+    def cascade(phase: Phase, name: str, stage: str, inputs: tuple[str, ...], attrs: Attributes) -> Cascade:
+        return Cascade(name, phase, stage, ids, len(ids), clip.tokens, clip.text, inputs, attrs)
+
+    encoders = [
+        cascade(Phase.ENCODE, f"r{clip.id}.{stage.name}", stage.name, (), Attributes())
+        for stage in module.stages
+        if stage.name not in {*models, decoder} and is_encoder(stage)
+    ]
+    cascades, encoded = list(encoders), tuple(encoder.name for encoder in encoders)
+    latents: tuple[str, ...] = ()
+    for number, segment in enumerate(segments):
+        stage, name = models[segment.after], f"r{clip.id}.{number}"
+        attrs = segment_attributes(module, clip, segment)
+        cascades.append(cascade(Phase.DENOISE, name, stage, (*encoded, *latents), attrs))
+        latents = (name,)
+    if isinstance(decoder, str):
+        cascades.append(cascade(Phase.DECODE, f"r{clip.id}.{decoder}", decoder, latents, Attributes()))
+    return cascades
+
+
+def segment_attributes(module: Module, clip: Clip, segment: Segment) -> Attributes:
+    """What a segment of a request says: its steps, its branches, and the switch where that decides which it takes."""
+    branches = asked_branches(clip, int(segment.after))
+    taken = len(steps_taken(segment.steps, segment.after, forecast_of(clip)))
+    return Attributes.of(
+        steps=segment.steps,
+        branches=branches if branches > 1 else None,
+        switch=module.attrs.get("switch") if is_uncertain(segment.steps, clip) else None,
+        planned=taken if taken < segment.last - segment.first + 1 else None,
+    )

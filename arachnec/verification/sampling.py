@@ -1,0 +1,204 @@
+"""Rule 1, of sampling: every request takes each of its steps once, with the right model, whatever its switch comes to.
+
+The segments of a request form one chain: each reads the latents of the one before. Walked in order at every outcome of
+the switch, they take the steps 0, 1, ... to the last. A program has every segment on all of its ranks, once, at every
+outcome: one that has nothing to do hands its input on. So no order, no message and no claim of memory depends on the
+outcome, and what the other rules prove of a program holds for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.analysis.uses import PHASES, Values, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.nodes import Cascade, Clip, Phase, Span, integer
+from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of, steps_taken
+
+SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
+
+
+@dataclass(frozen=True)
+class NotSampled(Diagnostic):
+    title: ClassVar[str] = "no cascade denoises request {request}"
+    label: ClassVar[str] = "takes none of its {steps} steps"
+    help: ClassVar[str] = "every request has a chain of denoise cascades over all of its steps"
+    request: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class NoChain(Diagnostic):
+    title: ClassVar[str] = "the segments of request {request} are no chain: {names}"
+    label: ClassVar[str] = "beside the others"
+    help: ClassVar[str] = "each segment but the first reads one other segment of its request, no two the same"
+    request: int
+    names: str
+
+
+@dataclass(frozen=True)
+class WrongStep(Diagnostic):
+    title: ClassVar[str] = (
+        "%{cascade} takes step {step} of request {request} where {outcome} steps are before its switch, "
+        "and {expected} is next"
+    )
+    label: ClassVar[str] = "step {step} {reason}"
+    help: ClassVar[str] = "at every outcome of the switch, a chain takes every step once, in order"
+    cascade: str
+    step: int
+    request: int
+    outcome: int
+    expected: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsLeft(Diagnostic):
+    title: ClassVar[str] = "request {request} ends before step {step} of {steps}, where {outcome} are before its switch"
+    label: ClassVar[str] = "its last segment"
+    help: ClassVar[str] = "at every outcome of the switch, a chain takes every step once, in order"
+    request: int
+    step: int
+    steps: int
+    outcome: int
+
+
+@dataclass(frozen=True)
+class NotItsText(Diagnostic):
+    title: ClassVar[str] = "%{cascade} of requests {requests} reads %{input}, which is of requests {others}"
+    label: ClassVar[str] = "another request's"
+    help: ClassVar[str] = "a segment reads its own requests' text and latents"
+    cascade: str
+    requests: str
+    input: str
+    others: str
+
+
+@dataclass(frozen=True)
+class WrongDecode(Diagnostic):
+    title: ClassVar[str] = "%{cascade} decodes request {request} before its last segment %{last} has run"
+    label: ClassVar[str] = "does not read %{last}"
+    help: ClassVar[str] = "a decode reads the last segment of each of its requests"
+    cascade: str
+    request: int
+    last: str
+
+
+@dataclass(frozen=True)
+class WrongSegmentRuns(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
+    label: ClassVar[str] = "its ranks are {ranks}"
+    help: ClassVar[str] = "every rank of a cascade runs it exactly once, as that group, and no other rank does"
+    rank: int
+    op: str
+    cascade: str
+    count: int
+    right: int
+    ranks: str
+
+
+@dataclass(frozen=True)
+class WrongSegmentGroup(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
+    label: ClassVar[str] = "not the cascade's ranks"
+    help: ClassVar[str] = "write `on {ranks}`, or place the cascade there"
+    rank: int
+    instruction: str
+    cascade: str
+    ranks: str
+
+
+def check_sampling(values: Values) -> Iterator[Diagnostic]:
+    """Of modules whose clips are requests."""
+    requests = [clip for clip in values.module.clips if "steps" in clip.attrs]
+    if not requests:
+        return
+    own: dict[int, list[Cascade]] = defaultdict(list)
+    for cascade in values.module.cascades:
+        for number in cascade.clips if cascade.phase in SAMPLING else ():
+            own[number].append(cascade)
+    for clip in requests:
+        yield from _request(clip, own[clip.id], models_of(values.module))
+    for cascade in values.module.cascades:
+        yield from _inputs(values, cascade)
+    yield from _runs(values)
+
+
+def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Iterator[Diagnostic]:
+    steps = integer(clip.attrs["steps"])
+    segments = [cascade for cascade in own if cascade.phase is Phase.DENOISE]
+    if not segments:
+        yield NotSampled(clip.span, clip.id, steps)
+        return
+    chain = chain_of(segments, clip.id)
+    if len(chain) != len(segments):
+        left = [cascade for cascade in segments if cascade not in chain] or segments
+        yield NoChain(left[0].span, clip.id, ", ".join(f"%{cascade.name}" for cascade in segments))
+        return
+    for outcome in outcomes_of(clip):
+        problem = _walk(clip, chain, models, steps, outcome)
+        if problem is not None:
+            yield problem
+            break
+    for cascade in own:
+        if cascade.phase is Phase.DECODE and chain[-1].name not in cascade.inputs:
+            yield WrongDecode(cascade.span, cascade.name, clip.id, chain[-1].name)
+
+
+def _walk(
+    clip: Clip, chain: Sequence[Cascade], models: Sequence[str], steps: int, outcome: int
+) -> WrongStep | StepsLeft | None:
+    """What is wrong with the steps that a chain takes at one outcome; None where nothing is."""
+    following = 0
+    for cascade in chain:
+        after = cascade.stage in models[1:]
+        taken = steps_taken(segment_of(cascade), after, outcome)
+        if not taken:
+            continue
+        if taken[0] != following:
+            reason = "was taken before" if taken[0] < following else "comes too early"
+            return WrongStep(cascade.span, cascade.name, taken[0], clip.id, outcome, following, reason)
+        following = taken[-1] + 1
+    if following != steps:
+        return StepsLeft(chain[-1].span, clip.id, following, steps, outcome)
+    return None
+
+
+def _inputs(values: Values, cascade: Cascade) -> Iterator[NotItsText]:
+    if cascade.phase not in (Phase.DENOISE, Phase.DECODE):
+        return
+    for name in cascade.inputs:
+        source = values.cascades.get(name)
+        if source is not None and not set(source.clips) & set(cascade.clips):
+            requests, others = rank_list(cascade.clips), rank_list(source.clips)
+            yield NotItsText(cascade.span, cascade.name, requests, name, others)
+
+
+def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
+    """Every rank of a cascade's group runs it exactly once, as that group."""
+    ops = {phases[0]: op for op, phases in PHASES.items() if phases[0] in SAMPLING}
+    counts: Counter[tuple[str, int]] = Counter()
+    spans: dict[tuple[str, int], Span | None] = {}
+    for program in values.module.programs:
+        for instruction in program.instructions:
+            cascade = values.cascades.get(instruction.target)
+            if cascade is None or ops.get(cascade.phase) != instruction.op:
+                continue
+            counts[cascade.name, program.rank] += 1
+            spans[cascade.name, program.rank] = instruction.span
+            if instruction.peers and instruction.peers != cascade.ranks:
+                ranks = rank_list(cascade.ranks)
+                yield WrongSegmentGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
+    for cascade in values.module.cascades if counts or values.module.programs else ():
+        for rank in cascade.ranks if cascade.phase in ops else ():
+            count = counts.pop((cascade.name, rank), 0)
+            if count != 1:
+                where = spans.get((cascade.name, rank), cascade.span), rank, ops[cascade.phase], cascade.name
+                yield WrongSegmentRuns(*where, count, 1, rank_list(cascade.ranks))
+    for (name, rank), count in counts.items():
+        cascade = values.cascades[name]
+        where = spans[name, rank], rank, ops[cascade.phase], name
+        yield WrongSegmentRuns(*where, count, 0, rank_list(cascade.ranks))
