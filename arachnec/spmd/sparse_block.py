@@ -94,10 +94,11 @@ def _reason(block: ShardedBlock, node: fx.Node) -> str | None:
         return "the model joins captions to the tokens outside its blocks"
     if is_causal:
         return "it is causal"
+    assert isinstance(key_parts, (tuple, list))
     query, key = (node.args[i].meta["val"].shape for i in (0, 1))  # type: ignore[union-attr]
     if len(query) != 4 or (grouped and query[1] != key[1]):
         return "its query heads share keys"
-    if query_parts != key_parts or len(key_parts) > 2 or sum(part is None for part in key_parts) != 1:  # type: ignore[union-attr]
+    if query_parts != key_parts or len(key_parts) > 2 or sum(part is None for part in key_parts) != 1:
         return "its queries are not the tokens and captions that its keys are"
     return None
 

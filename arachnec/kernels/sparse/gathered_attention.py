@@ -77,9 +77,10 @@ def gathered_backward(
     grad, query, out = grad.contiguous(), query.contiguous(), out.contiguous()
     for group in groups:
         head = (group.clip, group.head)
-        rows = [x[head].index_select(0, group.queries) for x in (grad, query, out, lse)]
+        of_grad, of_rows, of_out, of_lse = (x[head].index_select(0, group.queries) for x in (grad, query, out, lse))
         for keys in _pieces(group.keys):
-            dq, dk, dv = _backward(*rows, *taken(group, keys), _bias(mask, group, keys), scale)
+            heads = (of_rows, *taken(group, keys), of_out)
+            dq, dk, dv = _backward(of_grad, *heads, of_lse, _bias(mask, group, keys), scale)
             of_query[head].index_add_(0, group.queries, dq.to(dtype))
             for total, part in ((of_key, dk), (of_value, dv)):
                 if keys is None:
@@ -166,10 +167,10 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sca
 def _backward(
     grad: Tensor,
     query: Tensor,
-    out: Tensor,
-    lse: Tensor,
     key: Tensor,
     value: Tensor,
+    out: Tensor,
+    lse: Tensor,
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

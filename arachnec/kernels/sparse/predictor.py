@@ -48,18 +48,21 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
     source = source[:, :, :video].detach()
     shape = (*source.shape[:2], len(sizes), -1, source.shape[3])
     if bool((sizes == sizes[0]).all()):
-        return source.reshape(shape).mean(3, dtype=projection.dtype) @ projection
+        means: Tensor = source.reshape(shape).mean(3, dtype=projection.dtype)
+        return means @ projection
     cell = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(source.device)
     sums = torch.zeros(*shape[:3], shape[4], dtype=projection.dtype, device=source.device)
     sums.index_add_(2, cell, source.to(projection.dtype))
-    return (sums / sizes.to(source.device)[:, None]) @ projection
+    features: Tensor = (sums / sizes.to(source.device)[:, None]) @ projection
+    return features
 
 
 def predicted_scores(rows: Tensor, keys: Tensor, projections: Projections) -> Tensor:
     """[B, H, n, S] of sources [B, H or 1, n, D] and [B, H or 1, S, D], which get no gradient."""
     dtype = projections.query.dtype
     query, key = rows.detach().to(dtype) @ projections.query, keys.detach().to(dtype) @ projections.key
-    return query @ key.mT
+    scores: Tensor = query @ key.mT
+    return scores
 
 
 def true_scores(rows: Tensor, keys: Tensor, scale: float) -> Tensor:
