@@ -67,14 +67,16 @@ def predicted_scores(rows: Tensor, keys: Tensor, projections: Projections) -> Te
 
 def true_scores(rows: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[B, H, n, S] in fp32 of queries [B, H, n, D] and keys [B, H, S, D]."""
-    return rows.detach().float() @ keys.detach().float().mT * scale
+    scores: Tensor = rows.detach().float() @ keys.detach().float().mT * scale
+    return scores
 
 
 def score_loss(predicted: Tensor, true: Tensor) -> Tensor:
     """[H]: 0.95 (1 - cosine) + 0.05 |1 - ratio of the norms| of rows of scores, mean over clips and rows."""
     cosine = F.cosine_similarity(predicted, true, dim=-1)
     ratio = predicted.norm(dim=-1) / true.norm(dim=-1).clamp_min(torch.finfo(true.dtype).tiny)
-    return (COSINE * (1 - cosine) + NORM * (1 - ratio).abs()).mean((0, 2))
+    loss: Tensor = (COSINE * (1 - cosine) + NORM * (1 - ratio).abs()).mean((0, 2))
+    return loss
 
 
 def measured_sparsity(scores: Tensor, mass: float = MASS) -> Tensor:
