@@ -13,6 +13,7 @@ from arachnec.cluster.topology import mix_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import times_of
+from arachnec.ir.sampling import is_sampling
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.infra.base import Duration, Pass
 from arachnec.passes.infra.pipeline import Pipeline
@@ -86,7 +87,7 @@ def questions(plan: Module) -> Iterator[Question]:
         yield Question(f"No cascade on more than {_ranks(widest // 2)}", _at_most(widest // 2))
     if any("degrees" in stage.attrs and stage.trained for stage in plan.stages):
         yield Question("Every degree legal", _any_degree)
-    if any(cascade.phase is Phase.ENCODE for cascade in plan.cascades):
+    if any(cascade.phase is Phase.ENCODE for cascade in plan.cascades) and not is_sampling(plan):
         yield Question("Encoders one step ahead, so that nothing waits for them", _without_inputs)
         yield Question("Clips encoded beforehand", _without_encoders)
 
