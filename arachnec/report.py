@@ -190,7 +190,9 @@ def clips_trained(module: Module) -> Counter[int]:
     Of requests, how often each is sampled: `check` has proved that its segments take every step once.
     """
     if is_sampling(module):
-        return Counter({clip for cascade in module.cascades if cascade.phase is Phase.DENOISE for clip in cascade.clips})
+        return Counter(
+            {clip for cascade in module.cascades if cascade.phase is Phase.DENOISE for clip in cascade.clips}
+        )
     last = next((stage.name for stage in reversed(module.stages) if "part_of" in stage.attrs), None)
     counted = (c for c in module.cascades if c.phase is Phase.TRAIN or (c.stage, c.phase) == (last, Phase.FORWARD))
     return Counter(clip for cascade in counted for clip in cascade.clips)
