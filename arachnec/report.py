@@ -166,21 +166,22 @@ def request_report(module: Module, ends: Mapping[str, float]) -> dict[str, Any]:
     for cascade in module.cascades:
         for clip in cascade.clips:
             last[clip] = max(last.get(clip, 0.0), ends[cascade.name])
+    sampled = [clip for clip in module.clips if clip.id in last]
+    latencies = [last[clip.id] - arrival_of(clip) for clip in sampled]
     rows = [
         {
             "id": clip.attrs.get("name", str(clip.id)),
             "arrival_ms": arrival_of(clip),
             "end_ms": last[clip.id],
-            "latency_ms": last[clip.id] - arrival_of(clip),
+            "latency_ms": latency,
         }
-        for clip in module.clips
-        if clip.id in last
+        for clip, latency in zip(sampled, latencies, strict=True)
     ]
-    latencies = sorted(float(row["latency_ms"]) for row in rows)
+    ranked = sorted(latencies)
     return {
         "requests": rows,
         "mean_latency_ms": math.fsum(latencies) / max(1, len(latencies)),
-        "p95_latency_ms": latencies[math.ceil(0.95 * len(latencies)) - 1] if latencies else 0.0,
+        "p95_latency_ms": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else 0.0,
     }
 
 
