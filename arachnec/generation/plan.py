@@ -19,7 +19,7 @@ from arachnec.planning.sampling.requests import SwitchForecast, inference_stage,
 from arachnec.sampling.loop import Sampling, begin
 from arachnec.tracing.needs_values import needs_values
 
-DEFAULT = "segment,annotate,schedule-z3,place,lower,check"
+DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
 
 
