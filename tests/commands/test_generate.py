@@ -59,7 +59,7 @@ def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path
     results = Results(tmp_path, settings, "digest")
     request = REQUESTS[0]
     assert results.unfinished(REQUESTS) == REQUESTS
-    outcome = Outcome("a", 6, 3, [0.0] * 6, results.fingerprint(request), 1.0)
+    outcome = Outcome("a", 6, 3, [None, *[0.25] * 5], results.fingerprint(request), 1.0)
     results.write(request, outcome, torch.ones(1, 3), None)
     assert results.unfinished(REQUESTS) == REQUESTS[1:]
     assert results.outcome(request) == outcome

@@ -25,7 +25,8 @@ from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.check import checked
 from arachnec.planning.sampling.requests import sampling_module
 from arachnec.planning.sampling.segments import segmented
-from arachnec.sampling.forward import both_branches, branch_of
+from arachnec.sampling import loop as loops
+from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Sampling, begin
 from tests.distributed.executor_cases import BLOCK, TINY, cluster
 from tests.distributed.harness import run_ranks
@@ -183,7 +184,7 @@ def expected(sampling: Sampling, request: Request) -> Tensor:
             rows = [{"text": encoder(encoder.load(request.clip(c), "cpu"))} for c in (True, False)]  # type: ignore[operator]
         request = replace(request, encoded=rows[0], negative_encoded=rows[1])
     loop = begin(sampling, request)
-    loop.run(both_branches(sampler, branch_of(sampler, models.__getitem__)))
+    loops.run([loop], all_branches(sampler, branches_of(sampler, models.__getitem__, 1)))
     return loop.latents
 
 
