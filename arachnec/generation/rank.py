@@ -109,6 +109,7 @@ class GenerationRank:
             elif step.op == "free":
                 handoffs.let_go(step.target)
                 self.values.pop(step.target, None)
+                self.loops = {number: own for number, own in self.loops.items() if own[0] != step.target}
         handoffs.finish()
         threads.close()
 

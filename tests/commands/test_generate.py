@@ -34,13 +34,25 @@ def message(
 
 CLIP = "    clip = request.clip(conditional)\n"
 NO_NEGATIVE = SAMPLER.replace(CLIP, f"    if not conditional:\n        return None\n{CLIP}")
-OTHER_CHANNELS = SAMPLER.replace("torch.randn(1, tokens(request), 4,", "torch.randn(1, tokens(request), 5,")
+WIDE = """
+
+class Wide(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+"""
+OTHER_CHANNELS = SAMPLER.replace('"small": lambda: Tiny()', '"small": lambda: Wide()') + WIDE
 MISTAKES = {
     "a boundary is a share": (["--switch", "boundary=1.5"], SAMPLER, {}, "a boundary lies in [0, 1]"),
     "a rule has a kind": (["--switch", "adaptve=0.1"], SAMPLER, {}, "did you mean `adaptive=...`?"),
     "the first model is one of the file": (["--first", "big"], SAMPLER, {}, "its models are large, small"),
     "guidance needs a negative branch": ([], NO_NEGATIVE, {}, "request `0` has guidance 2.0, and `arguments` has no"),
-    "latents have the models' channels": ([], OTHER_CHANNELS, {}, "the model `large` predicts RuntimeError"),
+    "latents have the models' channels": (
+        [],
+        OTHER_CHANNELS,
+        {},
+        "the model `small` predicts 1 x 12 x 5 from latents 1 x 12 x 4",
+    ),
     "a scheduler has so many steps": ([], SAMPLER, {"steps": 5000}, "cannot take 5000 steps"),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
