@@ -144,7 +144,7 @@ def decoded(order: list[int], picks: tuple[tuple[int, int], ...], chains: int) -
 
 def test_models_lie_apart_where_no_rank_holds_both() -> None:
     rows = [request(number, SHAPES[0]) for number in range(3)]
-    module = traced(rows, [SwitchForecast.fixed(3)] * 3, memory=31)
+    module = traced(rows, [SwitchForecast.fixed(3)] * 3, memory=30)
     planned = Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(module)
     on = {name: {r for c in planned.cascades if c.stage == name for r in c.ranks} for name in ("large", "small")}
     assert not on["large"] & on["small"]

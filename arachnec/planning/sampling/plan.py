@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
-from arachnec.ir.sampling import arrival_of, models_of, planned_steps
+from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
 from arachnec.ir.values import Quantity
 from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
@@ -55,7 +55,7 @@ class FitsNoRank(Diagnostic):
 @dataclass(frozen=True)
 class NotThisWay(Diagnostic):
     title: ClassVar[str] = "`{policy}` cannot run these requests on {gpus}: {reason}"
-    help: ClassVar[str] = "leave `policy` out, or use devices with more memory"
+    help: ClassVar[str] = "use more devices, devices with more memory, or another policy than `{policy}`"
     policy: str
     gpus: str
     reason: str
@@ -79,8 +79,7 @@ def planned(
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
         placed = _improved(module, cost, alone, placed, clock, seed)
     if placed is None:
-        reason = "some request fits no group of ranks"
-        raise UserError(NotThisWay(None, policy, counted(cost.cluster.world, "GPU"), reason))
+        raise UserError(NotThisWay(None, policy, counted(cost.cluster.world, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
     return replace(
         module,
@@ -93,6 +92,13 @@ def planned(
             proved=makespan <= bound / TICKS * (1 + 1e-9),
         ),
     )
+
+
+def _reason(cost: CostModel, policy: Policy) -> str:
+    """Why no way was found, where each stage alone fits some rank."""
+    if policy in ("replica", "one-degree"):
+        return "some request does not fit beside all of the stages"
+    return f"a rank of {cost.cluster.memory:.4g} GiB does not hold what has to lie together on so few"
 
 
 def is_close(placed: Sequence[Cascade] | None, bound: int) -> bool:
@@ -143,9 +149,11 @@ class Plan:
 def _plans(module: Module, cost: CostModel, alone: list[RequestChain], bound: int, policy: Policy) -> Iterator[Plan]:
     """What policies make of the chains, one way after another."""
     gpus, node = cost.cluster.world, cost.cluster.gpus
+    fits_together = False
     if policy != "two-pools":
         together = _everywhere(cost, alone)
         requests = request_chains(module, together)
+        fits_together = not isinstance(requests, Cascade)
         if not isinstance(requests, Cascade):
             for pieces in _together([request.chain for request in requests], gpus, node, bound, policy):
                 plan = Plan(requests, pieces, together)
@@ -153,7 +161,7 @@ def _plans(module: Module, cost: CostModel, alone: list[RequestChain], bound: in
                 if policy == "search" and length(plan.pieces) <= bound * (1 + CLOSE):
                     return
     if policy in ("search", "two-pools"):
-        yield from _pools(module, cost, gpus, node)
+        yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
 
 
 def _everywhere(cost: CostModel, requests: Sequence[RequestChain]) -> Rates:
@@ -241,17 +249,27 @@ def _ready(cascade: Cascade, named: Mapping[str, Cascade]) -> float:
     return max((named[name].end for name in cascade.inputs if name in named), default=0.0)
 
 
-def _pools(module: Module, cost: CostModel, gpus: int, node: int) -> Iterator[Plan]:
-    """The first model and what comes before it on some ranks, the second and what comes behind it on the others."""
-    second = models_of(module)[1:]
-    behind = {c.stage for c in module.cascades if c.phase is Phase.DECODE} | set(second)
-    before = {c.stage for c in module.cascades} - behind
-    halves = Halves(cost, before=frozenset(before), behind=frozenset(behind))
+def _pools(module: Module, cost: CostModel, gpus: int, node: int, *, models_only: bool) -> Iterator[Plan]:
+    """The first stages of the chains on some ranks, the others on the rest, by where the chain is parted.
+
+    With ``models_only`` it is parted between the models alone.
+    """
+    models = models_of(module)
+    encoders, decoders = ([c.stage for c in module.cascades if c.phase is phase] for phase in CODING)
+    order = list(dict.fromkeys((*encoders, *models, *decoders)))
+    for place in range(1, len(order)) if gpus > 1 else ():
+        before, behind = frozenset(order[:place]), frozenset(order[place:])
+        parted = models[0] in before and models[-1] in behind and len(models) > 1
+        if parted or not models_only:
+            yield from _two_pools(module, cost, Halves(cost, before=before, behind=behind), gpus, node)
+
+
+def _two_pools(module: Module, cost: CostModel, halves: Halves, gpus: int, node: int) -> Iterator[Plan]:
     requests = request_chains(module, halves)
-    if gpus < 2 or not second or isinstance(requests, Cascade):
+    if isinstance(requests, Cascade):
         return
     borders = [
-        next((k for k, cascade in enumerate(request.cascades) if cascade.stage in behind), len(request.cascades))
+        next((k for k, c in enumerate(request.cascades) if c.stage in halves.behind), len(request.cascades))
         for request in requests
     ]
     pieces = shared_pools([request.chain for request in requests], gpus, node, borders)
