@@ -31,12 +31,15 @@ from arachnec.planning.sampling.policies import (
     shared_pools,
     wrap_arounds,
 )
+from arachnec.planning.sampling.segments import batched
 from arachnec.solver.budget import Clock
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length
 from arachnec.solver.problem import TICKS, Choice, Job, Problem
 from arachnec.solver.search import solve
 
 CLOSE = 1e-3  # of the bound, from which on nothing else is tried
+BATCHES = (2, 4, 8)  # sizes that are tried
+SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
@@ -62,24 +65,36 @@ class NotThisWay(Diagnostic):
 
 
 def planned(
-    module: Module, clock: Clock, *, policy: Policy = "search", objective: Objective = "makespan", seed: int = 0
+    module: Module,
+    clock: Clock,
+    *,
+    policy: Policy = "search",
+    objective: Objective = "makespan",
+    batch: int = 1,
+    seed: int = 0,
 ) -> Module:
     """The module at level ``scheduled``, each cascade with the ranks that the plan chose as ``assigned``.
 
-    Raises UserError where a request fits no rank.
+    The search tries batches of up to ``batch`` equal requests where that saves work. Raises UserError where a request
+    fits no rank.
     """
-    cost = CostModel(module)
-    alone = request_chains(module, Rates(cost, down=True))
-    if isinstance(alone, Cascade):
-        raise UserError(fits_no_rank(alone, cost))
-    bound = least_makespan([request.chain for request in alone], cost.cluster.world)
-    plans = list(_plans(module, cost, alone, bound, policy))
+    variants = [module, *(batched(module, size) for size in BATCHES if size <= batch and policy == "search")]
+    alone = [request_chains(variant, Rates(CostModel(variant), down=True)) for variant in variants]
+    if isinstance(alone[0], Cascade):
+        raise UserError(fits_no_rank(alone[0], CostModel(module)))
+    sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
+    gpus = CostModel(module).cluster.world
+    bound = least_makespan([request.chain for request in alone[0]], gpus, sizes)
+    fitting = [variant for variant, own in zip(variants, alone, strict=True) if not isinstance(own, Cascade)]
+    plans = [plan for variant in (fitting if sizes else [module]) for plan in _plans(variant, bound, policy)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    placed = None if best is None else placed_segments(module, best.cascades(module), cost)
+    chosen = module if best is None else best.module
+    cost = CostModel(chosen)
+    placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
-        placed = _improved(module, cost, alone, placed, clock, seed)
+        placed = _improved(chosen, cost, placed, clock, seed)
     if placed is None:
-        raise UserError(NotThisWay(None, policy, counted(cost.cluster.world, "GPU"), _reason(cost, policy)))
+        raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
     return replace(
         module,
@@ -92,6 +107,19 @@ def planned(
             proved=makespan <= bound / TICKS * (1 + 1e-9),
         ),
     )
+
+
+def _batches(
+    alone: Sequence[RequestChain], others: Sequence[list[RequestChain]]
+) -> dict[Chain, list[tuple[int, Chain]]]:
+    """Of chains of one request, those of batches of them that need less work a request; none where none does."""
+    single = {request.requests[0]: request.chain for request in alone if len(request.requests) == 1}
+    sizes: dict[Chain, dict[int, Chain]] = {}
+    for request in (request for requests in others for request in requests if len(request.requests) > 1):
+        own, size = single.get(request.requests[0]), len(request.requests)
+        if own is not None and request.chain.least_area(math.inf) < size * own.least_area(math.inf) * (1 - SAVED):
+            sizes.setdefault(own, {})[size] = request.chain
+    return {chain: list(ways.items()) for chain, ways in sizes.items()}
 
 
 def _reason(cost: CostModel, policy: Policy) -> str:
@@ -124,6 +152,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 class Plan:
     """Pieces of chains on ranks, not yet cascades."""
 
+    module: Module
     requests: list[RequestChain]
     pieces: list[Piece]
     rates: Rates
@@ -142,31 +171,31 @@ class Plan:
         ]
         return math.fsum(latencies) / len(latencies) if objective == "mean-latency" else percentile(latencies, 0.95)
 
-    def cascades(self, module: Module) -> list[Cascade]:
-        return with_pieces(module, self.requests, self.pieces, self.rates)
+    def cascades(self) -> list[Cascade]:
+        return with_pieces(self.module, self.requests, self.pieces, self.rates)
 
 
-def _plans(module: Module, cost: CostModel, alone: list[RequestChain], bound: int, policy: Policy) -> Iterator[Plan]:
+def _plans(module: Module, bound: int, policy: Policy) -> Iterator[Plan]:
     """What policies make of the chains, one way after another."""
+    cost = CostModel(module)
     gpus, node = cost.cluster.world, cost.cluster.gpus
     fits_together = False
     if policy != "two-pools":
-        together = _everywhere(cost, alone)
+        together = _everywhere(module, cost)
         requests = request_chains(module, together)
         fits_together = not isinstance(requests, Cascade)
         if not isinstance(requests, Cascade):
             for pieces in _together([request.chain for request in requests], gpus, node, bound, policy):
-                plan = Plan(requests, pieces, together)
-                yield plan
-                if policy == "search" and length(plan.pieces) <= bound * (1 + CLOSE):
+                yield Plan(module, requests, pieces, together)
+                if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
                     return
     if policy in ("search", "two-pools"):
         yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
 
 
-def _everywhere(cost: CostModel, requests: Sequence[RequestChain]) -> Rates:
+def _everywhere(module: Module, cost: CostModel) -> Rates:
     """Rates where every rank holds all stages."""
-    return Rates(cost, {cascade.stage for request in requests for cascade in request.cascades})
+    return Rates(cost, {cascade.stage for cascade in module.cascades})
 
 
 def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy: Policy) -> Iterator[list[Piece]]:
@@ -185,13 +214,12 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
 def _improved(
     module: Module,
     cost: CostModel,
-    alone: list[RequestChain],
     placed: list[Cascade] | None,
     clock: Clock,
     seed: int,
 ) -> list[Cascade] | None:
     """The portfolio over whole segments, on the ranks that ``place`` finds for it, where that is shorter."""
-    rates = _everywhere(cost, alone)
+    rates = _everywhere(module, cost)
     requests = request_chains(module, rates)
     if isinstance(requests, Cascade) or any(request.chain.release for request in requests) or not clock.any_left():
         return placed
@@ -274,7 +302,7 @@ def _two_pools(module: Module, cost: CostModel, halves: Halves, gpus: int, node:
     ]
     pieces = shared_pools([request.chain for request in requests], gpus, node, borders)
     if pieces is not None:
-        yield Plan(requests, pieces, halves)
+        yield Plan(module, requests, pieces, halves)
 
 
 @dataclass(frozen=True)
