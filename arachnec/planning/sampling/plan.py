@@ -11,6 +11,7 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -19,6 +20,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
+from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
@@ -78,18 +80,19 @@ def planned(
     The search tries batches of up to ``batch`` equal requests where that saves work. Raises UserError where a request
     fits no rank.
     """
-    variants = [module, *(batched(module, size) for size in BATCHES if size <= batch and policy == "search")]
-    alone = [request_chains(variant, Rates(CostModel(variant), down=True)) for variant in variants]
+    cost = CostModel(module)
+    most = batch if policy == "search" and saves_by_batches(module, cost) else 1
+    costs = [cost, *(CostModel(batched(module, size)) for size in BATCHES if size <= most)]
+    alone = [request_chains(own.module, Rates(own, down=True)) for own in costs]
     if isinstance(alone[0], Cascade):
-        raise UserError(fits_no_rank(alone[0], CostModel(module)))
+        raise UserError(fits_no_rank(alone[0], cost))
     sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
-    gpus = CostModel(module).cluster.world
-    bound = least_makespan([request.chain for request in alone[0]], gpus, sizes)
-    fitting = [variant for variant, own in zip(variants, alone, strict=True) if not isinstance(own, Cascade)]
-    plans = [plan for variant in (fitting if sizes else [module]) for plan in _plans(variant, bound, policy)]
+    bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
+    fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
+    plans = [plan for own in (fitting if sizes else [cost]) for plan in _plans(own, bound, policy)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    chosen = module if best is None else best.module
-    cost = CostModel(chosen)
+    chosen, gpus = cost.module if best is None else best.rates.cost.module, cost.cluster.world
+    cost = cost if best is None else best.rates.cost
     placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
         placed = _improved(chosen, cost, placed, clock, seed)
@@ -107,6 +110,19 @@ def planned(
             proved=makespan <= bound / TICKS * (1 + 1e-9),
         ),
     )
+
+
+def saves_by_batches(module: Module, cost: CostModel) -> bool:
+    """Whether pairs of equal requests would save a part of all work worth a try, as one rank does it."""
+    kinds = Counter(shape_of(cascade) for cascade in module.cascades if len(cascade.clips) == 1)
+    first = {shape_of(cascade): cascade for cascade in reversed(module.cascades)}
+    total = saved = 0.0
+    for shape, count in kinds.items():
+        alone, pair = first[shape], replace(first[shape], batch=2)
+        ms = cost.time(alone, 1, side=1)
+        total += count * ms
+        saved += count // 2 * (2 * ms - cost.time(pair, 1, side=1)) if "switch" not in alone.attrs else 0.0
+    return saved > SAVED * total
 
 
 def _batches(
@@ -152,7 +168,6 @@ def percentile(values: Sequence[float], part: float) -> float:
 class Plan:
     """Pieces of chains on ranks, not yet cascades."""
 
-    module: Module
     requests: list[RequestChain]
     pieces: list[Piece]
     rates: Rates
@@ -172,12 +187,12 @@ class Plan:
         return math.fsum(latencies) / len(latencies) if objective == "mean-latency" else percentile(latencies, 0.95)
 
     def cascades(self) -> list[Cascade]:
-        return with_pieces(self.module, self.requests, self.pieces, self.rates)
+        return with_pieces(self.rates.cost.module, self.requests, self.pieces, self.rates)
 
 
-def _plans(module: Module, bound: int, policy: Policy) -> Iterator[Plan]:
+def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
     """What policies make of the chains, one way after another."""
-    cost = CostModel(module)
+    module = cost.module
     gpus, node = cost.cluster.world, cost.cluster.gpus
     fits_together = False
     if policy != "two-pools":
@@ -186,7 +201,7 @@ def _plans(module: Module, bound: int, policy: Policy) -> Iterator[Plan]:
         fits_together = not isinstance(requests, Cascade)
         if not isinstance(requests, Cascade):
             for pieces in _together([request.chain for request in requests], gpus, node, bound, policy):
-                yield Plan(module, requests, pieces, together)
+                yield Plan(requests, pieces, together)
                 if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
                     return
     if policy in ("search", "two-pools"):
@@ -302,7 +317,7 @@ def _two_pools(module: Module, cost: CostModel, halves: Halves, gpus: int, node:
     ]
     pieces = shared_pools([request.chain for request in requests], gpus, node, borders)
     if pieces is not None:
-        yield Plan(module, requests, pieces, halves)
+        yield Plan(requests, pieces, halves)
 
 
 @dataclass(frozen=True)
