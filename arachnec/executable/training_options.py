@@ -50,6 +50,13 @@ class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wandb: str | None = None
 
 
+class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifest whose loss is told behind every so many optimizer steps."""
+
+    data: str | None = None
+    every: int = 100
+
+
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
 
@@ -75,6 +82,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caption_dropout: float = 0.0
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
+    validation: Validation = Validation()
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,12 @@ def verified(training: Training) -> Training:
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
         ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
         ("schedule.warmup", warmup, warmup >= 0, "give a number of steps, or 0 for none"),
+        (
+            "validation.every",
+            training.validation.every,
+            training.validation.every >= 1,
+            "give a number of steps, 1 or more",
+        ),
         ("accumulate", training.accumulate, training.accumulate >= 1, "give a number of global batches, 1 or more"),
         ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
