@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,10 +43,9 @@ def traced_on(model: Path, data: Path, cluster: str) -> Module:
     return front_end(trace_file(load_model_file(model), manifest), manifest, parse_cluster(cluster))
 
 
-def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) -> list[dict[str, object]]:
+def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) -> Iterator[dict[str, object]]:
     """One row per iteration: of every pipeline ms, planning ms, imbalance, and the bound of the default's cascades."""
     here = replace(traced, cluster=parse_cluster(cluster))
-    found: list[dict[str, object]] = []
     for number in range(iterations):
         row: dict[str, object] = {
             "cluster": cluster,
@@ -62,9 +62,8 @@ def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) ->
                 continue
             report = simulation_report(module, simulate(module), planning)
             row[name] = {key: round(report[key], 4) for key in ("iteration_ms", "bound_ms", "imbalance", "planning_ms")}
-        found.append(row)
         print(line(row, pipelines), flush=True)
-    return found
+        yield row
 
 
 def line(row: dict[str, object], pipelines: list[str]) -> str:
@@ -107,14 +106,16 @@ def main() -> int:
     print(f"{'cluster':>14} {'iter':>4} {'clips':>5} " + " ".join(f"{name[:10]:>10}" for name in pipelines) + "   (s)")
     found: list[dict[str, object]] = []
     for cluster in clusters:
-        of_cluster = rows(traced, cluster, iterations, pipelines)
-        found += of_cluster
+        of_cluster: list[dict[str, object]] = []
+        for row in rows(traced, cluster, iterations, pipelines):
+            of_cluster.append(row)
+            found.append(row)
+            if options.json:  # what is known so far, of a run that takes long
+                options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         total = {name: [milliseconds(row, name) for row in of_cluster] for name in pipelines}
         for name, times in total.items():
             if all(t is not None for t in times):
                 print(f"  {cluster} {name:20s} {sum(t for t in times if t is not None) / 1e3:10.2f} s in all")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     said = slower(found, pipelines) if "default" in pipelines else []
     print("\n".join(said) or "the default is nowhere slower")
     return 1 if said else 0

@@ -23,6 +23,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.model_state.kept_gradients import drop_gradients, gradients_of
+from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile
 
 
@@ -70,7 +71,8 @@ def run_reference(
     training = training or Training()
     device = torch.device(device)
     model = model if model is not None else build_model(model_file, training, device)
-    encoders = build_encoders(model_file, training, device)
+    running = [stage.name for stage in module.stages if not stage.trained]
+    encoders = build_encoders(running_encoders(model_file, running), training, device)
     parameters = trained_parameters(model)
     drop_gradients(parameters)
     values: dict[str, Tensor] = {}

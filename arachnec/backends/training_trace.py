@@ -12,6 +12,7 @@ from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
+from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read
 
@@ -23,9 +24,9 @@ def training_trace(model_file: ModelFile, clips: Sequence[VideoClip], training: 
     """
     traced = trace_model(in_training_precision(model_file, training), clips)
     _hold_against_headers(traced, clips)
-    demand_timesteps_read(
-        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
-    )
+    encoders = meta_encoders(model_file)
+    demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))
+    demand_captions_read(training.caption_dropout, clips, encoders)
     model = traced.counter.model
     recipe = recipe_for(trained_parameters(model), model_file, training)
     stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)

@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the cluster file there.")
 def detect(files: tuple[Path, ...], output: Path | None) -> None:
     """Write a cluster file for one node: its devices, how they are joined, its NICs, and what is not known."""
-    text = _saved(files) if files else _detected()
+    text = _saved(files) if files else detected()
     if output is None:
         click.echo(text, nl=False)
         return
@@ -55,7 +55,7 @@ def _saved(files: tuple[Path, ...]) -> str:
     return cluster_file(matrix, devices)
 
 
-def _detected() -> str:
+def detected() -> str:
     from arachnec.cluster.detect import cluster_file, cpu_file
     from arachnec.cluster.nvidia_tools import QUERY, parse_devices, parse_matrix
     from arachnec.solver.budget import usable_cores

@@ -20,8 +20,9 @@ class VideoClip:
     ``frames``, ``height`` and ``width`` are pixels of the training clip, not of the file: a file is scaled and cropped
     to them from its frame ``start`` on. ``text_tokens`` is the caption's length in tokens. ``path`` is a video, or a
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
-    name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``values`` are the
-    tensors that a dataset gave with it, by its own names; empty for a clip that only has a size.
+    name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``cached`` are the
+    files of such outputs, of encoders that ran beforehand. ``values`` are the tensors that a dataset gave with it, by
+    its own names; empty for a clip that only has a size.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     """
 
@@ -34,6 +35,7 @@ class VideoClip:
     path: Path | None = None
     start: int = 0
     encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    cached: Mapping[str, Path] = field(default_factory=dict, compare=False)
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     timesteps: Timesteps = field(default=UNIFORM, compare=False)
 

@@ -140,11 +140,12 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
         raise UserError(bad_value(row, "id", "a string or a number", "leave `id` out to use the row's number"))
     if isinstance(row_id, str) and not is_text(row_id):
         raise UserError(bad_value(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
+    cached = _encoded(row)
     count = integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):
         id = row_id if count == 1 else f"{row_id}.{copy}"
-        yield VideoClip(id, frames, height, width, text_tokens, caption, path, start)
+        yield VideoClip(id, frames, height, width, text_tokens, caption, path, start, cached=cached)
 
 
 def _path(row: Row) -> Path | None:
@@ -153,11 +154,26 @@ def _path(row: Row) -> Path | None:
         return None
     if not isinstance(value, str):
         raise UserError(bad_value(row, "path", "a string", "put the path in quotes"))
+    return _file_at(row, "path", value)
+
+
+def _file_at(row: Row, key: str, value: str) -> Path:
     path = (row.file.parent / value).absolute()
     if not _is_file(path):
         remedy = "correct the path; a relative one starts at the manifest's folder"
-        raise UserError(BadValue(row.span("path"), "path", repr(value)[:200], "a file that is there", remedy))
+        raise UserError(BadValue(row.span(key), key, repr(value)[:200], "a file that is there", remedy))
     return path
+
+
+def _encoded(row: Row) -> dict[str, Path]:
+    """The files of what encoders made of the clip beforehand, by encoder."""
+    value = row.values.get("encoded")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
+        remedy = "`arachnec cache` writes it; a manifest that has it is JSONL"
+        raise UserError(bad_value(row, "encoded", "an object of encoders and files", remedy))
+    return {name: _file_at(row, "encoded", path) for name, path in value.items()}
 
 
 def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> dict[str, int | None]:

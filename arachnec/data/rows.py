@@ -18,7 +18,7 @@ from arachnec.ir.nodes import Span
 
 ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
 KEYS = (
-    *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start"),
+    *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start", "encoded"),
     # How another system grouped these clips; read and not used, because partitioning is a pass.
     "micro_batch",
 )

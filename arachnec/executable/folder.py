@@ -104,6 +104,7 @@ class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     caption: str | None = None
     path: str | None = None
     start: int = 0
+    encoded: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,9 @@ def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
 def clip_of(row: ClipRow) -> VideoClip:
     """The clip that a row describes."""
     place = None if row.path is None else Path(row.path)
-    return VideoClip(row.id, row.frames, row.height, row.width, row.text_tokens, row.caption, place, row.start)
+    cached = {name: Path(path) for name, path in row.encoded.items()}
+    sizes = row.frames, row.height, row.width, row.text_tokens
+    return VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached)
 
 
 def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
@@ -382,7 +385,8 @@ def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tup
 def row_of(clip: VideoClip) -> ClipRow:
     """A clip as a row, without tensors."""
     place = None if clip.path is None else str(clip.path.absolute())
-    return ClipRow(clip.id, clip.frames, clip.height, clip.width, clip.text_tokens, clip.caption, place, clip.start)
+    cached = {name: str(path.absolute()) for name, path in clip.cached.items()}
+    return ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached)
 
 
 def _digest(data: bytes) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import ModelFile, check_sample
@@ -67,18 +68,19 @@ def make_batch(
 ) -> tuple[dict[str, Any], Tensor]:
     """The forward's keyword arguments and the target of a micro-batch of equal clips.
 
-    ``encoded`` maps an encoder's name to its output ``[len(clips), ...]``. ``sample`` runs once per clip, on the CPU,
-    or on the meta device if ``device`` is meta. Tensor arguments whose dim 0 is 1, and targets, are joined along dim 0;
-    everything else must be equal for all clips and is passed once. ``dtype`` casts the floating-point batched arguments
-    of two or more dimensions (not timesteps, not tables); the target keeps its precision. Raises ``UserError`` for what
-    ``sample`` gets wrong.
+    ``encoded`` maps an encoder's name to its output ``[len(clips), ...]``; of those that ran beforehand it is read.
+    ``sample`` runs once per clip, on the CPU, or on the meta device if ``device`` is meta. Tensor arguments whose dim 0
+    is 1, and targets, are joined along dim 0; everything else must be equal for all clips and is passed once. ``dtype``
+    casts the floating-point batched arguments of two or more dimensions (not timesteps, not tables); the target keeps
+    its precision. Raises ``UserError`` for what ``sample`` gets wrong.
     """
     device = torch.device(device)
     sample_device = torch.device("meta" if device.type == "meta" else "cpu")
     samples = []
     with sample_device:
         for index, clip in enumerate(clips):
-            own = {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
+            own = {} if sample_device.type == "meta" else read_encoded(clip)
+            own |= {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
             sampled = replace(clip, encoded=own) if own else clip
             samples.append(_checked(model_file, clip, model_file.sample(sampled, clip_generator(seed, step, clip.id))))
     arguments = {

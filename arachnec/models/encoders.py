@@ -7,7 +7,7 @@ output does not depend on the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.video import count_frames, probe, read_frames
+from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import ModelFile
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class WrongClip(Diagnostic):
     clip: str | int
     reason: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class UnreadableClip(WrongClip):
+    """Its file cannot be read, or ends early: nothing that the manifest says is wrong."""
 
 
 def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
@@ -72,8 +78,17 @@ def _named(clip: VideoClip) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        named = (WrongClip(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)
-        raise UserError(*named) from None
+        file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
+        kind = UnreadableClip if file else WrongClip
+        raise UserError(*(kind(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+
+
+def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:
+    """The model file with the encoders ``names`` alone: the others ran beforehand, and take no memory."""
+    build = model_file.encoders
+    if build is None or not names:
+        return replace(model_file, encoders=None)
+    return replace(model_file, encoders=lambda: {name: e for name, e in build().items() if name in names})
 
 
 class VideoEncoder(nn.Module):

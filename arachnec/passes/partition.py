@@ -4,6 +4,7 @@ Clips of equal frames, height, width and caption length may share a micro-batch.
 
 * ``single``: one clip per micro-batch.
 * ``equal-token``: B*S <= ``tokens``.
+* ``encode``: one clip per cascade, of the encoders alone; what trains is left out of the module.
 * ``dual``: B*S <= M_mem and B*S^p <= M_comp (AdaptiveLoad, arXiv 2605.17923, section 3): memory grows with the tokens,
   time with a power p of them between 1 and 2.
 
@@ -49,6 +50,12 @@ class NothingToTrain(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NothingToEncode(Diagnostic):
+    title: ClassVar[str] = "no stage of the module is an encoder"
+    help: ClassVar[str] = "`partition{{policy=encode}}` is for models whose file has encoders()"
+
+
+@dataclass(frozen=True)
 class NoProfile(Diagnostic):
     title: ClassVar[str] = "`partition{{p=profile}}` needs a profile"
     help: ClassVar[str] = "write `partition{{p=profile,profile=FILE}}`; `arachnec profile` makes such a file"
@@ -84,7 +91,7 @@ class Partition(Pass):
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.PARTITIONED
 
-    policy: Literal["dual", "equal-token", "single"] = "dual"
+    policy: Literal["dual", "equal-token", "single", "encode"] = "dual"
     tokens: int | None = None
     p: str | None = None
     profile: str | None = None
@@ -93,6 +100,8 @@ class Partition(Pass):
     def run(self, module: Module) -> Module:
         if not module.clips:
             raise UserError(NoClips(None))
+        if self.policy == "encode":
+            return _encoders_alone(module)
         trained = [stage for stage in module.stages if stage.trained]
         if not trained:
             raise UserError(NothingToTrain(None))
@@ -150,6 +159,14 @@ class Partition(Pass):
         if not 1 <= p <= 3:
             raise UserError(ExponentOutOfRange(None, self.p))
         return p
+
+
+def _encoders_alone(module: Module) -> Module:
+    encoders = tuple(stage for stage in module.stages if is_encoder(stage))
+    if not encoders:
+        raise UserError(NothingToEncode(None))
+    nodes = cascades([(clip,) for clip in module.clips], encoders)
+    return replace(module, level=Level.PARTITIONED, stages=encoders, graphs=(), cascades=nodes)
 
 
 def micro_batches(clips: Sequence[Clip], limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
@@ -169,7 +170,9 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
         calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     trained = replace(trained, attrs=trained.attrs.updated(**special.step.attributes))
-    frozen, whole = _encoder_stages(encoders, clips, counter)
+    beforehand = encoded_beforehand(clips)
+    running = {name: encoder for name, encoder in encoders.items() if name not in beforehand}
+    frozen, whole = _encoder_stages(running, clips, counter)
     # graphs of one clip shape are not those that run: nothing is fused in them
     one = special.step.graphs is Graphs.ONE
     graphs = tuple(block_graph(block) for block in captured.blocks) if one else ()

@@ -34,6 +34,7 @@ from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
 from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -49,6 +50,7 @@ from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.layer_collectives import PHASES as COLLECTIVES
 from arachnec.profiling.layer_collectives import LayerCollectives
@@ -58,6 +60,7 @@ from arachnec.profiling.points import Point, choose_points, deciding_sizes, more
 from arachnec.runtime.agreement import gather, share_text
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.spatial.peers import Group
+from arachnec.tracing.sample import meta_encoders
 
 TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
@@ -119,7 +122,8 @@ class Profiler:
     def __post_init__(self) -> None:
         tokens = self._trace()
         points = choose_points(self.clips, tokens)
-        self.encoders = shared_encoders(self.model_file, TRAINING, self.device)
+        running = meta_encoders(self.model_file).keys() - encoded_beforehand(self.clips)
+        self.encoders = shared_encoders(running_encoders(self.model_file, running), TRAINING, self.device)
         self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
         self.model = shared_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)

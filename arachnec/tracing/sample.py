@@ -157,7 +157,7 @@ class _Probe:
         if (shape, text) not in self.calls:
             clip = replace(
                 self.like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
-                caption="a" * max(1, text - 1), encoded={}, values={},
+                caption="a" * max(1, text - 1), encoded={}, cached={}, values={},
             )  # fmt: skip
             self.calls[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
         return self.calls[shape, text]

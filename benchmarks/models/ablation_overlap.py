@@ -6,42 +6,10 @@ the clip's id, nothing is read from disk.
 
 import torch
 import torch.nn.functional as F
+from plain_transformer import PlainTransformer
 from torch import nn
 
 WIDTH, HEADS, CHANNELS, LAYERS, PATCH, ENCODER = 256, 8, 16, 8, 16, 512
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x, time):
-        h = self.norm(x) * (1 + time[:, None])
-        q, k, v = self.qkv(h).unflatten(2, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(CHANNELS, WIDTH)
-        self.time = nn.Linear(1, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.head = nn.Linear(WIDTH, CHANNELS)
-
-    def forward(self, x, t):
-        time = self.time(t[:, None])
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x, time)
-        return self.head(x)
 
 
 class Pixels(nn.Module):
@@ -72,7 +40,7 @@ def tokens(clip):
 
 
 def build():
-    return Deep()
+    return PlainTransformer(CHANNELS, WIDTH, HEADS, LAYERS)
 
 
 def encoders():

@@ -27,6 +27,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
+from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.tracing import blocks
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall
@@ -42,19 +43,21 @@ RUNS = (
     "z3",
 )
 
-MODEL = """
+# The default, but for the time of its search: what these tests hold does not depend on how good a plan is.
+QUICK = PIPELINES["default"].replace("schedule-z3", "schedule-z3{steps=20}")
+
+BLOCK = """
 import torch
 from torch import nn
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, wide):
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        wide = 2 * width
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x, time):
@@ -63,14 +66,28 @@ class Block(nn.Module):
         y = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + self.out(y.transpose(1, 2).reshape(b, s, c))
         return x + self.mlp(x)
+"""
+SAMPLE = """
 
+def sample(clip, generator):
+    s = tokens(clip)
+    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
+    noise = torch.randn(clean.shape, generator=generator)
+    time = torch.rand(1, generator=generator)
+    return {"x": clean + time * noise, "time": time}, noise
+
+
+def tokens(clip):
+    return clip.frames * (clip.height // 8) * (clip.width // 8)
+"""
+TINY = """
 
 class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(4, 12)
         self.time = nn.Linear(1, 12)
-        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
         self.head = nn.Linear(12, 4)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -86,21 +103,10 @@ def build():
     return Tiny()
 
 
-def sample(clip, generator):
-    s = tokens(clip)
-    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
-    noise = torch.randn(clean.shape, generator=generator)
-    time = torch.rand(1, generator=generator)
-    return {"x": clean + time * noise, "time": time}, noise
-
-
 def loss(prediction, target):
     return nn.functional.mse_loss(prediction.float(), target)
-
-
-def tokens(clip):
-    return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+MODEL = BLOCK + SAMPLE + TINY
 
 DOUBLE = """
 
@@ -281,7 +287,7 @@ def executable(
     *,
     encoder: bool = False,
     training: Training | None = None,
-    pipeline: str = "default",
+    pipeline: str = QUICK,
     more: str = "",
 ) -> Path:
     """An executable folder whose iteration 0 runs ``works``. ``more`` is code at the end of the model file."""

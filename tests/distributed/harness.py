@@ -160,10 +160,18 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             with captured_once():
                 answer = (False, function(*args))
             encoded = pickle.dumps(answer)
-        except BaseException:
-            encoded = pickle.dumps((True, traceback.format_exc()))
+        except BaseException as error:
+            encoded = pickle.dumps((True, told(error)))
         pipe.send_bytes(encoded)
     dist.destroy_process_group()
+
+
+def told(error: BaseException) -> str:
+    """The traceback; where an assertion failed, with the values around it: ranks have nothing of pytest's own."""
+    traced = traceback.TracebackException.from_exception(error, capture_locals=isinstance(error, AssertionError))
+    for frame in traced.stack[:-1]:
+        frame.locals = None
+    return "".join(traced.format())
 
 
 _POOLS: dict[int, RankPool] = {}

@@ -15,31 +15,11 @@ from arachnec.ir.nodes import Cascade, Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline
-from tests.distributed.executor_cases import cluster, tokens
+from tests.distributed.executor_cases import BLOCK, SAMPLE, cluster, tokens
 
 # Four blocks in two classes, a stream beside the tokens, a skip connection over two blocks, a weight that embedding
 # and head share, a table that no module owns, a parameter that nothing uses.
-MODEL = """
-import torch
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads, wide):
-        super().__init__()
-        self.heads = heads
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
-
-    def forward(self, x, time):
-        b, s, c = x.shape
-        q, k, v = self.qkv(self.norm(x) * (1 + time[:, None])).view(b, s, 3, self.heads, c // self.heads).unbind(2)
-        y = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        x = x + self.out(y.transpose(1, 2).reshape(b, s, c))
-        return x + self.mlp(x)
-
+HARD = """
 
 class Hard(nn.Module):
     def __init__(self):
@@ -69,21 +49,10 @@ def build():
     return Hard().double()
 
 
-def sample(clip, generator):
-    s = tokens(clip)
-    clean = clip.encoded["vae"] if "vae" in clip.encoded else torch.ones(1, s, 4)
-    noise = torch.randn(clean.shape, generator=generator)
-    time = torch.rand(1, generator=generator)
-    return {"x": clean + time * noise, "time": time}, noise
-
-
 def loss(prediction, target):
     return nn.functional.mse_loss(prediction, target.to(prediction.dtype))
-
-
-def tokens(clip):
-    return clip.frames * (clip.height // 8) * (clip.width // 8)
 """
+MODEL = BLOCK + SAMPLE + HARD
 FROZEN = """
 
 def build():

@@ -39,6 +39,17 @@ def test_the_first_error_of_a_rank_is_raised_with_its_traceback_and_the_pool_rec
     pool.close()
 
 
+def compare_on(rank: int, limit: float) -> None:
+    error = 0.25 * dist.get_rank()
+    assert dist.get_rank() != rank or error < limit
+    dist.barrier()
+
+
+def test_a_failed_assertion_of_a_rank_is_told_with_the_values_it_compared() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*error < limit.*error = 0.25\n.*limit = 0.125\n.*Assertion"):
+        run_ranks(2, compare_on, 1, 0.125)
+
+
 def test_a_rank_that_hangs_ends_the_run() -> None:
     pool = RankPool(2)
     pool.run(total, 1.0)

@@ -32,6 +32,7 @@ from arachnec.launch.timeouts import GROUP_TIMEOUT
 from arachnec.model_state.gradient_precision import keep_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
+from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
@@ -41,6 +42,7 @@ from arachnec.runtime.host_optimizer import HostMasters
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read
 
@@ -74,10 +76,11 @@ def set_up_rank(
         model = shared_model(model_file, training, device, init)
     else:
         model = own_model(model_file, training, device, own, init)
-    encoders = shared_encoders(model_file, training, device, init)
-    demand_timesteps_read(
-        model_file, training.timesteps, clips[0], meta_encoders(model_file), model_file.span("sample")
-    )
+    running = [stage.name for stage in first.stages if not stage.trained]
+    encoders = shared_encoders(running_encoders(model_file, running), training, device, init)
+    planned = meta_encoders(model_file)
+    demand_timesteps_read(model_file, training.timesteps, clips[0], planned, model_file.span("sample"))
+    demand_captions_read(training.caption_dropout, clips, planned)
     parameters = trained_parameters(model)
     recipe = recipe_for(whole_parameters(parameters, cells, pipeline), model_file, training)
     demand_whole_tensors(first, recipe)

@@ -20,9 +20,11 @@ from arachnec.backends.torch_distributed.report import ClipNote
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.encoders import UnreadableClip
 from arachnec.runtime.agreement import gather_text
 
 TOLERANCE = 1e-3  # of a sum of shares
+OF_A_FILE = (UnreadableVideo, TooFewFrames, UnreadableClip)
 NOT_A_NUMBER = "what its encoder gave is not a number"
 
 
@@ -37,7 +39,7 @@ class NothingLeft(Diagnostic):
 def is_unreadable(error: BaseException) -> bool:
     """Whether this says that one clip's file cannot be read; not a mistake in the model file or the manifest."""
     if isinstance(error, UserError):
-        return all(isinstance(diagnostic, UnreadableVideo | TooFewFrames) for diagnostic in error.diagnostics)
+        return all(isinstance(diagnostic, OF_A_FILE) for diagnostic in error.diagnostics)
     return isinstance(error, OSError | EOFError)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.models.given_module import with_own_optimizer
-from tests.distributed.executor_cases import MODEL, captured_once
+from tests.distributed.executor_cases import MODEL, QUICK, captured_once
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +52,8 @@ def test_the_examples_losses_are_those_of_a_plain_loop_and_a_resumed_run_goes_on
 
 def _example(folder: Path) -> tuple[list[float], list[float], int]:
     example = own_loop()
-    with captured_once():
+    with captured_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.arachnec, "Engine", partial(example.arachnec.Engine, passes=QUICK))
         first = example.train(folder / "checkpoints", steps=3)
         second = example.train(folder / "checkpoints", steps=3)
     return [s.loss for s in first.steps], [s.loss for s in second.steps], first.plans_reused
@@ -106,22 +108,20 @@ def _item(name: str) -> dict[str, Any]:
 
 def test_an_iterator_ends_the_run_and_is_replayed_or_says_where_it_stands(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    for rows in zip(*run_ranks(2, _iterators, tmp_path), strict=True):
-        assert rows[0] == pytest.approx(rows[1])
-    whole, replayed, stated, other = run_ranks(2, _iterators, tmp_path / "again", tmp_path / "model.py")[0]
-    assert len(whole) == len(BATCHES)
-    assert replayed == pytest.approx(whole[2:])
-    assert stated == pytest.approx(whole[2:])
-    assert "other clips" in other
+    ranks = run_ranks(2, _iterators, tmp_path)
+    for whole, replayed, stated, other in ranks:
+        assert whole == pytest.approx(ranks[0][0])
+        assert len(whole) == len(BATCHES)
+        assert replayed == pytest.approx(whole[2:])
+        assert stated == pytest.approx(whole[2:])
+        assert "other clips" in other
 
 
-def _iterators(folder: Path, model: Path | None = None) -> tuple[Any, ...]:
+def _iterators(folder: Path) -> tuple[Any, ...]:
     from arachnec.backends.torch_distributed.engine import Engine
 
-    file = model or folder / "model.py"
-
     def losses(batches: Any, **options: Any) -> list[float]:
-        engine = Engine(file, batches, seed=3, **options)
+        engine = Engine(folder / "model.py", batches, passes=QUICK, seed=3, **options)
         return [step.loss for step in engine]
 
     def drawn(names: Any = BATCHES) -> Any:
@@ -159,7 +159,7 @@ def _breaks(folder: Path) -> tuple[str, int]:
         raise OSError("the disk is gone")
 
     with captured_once(), pytest.raises(UserError) as told:
-        for _ in Engine(folder / "model.py", batches(), checkpoint=folder / "checkpoints"):
+        for _ in Engine(folder / "model.py", batches(), passes=QUICK, checkpoint=folder / "checkpoints"):
             pass
     whole = checkpoint.newest(folder / "checkpoints")
     assert whole is not None
@@ -179,7 +179,7 @@ def _accumulates(folder: Path) -> tuple[list[float], list[float], list[Any]]:
 
     def steps(**options: Any) -> list[Any]:
         batches = ([_item(name) for name in batch] for batch in BATCHES)
-        return list(Engine(folder / "model.py", batches, settings=["accumulate=2"], **options))
+        return list(Engine(folder / "model.py", batches, passes=QUICK, settings=["accumulate=2"], **options))
 
     with captured_once():
         whole = steps()

@@ -39,7 +39,7 @@ class Block(Block):
 class Tiny(Tiny):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
 
     def forward(self, x, time, frames):
         t = self.time(time[:, None].to(x.dtype))
@@ -74,7 +74,7 @@ class Block(Block):
 class Tiny(Tiny):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
 
 
 def build():
@@ -92,7 +92,7 @@ class Block(Block):
 class Tiny(Tiny):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(12, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
 
 
 def build():

@@ -1,0 +1,195 @@
+"""A manifest encoded beforehand: what is missing is planned and run, then clips are listed with their files.
+
+docs/cache.md says how it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from arachnec.caching.files import EncodedFiles, identity_of
+from arachnec.caching.rank import SET_ASIDE, SetAside
+from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_beforehand
+from arachnec.data.manifest import Manifest
+from arachnec.executable.folder import demand_folder, iteration_of, write_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.nodes import Cluster
+from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.models.file import ModelFile
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.trace import trace_model, traced_module
+from arachnec.tracing.sample import meta_encoders
+
+PIPELINE = "partition{policy=encode},annotate,schedule-z3,place,lower,check"
+PLAN, CLIPS = "plan", "clips.jsonl"  # names in the output folder
+WORKER = "arachnec.caching.worker"
+CLIPS_OF_A_RANK = 16  # in a batch
+
+
+@dataclass(frozen=True)
+class NothingToEncode(Diagnostic):
+    title: ClassVar[str] = "{path} has nothing to encode with: {reason}"
+    help: ClassVar[str] = "{remedy}"
+    path: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class NoneEncoded(Diagnostic):
+    title: ClassVar[str] = "none of the clips could be encoded: clip {clip}: {reason}"
+    help: ClassVar[str] = "check the paths of the manifest, and that this host can read them"
+    clip: str | int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What ``arachnec cache`` did: clips that were encoded now, that were there before, and that were set aside."""
+
+    manifest: Path
+    encoded: int
+    before: int
+    set_aside: Mapping[str | int, str]
+    seconds: float
+
+    @property
+    def report(self) -> dict[str, Any]:
+        aside = [{"clip": clip, "reason": reason} for clip, reason in self.set_aside.items()]
+        counts = {"encoded": self.encoded, "before": self.before, "set_aside": aside}
+        return {"manifest": str(self.manifest), **counts, "seconds": round(self.seconds, 3)}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is encoded with what: the encoders ``names`` of a model file, with the weights in ``init``, on a cluster."""
+
+    model_file: ModelFile
+    names: tuple[str, ...]
+    cluster: Cluster
+    init: Path | None = None
+    seed: int = 0
+
+
+def encoders_named(model_file: ModelFile, wanted: Sequence[str], clips: Sequence[VideoClip]) -> tuple[str, ...]:
+    """The encoders to run: those ``wanted``, else all that have not run beforehand. Raises ``UserError`` for none."""
+    known = list(meta_encoders(model_file))
+    path, before = str(model_file.path), encoded_beforehand(clips)
+    if not known:
+        raise UserError(NothingToEncode(None, path, "it has no encoders()", "docs/your_model.md says how they look"))
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        reason = f"there is no encoder `{unknown[0]}`"
+        raise UserError(NothingToEncode(None, path, reason, f"its encoders are {', '.join(known)}"))
+    names = tuple(name for name in known if name not in before and (not wanted or name in wanted))
+    if not names:
+        remedy = "train with this manifest as it is"
+        raise UserError(NothingToEncode(None, path, "the clips have all of it encoded beforehand", remedy))
+    return names
+
+
+def cache(
+    encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | None, tell: Callable[[bytes], None]
+) -> Cached:
+    """Encode what is missing in ``output``, on ranks of this machine, and write the manifest of all clips.
+
+    ``tell`` gets each line that rank 0 reports. Raises ``UserError`` for what cannot be planned, and where no clip
+    could be encoded.
+    """
+    started = time.perf_counter()
+    demand_folder(output)
+    identity = identity_of(encoding.model_file, encoding.names, encoding.seed, encoding.init)
+    files = EncodedFiles(output, identity, encoding.names)
+    files.sweep()
+    clips = manifest.clips
+    missing = files.missing(clips)
+    aside: dict[tuple[Path, ...], str] = {}
+    if missing:
+        plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
+        _run(encoding, files, plan, tell)
+        aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
+        shutil.rmtree(plan)
+    told = {clip.id: aside[key] for clip in clips if (key := tuple(files.of(clip).values())) in aside}
+    if len(told) == len(clips):
+        clip, reason = next(iter(told.items()))
+        raise UserError(NoneEncoded(None, clip, reason))
+    written = _listed(manifest, files, told, output / CLIPS, _left(encoding))
+    new = {tuple(files.of(clip).values()) for clip in missing}
+    encoded = sum(tuple(files.of(clip).values()) in new for clip in clips) - len(told)
+    return Cached(written, encoded, len(clips) - encoded - len(told), told, time.perf_counter() - started)
+
+
+def _left(encoding: Encoding) -> bool:
+    """Whether some encoder is left to run in training, which may read the video."""
+    return len(encoding.names) < len(meta_encoders(encoding.model_file))
+
+
+def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, batch: int) -> Path:
+    """An executable of encoders alone; its first batch is planned."""
+    shutil.rmtree(folder, ignore_errors=True)
+    trace = trace_model(encoding.model_file, clips)
+    iterations = [clips[first : first + batch] for first in range(0, len(clips), batch)]
+    traced = traced_module(trace, iterations, encoding.cluster)
+    stages = tuple(stage for stage in traced.stages if stage.name in encoding.names)
+    traced = replace(traced, stages=stages, graphs=())
+    pipeline = Pipeline.parse(PIPELINE)
+    program = pipeline.run_iteration_part(iteration_of(traced, 0))
+    return write_executable(
+        folder,
+        program=program,
+        traced=traced,
+        pipeline=str(pipeline),
+        model_file=encoding.model_file,
+        clips=clips,
+        training=Training(seed=encoding.seed),
+    )
+
+
+def _run(encoding: Encoding, files: EncodedFiles, plan: Path, tell: Callable[[bytes], None]) -> None:
+    init = [] if encoding.init is None else ["--init", str(encoding.init)]
+    arguments = [str(plan), str(files.folder), "--identity", files.identity, *init]
+    try:
+        launch(encoding.cluster.world, arguments, tell, worker=WORKER)
+    except RankCrashed as crash:
+        print(crash, file=sys.stderr)  # the launcher's own traceback would only hide the rank's
+        sys.exit(1)
+
+
+def _set_aside(plan: Path) -> list[SetAside]:
+    lines = (plan / SET_ASIDE).read_bytes().splitlines() if (plan / SET_ASIDE).is_file() else []
+    return [msgspec.json.decode(line, type=SetAside) for line in lines]
+
+
+def _listed(manifest: Manifest, files: EncodedFiles, aside: Mapping[str | int, str], path: Path, videos: bool) -> Path:
+    """Write the manifest: clips in their order and global batches, without those set aside."""
+    several = len(manifest.iterations) > 1
+    draft = path.with_suffix(".part")
+    with draft.open("w", encoding="utf-8") as file:
+        for number, clips in enumerate(manifest.iterations):
+            for clip in clips:
+                if clip.id not in aside:
+                    row = _row(clip, files, videos) | ({"iteration": number} if several else {})
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    draft.replace(path)
+    return path
+
+
+def _row(clip: VideoClip, files: EncodedFiles, videos: bool) -> dict[str, Any]:
+    sizes = {"frames": clip.frames, "height": clip.height, "width": clip.width, "text_tokens": clip.text_tokens}
+    row = {"id": clip.id, **sizes, "caption": clip.caption}
+    if videos and clip.path is not None:
+        row |= {"path": str(clip.path.absolute()), "start": clip.start}
+    before = {name: str(path.absolute()) for name, path in clip.cached.items()}
+    now = {name: str(place.relative_to(files.folder)) for name, place in files.of(clip).items()}
+    return {key: value for key, value in row.items() if value is not None} | {"encoded": before | now}

@@ -1,0 +1,66 @@
+"""What a frozen encoder made of a clip, in a file: one tensor, ``encoded``, as the encoder gave it (``[1, ...]``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSOR = "encoded"
+
+
+@dataclass(frozen=True)
+class UnreadableEncoded(Diagnostic):
+    title: ClassVar[str] = "what `{encoder}` made of clip `{clip}` cannot be read from {path}: {reason}"
+    help: ClassVar[str] = "remove the file, and run `arachnec cache` again: it encodes what is missing"
+    encoder: str
+    clip: str | int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PartlyEncoded(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has {found} encoded beforehand, and clip `{other}` {before}"
+    help: ClassVar[str] = "an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike"
+    clip: str | int
+    found: str
+    other: str | int
+    before: str
+
+
+def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
+    """The output ``[1, ...]`` of every encoder that ran beforehand, by its name. Raises ``UserError``."""
+    if not clip.cached:
+        return {}
+    from safetensors import SafetensorError, safe_open
+
+    values: dict[str, Tensor] = {}
+    for name, path in clip.cached.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                values[name] = file.get_tensor(TENSOR)
+        except (SafetensorError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(UnreadableEncoded(None, name, clip.id, str(path), reason)) from None
+    return values
+
+
+def encoded_beforehand(clips: Sequence[VideoClip]) -> frozenset[str]:
+    """The encoders whose output all of the clips have in files. Raises ``UserError`` where clips differ in it."""
+    first = clips[0] if clips else None
+    for clip in clips:
+        assert first is not None
+        if clip.cached.keys() != first.cached.keys():
+            raise UserError(PartlyEncoded(None, clip.id, _named(clip), first.id, _named(first)))
+    return frozenset(first.cached if first else ())
+
+
+def _named(clip: VideoClip) -> str:
+    return ", ".join(f"`{name}`" for name in clip.cached) or "nothing"

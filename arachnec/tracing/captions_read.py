@@ -1,0 +1,53 @@
+"""Whether captions that are dropped in training are still read then: not by an encoder that ran beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_beforehand
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+
+@dataclass(frozen=True)
+class CaptionsEncoded(Diagnostic):
+    title: ClassVar[str] = "`caption_dropout` drops captions, and `{encoder}` has encoded them beforehand"
+    help: ClassVar[str] = (
+        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or drop none"
+    )
+    encoder: str
+
+
+def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
+    """Raises ``UserError`` where captions are dropped behind an encoder that has read them.
+
+    Of an encoder that the model file does not have, only ``vae`` is taken to read none.
+    """
+    for name in sorted(encoded_beforehand(clips)) if dropout else ():
+        encoder = encoders.get(name)
+        if name != "vae" if encoder is None else _reads_captions(encoder, clips[0]):
+            raise UserError(CaptionsEncoded(None, name))
+
+
+def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
+    noted = _Noted(replace(clip, path=None, caption=clip.caption or ""))
+    with contextlib.suppress(Exception):  # a video that is not there
+        encoder.load(noted, "cpu")  # type: ignore[operator]
+    return noted.read
+
+
+class _Noted:
+    """A clip that knows whether its caption was asked for."""
+
+    def __init__(self, clip: VideoClip) -> None:
+        self.read = False
+        self._clip = clip
+
+    def __getattr__(self, name: str) -> Any:
+        self.read |= name == "caption"
+        return getattr(self._clip, name)
