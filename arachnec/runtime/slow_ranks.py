@@ -2,9 +2,9 @@
 that is shared.
 
 A rank's slowdown is its measured over its planned computing, divided by the median of the other ranks; times what it
-was planned with, where that is more than 1. Where all ranks share every cascade none stands out: those that wait for the slow one wait inside the
-cascade. A slowdown that lasts becomes a fact of the cluster, and the plans behind it give the rank less work; one that
-is over is forgotten.
+was planned with, where that is more than 1. Where all ranks share every cascade none stands out: those that wait for
+the slow one wait inside the cascade. A slowdown that lasts becomes a fact of the cluster, and the plans behind it give
+the rank less work; one that is over is forgotten.
 
 Always true: a change of plans needs ``STEPS`` steps that agree. Every change of one rank doubles the steps that its
 next one needs, so a rank that is slow by turns does not have plans follow it.
