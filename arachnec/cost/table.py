@@ -28,6 +28,7 @@ from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
+from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Stage
@@ -62,11 +63,15 @@ class CostTable:
 
     @cached_property
     def compute(self) -> Compute:
-        return Compute(self.stages, self.split)
+        return Compute(self.stages, self.split, self.sparse)
 
     @cached_property
     def communication(self) -> Communication:
-        return Communication(self.stages, self.devices.cluster)
+        return Communication(self.stages, self.devices.cluster, self.sparse)
+
+    @cached_property
+    def sparse(self) -> SparseLoads:
+        return SparseLoads(self.stages)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
@@ -146,17 +151,18 @@ class CostTable:
             each = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
             return min(each, key=lambda entry: entry.time)
         memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
-        times = times_of(cascade)
+        times, apart = times_of(cascade), 0.0
         if times and degree not in times:
             raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
         if strategy.side > 1:  # its clips' ranks all do the same
+            apart = self.communication.exchange(cascade, degree, ranks)
             cascade, degree = on_one_side(cascade, strategy.side), degree // strategy.side
             ranks = ranks and ranks[:degree]
         attention = strategy.attention or self._cheapest(cascade, degree, ranks)
         resolved = Strategy(attention, strategy.recompute, strategy.side)
         if times:
             return Entry(times[degree * strategy.side] * self.devices.slowdown(ranks), memory, resolved)
-        return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
+        return Entry(apart + self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
         """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""
