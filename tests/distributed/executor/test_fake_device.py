@@ -51,7 +51,7 @@ MODEL = """
 import torch
 from arachnec.models.diffusers import wan
 
-model = wan.text_to_video("Wan2.1-T2V-1.3B", num_layers=4, dtype=torch.bfloat16)
+model = wan.text_to_video("Wan2.1-T2V-1.3B", num_layers=2, dtype=torch.bfloat16)
 build, sample, loss = model.build, model.sample, model.loss
 """
 WITH_ENCODER = """
