@@ -15,6 +15,7 @@ from arachnec.version import __version__
 COMMANDS = {
     "compile": "Trace a model, plan its training on these clips, write the executable.",
     "run": "Train with an executable, on this machine or under torchrun.",
+    "generate": "Sample videos for requests, with one model or two.",
     "export": "Write a checkpoint's model as a folder that Diffusers loads.",
     "cache": "Run a model's encoders beforehand, restartable; write what they gave and its manifest.",
     "compare": "Plan the same clips with several pipelines; one table.",

@@ -12,7 +12,7 @@ import click
 from arachnec.commands.pass_options import load_option
 from arachnec.passes.infra import options
 from arachnec.passes.infra.base import Pass
-from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.named_pipelines import NAMED
 from arachnec.passes.infra.registry import Registry, installed, load_file
 
 
@@ -25,8 +25,8 @@ def command(load: tuple[Path, ...]) -> None:
         registry = load_file(path, registry)
     click.echo("\n".join(_passes(registry)))
     click.echo("\nNamed pipelines")
-    width = max(map(len, PIPELINES))
-    for name, text in PIPELINES.items():
+    width = max(map(len, NAMED))
+    for name, text in NAMED.items():
         click.echo(f"  {name:<{width}}  {text}")
 
 

@@ -66,6 +66,9 @@ class Memory:
             total += evaluated(stage, "batch", cascade)
         if cascade.phase in (Phase.FORWARD, Phase.DENOISE):
             total += self.output(cascade)
+        if cascade.phase is Phase.DENOISE:  # what lies outside the blocks runs on whole sequences
+            forward = as_forward(cascade)
+            total += evaluated(stage, "shell", forward) + evaluated(stage, "batch", forward)
         if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
             again = divided(stage, "recomputing", cascade, share)
             part = share_saved(runs_on(stage, cascade, share), recompute)

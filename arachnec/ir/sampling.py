@@ -20,11 +20,15 @@ def is_sampling(module: Module) -> bool:
     return any(cascade.phase is Phase.DENOISE for cascade in module.cascades)
 
 
-def branches_of(node: Cascade | Clip) -> int:
+def branches_of(cascade: Cascade) -> int:
     """Predictions of one step; 1 for what takes no steps."""
-    if isinstance(node, Cascade) and node.phase is not Phase.DENOISE:
-        return 1
-    return integer(node.attrs.get("branches", 1))
+    return integer(cascade.attrs.get("branches", 1)) if cascade.phase is Phase.DENOISE else 1
+
+
+def asked_branches(clip: Clip, model: int) -> int:
+    """Predictions of one step that a request asks of the first model, 0, or of the second."""
+    branches = integers(clip.attrs.get("branches", ()))
+    return branches[model] if model < len(branches) else 1
 
 
 def segment_of(cascade: Cascade) -> tuple[int, int]:

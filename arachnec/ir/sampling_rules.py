@@ -13,7 +13,15 @@ from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Phase, integer, integers
 from arachnec.ir.printer import value_text
-from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of, planned_steps, segment_of
+from arachnec.ir.sampling import (
+    asked_branches,
+    branches_of,
+    forecast_of,
+    models_of,
+    outcomes_of,
+    planned_steps,
+    segment_of,
+)
 from arachnec.ir.sampling_errors import (
     NotAModel,
     SwitchUnsaid,
@@ -56,8 +64,9 @@ def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
         elif not window[0] <= forecast_of(clip) <= window[1]:
             shown = str(forecast_of(clip))
             yield WrongWindow(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
-        elif branches_of(clip) not in (1, 2):
-            yield WrongWindow(_at(clip, "branches"), number, "branches", str(branches_of(clip)), "and it is 1 or 2")
+        elif not set(integers(clip.attrs.get("branches", ()))) <= {1, 2}:
+            shown = value_text(clip.attrs["branches"])
+            yield WrongWindow(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
 
 
 def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
@@ -79,8 +88,9 @@ def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
         total = integer(clip.attrs["steps"])
         if steps[1] >= total:
             yield WrongSteps(span, label(cascade), shown, f"and its request {clip.id} has {total}")
-        if branches_of(clip) != branches_of(cascade):
-            texts = str(branches_of(cascade)), clip.id, str(branches_of(clip))
+        asked = asked_branches(clip, models.index(cascade.stage))
+        if asked != branches_of(cascade):
+            texts = str(branches_of(cascade)), clip.id, str(asked)
             yield UnlikeRequest(_at(cascade, "branches"), label(cascade), "branches", *texts)
         for name in ("steps", "window"):
             first, own = requests[0].attrs.get(name), clip.attrs.get(name)

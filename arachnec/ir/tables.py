@@ -72,7 +72,7 @@ CLIP = table("""
     name      | str | traced | optional | what the manifest calls it
     iteration | int | traced | optional | the global batch it belongs to, where a module holds several
     steps     | int | traced | optional | of a request: its sampling steps
-    branches  | int | traced | optional | of a request: predictions of one step, 2 with guidance; absent = 1
+    branches  | [int] | traced | optional | of a request: predictions of one step of each model; absent = 1
     window    | [int] | traced | optional | of a request: the least and most steps that the first model takes
     forecast  | int | traced | optional | of a request: so many it is planned to take
     arrival   | ms  | traced | optional | of a request: when it is there; absent = from the start
@@ -162,7 +162,7 @@ CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     steps     | [int]       | partitioned | optional | of a denoise: its first and last sampling step, from 0
-    branches  | int         | partitioned | optional | of a denoise: as on its requests
+    branches  | int         | partitioned | optional | of a denoise: predictions of one step; absent = 1
     switch    | str         | partitioned | optional | the rule that decides which of its steps it takes; absent = all
     planned   | int         | partitioned | optional | so many of its steps it takes by the forecast; absent = all
     degree    | int         | scheduled | required | ranks that share it

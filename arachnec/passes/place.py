@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, quantity
+from arachnec.ir.sampling import is_sampling
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.family_placement import placed_on_few_groups
@@ -15,6 +16,7 @@ from arachnec.planning.formulate import problem_of
 from arachnec.planning.mixed_bound import bound_of
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.rank_choice import TOLERANCE
+from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.staged_placement import is_pipeline, stage_places, staged_placements
 from arachnec.solver.problem import TICKS
 
@@ -36,11 +38,7 @@ class Place(Pass):
 
     def run(self, module: Module) -> Module:
         cost, places = CostModel(module), stage_places(module)
-        placed = (
-            staged_placements(module.cascades, cost, places)
-            if is_pipeline(module)
-            else self._placements(module.cascades, cost)
-        )
+        placed = self._staged(module, cost, places) or self._placements(module.cascades, cost)
         named = {cascade.name: cascade for cascade in placed}
         cascades = tuple(named[cascade.name] for cascade in module.cascades)
         makespan = max((cascade.end for cascade in cascades), default=0.0)
@@ -60,6 +58,14 @@ class Place(Pass):
                 makespan=Quantity(makespan, "ms"), proved=as_planned and module.attrs["proved"] is True
             ),
         )
+
+    def _staged(self, module: Module, cost: CostModel, places: Mapping[str, tuple[int, ...]]) -> list[Cascade] | None:
+        """Of a pipeline, and of sampling whose schedule chose the ranks; None for others."""
+        if is_pipeline(module):
+            return staged_placements(module.cascades, cost, places)
+        if is_sampling(module) and all("assigned" in cascade.attrs for cascade in module.cascades):
+            return placed_segments(module, module.cascades, cost)
+        return None
 
     def _placements(self, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
         if in_cells(cost):

@@ -16,6 +16,7 @@ class Segment(Pass):
 
     ``length`` is the most steps of a segment that a switch may end, ``longest`` of one that it cannot; without it those
     are whole, and a scheduler cuts them where that pays. At most ``batch`` equal requests take their steps together.
+    With ``models`` 1 the first model takes all steps.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -24,6 +25,7 @@ class Segment(Pass):
     length: int = 5
     longest: int | None = None
     batch: int = 1
+    models: int = 2
 
     def run(self, module: Module) -> Module:
-        return segmented(module, length=self.length, longest=self.longest, batch=self.batch)
+        return segmented(module, length=self.length, longest=self.longest, batch=self.batch, models=self.models)

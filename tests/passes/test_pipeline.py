@@ -19,7 +19,7 @@ from arachnec.passes.infra import errors as pipeline_errors
 from arachnec.passes.infra.base import Duration, Pass, Scope, pass_name
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
-from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.named_pipelines import NAMED, PIPELINES
 from arachnec.passes.infra.pipeline import BrokenPass, Pipeline
 from arachnec.passes.infra.registry import BUILTIN, Registry, builtin, installed, load_file
 
@@ -227,7 +227,7 @@ def test_pass_class_file_and_name_derive_from_each_other(name: str) -> None:
     assert getattr(importlib.import_module(module), kind) is builtin().get(name)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", NAMED)
 def test_named_pipelines_parse_and_their_levels_fit(name: str) -> None:
     pipeline = Pipeline.parse(name)
     assert Pipeline.parse(str(pipeline)) == pipeline

@@ -87,13 +87,18 @@ class CogVideoXTextToVideo:
             "timestep": timestep,
             "return_dict": False,
         }
-        if self.config["use_rotary_positional_embeddings"]:
-            arguments["image_rotary_emb"] = self._rotary(clip, x0.device)
-        if self.config["ofs_embed_dim"]:
-            arguments["ofs"] = torch.full((1,), 2.0, device=x0.device)  # the constant of the 1.5 pipelines
-        return common.arguments_in(arguments, self.dtype), target
+        return common.arguments_in(arguments | self.positions(clip, x0.device), self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
+
+    def positions(self, clip: VideoClip, device: torch.device) -> dict[str, object]:
+        """The arguments that follow from a clip's size alone."""
+        arguments: dict[str, object] = {}
+        if self.config["use_rotary_positional_embeddings"]:
+            arguments["image_rotary_emb"] = self._rotary(clip, device)
+        if self.config["ofs_embed_dim"]:
+            arguments["ofs"] = torch.full((1,), 2.0, device=device)  # the constant of the 1.5 pipelines
+        return arguments
 
     def _rotary(self, clip: VideoClip, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[tokens, head_dim]``, as the pipeline's ``_prepare_rotary_positional_embeddings``."""
@@ -172,14 +177,18 @@ def velocity_prediction(
 def alphas_cumprod(snr_shift: float) -> tuple[float, ...]:
     """The cumulated alphas of CogVideoX's scheduler: scaled linear betas, shifted, with zero terminal SNR."""
     with torch.device("cpu"):
-        scheduler = common.constructor(SCHEDULER, "CogVideoXDDIMScheduler")(
-            num_train_timesteps=TIMESTEPS,
-            beta_start=0.00085,
-            beta_end=0.012,
-            beta_schedule="scaled_linear",
-            prediction_type="v_prediction",
-            rescale_betas_zero_snr=True,
-            snr_shift_scale=snr_shift,
-            timestep_spacing="trailing",
-        )
-    return tuple(scheduler.alphas_cumprod.tolist())
+        return tuple(ddim_scheduler(snr_shift).alphas_cumprod.tolist())
+
+
+def ddim_scheduler(snr_shift: float) -> Any:
+    """CogVideoX's own scheduler, fresh."""
+    return common.constructor(SCHEDULER, "CogVideoXDDIMScheduler")(
+        num_train_timesteps=TIMESTEPS,
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=snr_shift,
+        timestep_spacing="trailing",
+    )

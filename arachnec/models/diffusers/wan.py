@@ -30,6 +30,8 @@ WAN_2_1 = {
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Wan2.1-T2V-1.3B": {**WAN_2_1, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "Wan2.1-T2V-14B": {**WAN_2_1, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    # either of its two experts
+    "Wan2.2-T2V-A14B": {**WAN_2_1, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
 }
 
 

@@ -53,6 +53,22 @@ PIPELINES = {
     "arachne-ga": f"{_STATE},partition,annotate,schedule-genetic,{_END}",
 }
 
+# Ways to sample requests. Each begins with a traced module of requests (docs/sampling_plans.md).
+_SAMPLED = "place,lower,check"
+SAMPLING_PIPELINES = {
+    # ours: degrees, borders, order and residency by search
+    "generate": f"segment,annotate,schedule-sampling,{_SAMPLED}",
+    # each rank a request, the next one when it is free: data-parallel serving
+    "replica": f"segment,annotate,schedule-sampling{{policy=replica}},{_SAMPLED}",
+    # all ranks one request after another: Diffusers and xDiT
+    "one-degree": f"segment,annotate,schedule-sampling{{policy=one-degree}},{_SAMPLED}",
+    # ours without the second model
+    "large-only": f"segment{{models=1}},annotate,schedule-sampling,{_SAMPLED}",
+    # a fixed share of the ranks for each model, the best by enumeration: disaggregated serving
+    "two-pools": f"segment,annotate,schedule-sampling{{policy=two-pools}},{_SAMPLED}",
+}
+NAMED = PIPELINES | SAMPLING_PIPELINES
+
 # What becomes of clips in the originals. Here every pipeline trains every clip of the batch once; `check` proves it.
 ORIGINAL_CLIPS = {
     "data-parallel": "drops what does not fill a batch of its bucket, or repeats clips to fill it, by configuration",

@@ -22,7 +22,7 @@ from arachnec.passes.infra import errors as pipeline_errors
 from arachnec.passes.infra import options
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.instruments import Instrument, Moment
-from arachnec.passes.infra.named_pipelines import PIPELINES
+from arachnec.passes.infra.named_pipelines import NAMED
 from arachnec.passes.infra.registry import Registry, installed
 
 SOURCE = "<passes>"
@@ -230,14 +230,14 @@ def _parse(text: str, registry: Registry) -> Iterator[tuple[Pass, Span]]:
             )
         if name in registry:
             yield _build(text, name, name_at, body, after, registry), _span(text, name_at, name_at + len(name))
-        elif name in PIPELINES:
+        elif name in NAMED:
             if body:
                 span = _span(text, after, end)
-                raise UserError(pipeline_errors.OptionsOfPipeline(span, name=name, written=PIPELINES[name]))
+                raise UserError(pipeline_errors.OptionsOfPipeline(span, name=name, written=NAMED[name]))
             span = _span(text, name_at, name_at + len(name))
-            yield from ((step, span) for step, _ in _parse(PIPELINES[name], registry))
+            yield from ((step, span) for step, _ in _parse(NAMED[name], registry))
         else:
-            remedy = did_you_mean(name, [*registry, *PIPELINES], "passes are")
+            remedy = did_you_mean(name, [*registry, *NAMED], "passes are")
             raise UserError(
                 pipeline_errors.UnknownPass(_span(text, name_at, name_at + len(name)), name=name, remedy=remedy)
             )

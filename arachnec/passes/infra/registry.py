@@ -37,6 +37,7 @@ BUILTIN = {
     "schedule-genetic": "arachnec.passes.schedule_genetic:ScheduleGenetic",
     "schedule-pipeline": "arachnec.passes.schedule_pipeline:SchedulePipeline",
     "schedule-z3": "arachnec.passes.schedule_z3:ScheduleZ3",
+    "schedule-sampling": "arachnec.passes.schedule_sampling:ScheduleSampling",
     "place": "arachnec.passes.place:Place",
     "bucket": "arachnec.passes.bucket:Bucket",
     "fuse": "arachnec.passes.fuse:Fuse",

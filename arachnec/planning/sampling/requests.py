@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.data.requests import Request
-from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
+from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage, formula
 from arachnec.ir.stage_sizes import count_in, element_bytes
-from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, formula_sum
 
 GIB = 2**30
 
@@ -26,6 +26,11 @@ class SwitchForecast:
         return SwitchForecast(steps, steps, steps)
 
 
+def guided(model: str, request: Request) -> int:
+    """Predictions of one step: with guidance a second one, without the text."""
+    return 2 if request.guidance > 1 else 1
+
+
 def sampling_module(
     requests: Sequence[Request],
     tokens: Callable[[Request], int],
@@ -36,12 +41,13 @@ def sampling_module(
     switch: str | None = None,
     forecasts: Sequence[SwitchForecast] = (),
     decoder: str | None = None,
+    branches: Callable[[str, Request], int] = guided,
 ) -> Module:
     """The requests as a module at level ``traced``; a request's id in the IR is its position.
 
     ``tokens`` counts S of a request. ``models`` name one or two of the ``stages``, the first to denoise first.
     ``forecasts`` are one a request where there are two; else the first model takes all steps. ``switch`` is the rule's
-    text, as on the command line.
+    text, as on the command line. ``branches`` counts the predictions of one step of a model.
     """
     clips = []
     for number, request in enumerate(requests):
@@ -49,7 +55,7 @@ def sampling_module(
         attrs = Attributes.of(
             name=str(request.id),
             steps=request.steps,
-            branches=2 if request.guidance > 1 else None,
+            branches=tuple(branches(name, request) for name in models),
             window=(known.least, known.most) if known else None,
             forecast=known.forecast if known and known.least < known.most else None,
             arrival=Quantity(request.arrival * 1e3, "ms") if request.arrival else None,
@@ -64,17 +70,17 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
     """A traced model as it samples: frozen, its state the parameters alone, nothing kept for a backward.
 
     ``latent_bytes`` are those of one token's latents. A scheduler with memory hands on ``kept`` tensors more of that
-    size: its past predictions. A forward's workspace is what its traced stage says, or the widest block's.
+    size: its past predictions. What one block keeps for its backward is in use while it runs.
     """
     attrs = stage.attrs
-    workspace = attrs.get("workspace")
+    parts = [(1.0, formula(attrs[name])) for name in ("workspace", "recomputing") if name in attrs]
     state = count_in(stage, "params") * element_bytes(stage) / GIB
     left: Mapping[str, None] = dict.fromkeys(TRAINING)
     attrs = attrs.updated(
         **{
             **left,
             "state": Quantity(state, "GiB"),
-            "workspace": workspace,
+            "workspace": formula_sum(parts, "GiB") if parts else None,
             "output": Formula((Term((1 + kept) * latent_bytes / GIB, (("B", 1), ("S", 1))),), "GiB"),
         }
     )
@@ -83,6 +89,6 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
 
 # What a stage says of its training.
 TRAINING = (
-    "trained", "saved", "saved_recompute", "spared", "recomputing", "head", "batch", "shell", "gradients", "cuts",
+    "trained", "saved", "saved_recompute", "spared", "recomputing", "head", "gradients", "cuts",
     "host_state", "host_inputs", "tied", "end_saved", "block_saved", "block_inputs", "block_shared",
 )  # fmt: skip

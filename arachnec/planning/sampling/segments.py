@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
-from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of, steps_taken
+from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, steps_taken
 from arachnec.ir.sampling_rules import is_uncertain
 from arachnec.ir.stage_sizes import is_encoder, most_clips
 from arachnec.ir.values import Attributes
@@ -61,20 +61,36 @@ def _cut(first: int, end: int, length: int) -> Iterator[Segment]:
         yield Segment(begin, first + -(-(end - first) * (part + 1) // count) - 1)
 
 
-def segmented(module: Module, *, length: int, longest: int | None = None, batch: int = 1) -> Module:
+def segmented(module: Module, *, length: int, longest: int | None = None, batch: int = 1, models: int = 2) -> Module:
     """The module at level ``partitioned``: a chain of cascades for every request, or for ``batch`` equal ones.
 
     Requests are batched where they are equal in shape, steps, branches and arrival, and their switch is certain.
-    Raises UserError where a module has no requests.
+    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests.
     """
-    models = models_of(module)
-    if not models or not module.clips or any("steps" not in clip.attrs for clip in module.clips):
+    if models == 1:
+        module = of_first_model(module)
+    names = models_of(module)
+    if not names or not module.clips or any("steps" not in clip.attrs for clip in module.clips):
         raise UserError(NoRequests(module.span, module.name))
-    limit = min([batch, *(most for name in models if (most := most_clips(module.stage(name))) is not None)])
+    limit = min([batch, *(most for name in names if (most := most_clips(module.stage(name))) is not None)])
     cascades: list[Cascade] = []
     for group in batches(module.clips, limit):
-        cascades += chain(module, group, list(segments_of(group[0], len(models), length, longest)))
+        cascades += chain(module, group, list(segments_of(group[0], len(names), length, longest)))
     return replace(module, level=Level.PARTITIONED, cascades=tuple(cascades))
+
+
+def of_first_model(module: Module) -> Module:
+    """The requests without a switch: their first model takes all steps."""
+    clips = (
+        replace(clip, attrs=clip.attrs.updated(window=None, forecast=None, branches=_first(clip)))
+        for clip in module.clips
+    )
+    attrs = module.attrs.updated(models=models_of(module)[:1], switch=None)
+    return replace(module, clips=tuple(clips), attrs=attrs)
+
+
+def _first(clip: Clip) -> tuple[int, ...] | None:
+    return (asked_branches(clip, 0),) if "branches" in clip.attrs else None
 
 
 def batches(requests: Sequence[Clip], most: int) -> list[list[Clip]]:
@@ -118,7 +134,7 @@ def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment])
 
 def segment_attributes(module: Module, clip: Clip, segment: Segment) -> Attributes:
     """What a segment of a request says: its steps, its branches, and the switch where that decides which it takes."""
-    branches = branches_of(clip)
+    branches = asked_branches(clip, int(segment.after))
     taken = len(steps_taken(segment.steps, segment.after, forecast_of(clip)))
     return Attributes.of(
         steps=segment.steps,

@@ -1,0 +1,250 @@
+"""One rank's program of requests: encode, denoise, decode, send, receive, free.
+
+In: a lowered module and the requests. Out: files of every request whose last segment ends here. A request's state lies
+on all ranks of its segment, bit by bit the same: whoever needs it next is sent it as bytes of a known number. A segment
+past the switch, or of the second model before it, hands its input on; the instructions are the same either way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arachnec.analysis.communicators import grid
+from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.uses import Values
+from arachnec.data.requests import Request
+from arachnec.generation.encoded import Encoders
+from arachnec.generation.rank_models import RankModels
+from arachnec.generation.results import Outcome, Results
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec, handoff_pairs
+from arachnec.runtime.process_groups import wanted_groups
+from arachnec.sampling.forward import both_branches, branch_of
+from arachnec.sampling.loop import Loop, Predict, Sampling, begin, guided
+from arachnec.sampling.state import packed, state_bytes, unpack
+
+
+@dataclass
+class GenerationRank:
+    """What a rank keeps while its program runs. ``requests`` by their number in the module."""
+
+    rank: int
+    sampling: Sampling
+    module: Module
+    requests: tuple[Request, ...]
+    results: Results
+    device: torch.device
+    tell: Callable[[Outcome], None]
+    groups: ProcessGroups = field(default_factory=lambda: ProcessGroups(GROUP_TIMEOUT))
+    connections: HandoffConnections = field(default_factory=lambda: HandoffConnections(timeout=GROUP_TIMEOUT))
+    values: dict[str, OnHost] = field(default_factory=dict)  # by cascade, as they travel
+    loops: dict[int, tuple[str, Loop]] = field(default_factory=dict)  # the latest here of each request, and whose it is
+    models: RankModels = field(init=False)
+    encoders: Encoders = field(init=False)
+    started: float = field(init=False)
+    _decoder: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        sampler = self.sampling.sampler
+        self.models = RankModels(sampler, self.device)
+        self.encoders = Encoders(sampler, self.sampling.names, self.device)
+
+    @cached_property
+    def program(self) -> Program:
+        return next(p for p in self.module.programs if p.rank == self.rank)
+
+    @cached_property
+    def cascades(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
+
+    def connect(self) -> None:
+        """Make what the program needs: models, groups, connections. Collective where there are several ranks."""
+        if len(self.module.programs) > 1:
+            whole = [step.peers for p in self.module.programs for step in p.instructions if step.op == "denoise"]
+            self.groups.ensure(dict.fromkeys([*wanted_groups(self.module), *whole]), device=self.device)
+            self.connections.ensure(handoff_pairs(self.module.programs))
+        self.models.prepare(self.module, self.program, self.requests)
+        if len(self.module.programs) > 1:
+            dist.barrier()
+        self.started = time.monotonic()
+
+    def run(self) -> None:
+        """Execute the program. Collective."""
+        threads, runtime = HandoffThreads(), DeviceRuntime.of(self.device)
+        tags = {name: number for number, name in enumerate(self.cascades)}
+        handoffs = Handoffs(self.connections, threads, tags)
+        limit = self.module.cluster.memory if self.module.cluster else 0.0
+        posts = prefetch_receives(Values(self.module), self.program, limit)
+        sent = {step.target for step in self.program.instructions if step.op == "send"}
+        for step, receives in zip(self.program.instructions, posts, strict=True):
+            for post in receives:
+                self.values[post.target] = handoffs.post(post.target, self._spec(post.target), post.peers[0])
+            if step.op == "encode":
+                cascade = self.cascades[step.target]
+                requests = self._requests(cascade)
+                self._await(requests)
+                self.values[step.target] = runtime.to_host(self.encoders.encode(cascade.stage, requests))
+            elif step.op == "denoise":
+                loops = self._denoise(step)
+                if step.target in sent:
+                    self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
+            elif step.op == "decode":
+                self._decode(step)
+            elif step.op == "send":
+                handoffs.send(step.target, self.values[step.target], step.peers[0])
+            elif step.op == "free":
+                handoffs.let_go(step.target)
+                self.values.pop(step.target, None)
+        handoffs.finish()
+        threads.close()
+
+    def _requests(self, cascade: Cascade) -> list[Request]:
+        return [self.requests[number] for number in cascade.clips]
+
+    def _spec(self, name: str) -> TensorSpec:
+        cascade = self.cascades[name]
+        requests = self._requests(cascade)
+        if cascade.phase is Phase.ENCODE:
+            return TensorSpec((self.encoders.size(cascade.stage, requests),), torch.uint8)
+        size = sum(state_bytes(begin(self.sampling, request)) for request in requests)
+        return TensorSpec((size,), torch.uint8)
+
+    def _await(self, requests: Sequence[Request]) -> None:
+        """Nothing of a request runs before it arrives."""
+        wait = self.started + max(request.arrival for request in requests) - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+
+    def _loops(self, cascade: Cascade) -> list[Loop]:
+        """The requests of a segment or of a decoder as its input has them, or before their first step."""
+        before = next((n for n in cascade.inputs if self.cascades[n].phase is Phase.DENOISE), None)
+        if before is None:
+            self._await(self._requests(cascade))
+            return [begin(self.sampling, self._encoded(cascade, r), self.device) for r in self._requests(cascade)]
+        if all(self.loops.get(number, ("",))[0] == before for number in cascade.clips):
+            return [self.loops[number][1] for number in cascade.clips]
+        state, loops = self.values[before].wait(), []
+        for request in self._requests(cascade):
+            loop = begin(self.sampling, self._encoded(cascade, request), self.device)
+            size = state_bytes(loop)
+            unpack(state[:size], loop)
+            loops.append(loop)
+            state = state[size:]
+        return loops
+
+    def _encoded(self, cascade: Cascade, request: Request) -> Request:
+        if cascade.phase is not Phase.DENOISE:
+            return request
+        inputs = [self.cascades[name] for name in cascade.inputs if self.cascades[name].phase is Phase.ENCODE]
+        values = {c.stage: (self._requests(c), self.values[c.name].wait()) for c in inputs}
+        return self.encoders.encoded(values, request)
+
+    def _denoise(self, step: Instruction) -> list[Loop]:
+        """The steps of a segment that are its model's. Collective over its ranks."""
+        cascade = self.cascades[step.target]
+        ranks, side = step.peers or (self.rank,), integer(step.attrs.get("side", 1))
+        last = integers(cascade.attrs.get("steps", (0, 0)))[1]
+        loops = self._loops(cascade)
+        predict = self._predict(step, cascade, ranks, side)
+        for loop in loops:
+            agree = self._agreed(ranks) if loop.switched is None else float
+            loop.run(predict, last + 1, agree, cascade.stage)
+        for number, loop in zip(cascade.clips, loops, strict=True):
+            self.loops[number] = cascade.name, loop
+            done = loop.failed or loop.step == len(loop.schedule)
+            if done and ranks[0] == self.rank and cascade.name in self._ends:
+                self._deliver(loop)
+        return loops
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """The last cascade of every request's chain: where it is a segment, its latents are all that is asked for."""
+        read = {name for cascade in self.module.cascades for name in cascade.inputs}
+        return {cascade.name for cascade in self.module.cascades if cascade.name not in read}
+
+    def _predict(self, step: Instruction, cascade: Cascade, ranks: tuple[int, ...], side: int) -> Predict:
+        own = _side_of(ranks, side, self.rank)
+        shard = None
+        if len(own) > 1:
+            listed = step.attrs.get("shards") or cascade.attrs.get("shards")
+            tokens = even_split(cascade.tokens, len(own)) if listed is None else integers(listed)
+            shard = self.groups.shard(own, tokens, *grid(step))
+        sampler = self.sampling.sampler
+        branch = branch_of(sampler, self.models)
+
+        def together(name: str, latents: Tensor, timestep: Tensor, request: Request) -> Tensor:
+            with self.models.sharing(name, shard):
+                return both_branches(sampler, branch)(name, latents, timestep, request)
+
+        def apart(name: str, latents: Tensor, timestep: Tensor, request: Request) -> Tensor:
+            conditional = own[0] == ranks[0]
+            with self.models.sharing(name, shard):
+                prediction = branch(name, latents, timestep, request, conditional).float().contiguous()
+            group = self.groups.get(ranks)
+            other = torch.empty_like(prediction)
+            first, second = (prediction, other) if conditional else (other, prediction)
+            dist.broadcast(first, ranks[0], group=group)
+            dist.broadcast(second, ranks[len(own)], group=group)
+            return guided(first, second, sampler.scale(name, request))
+
+        return together if side == 1 else apart
+
+    def _agreed(self, ranks: tuple[int, ...]) -> Callable[[float], float]:
+        """The distance that the first of the ranks has measured: all of them decide by it."""
+        if len(ranks) == 1:
+            return float
+
+        def agreed(distance: float) -> float:
+            value = torch.tensor([distance], dtype=torch.float64, device=self.device)
+            dist.broadcast(value, ranks[0], group=self.groups.get(ranks))
+            return float(value)
+
+        return agreed
+
+    def _decode(self, step: Instruction) -> None:
+        cascade = self.cascades[step.target]
+        ranks = step.peers or (self.rank,)
+        for place, loop in enumerate(self._loops(cascade)):
+            if ranks[place % len(ranks)] == self.rank:
+                self._deliver(loop)
+
+    def _deliver(self, loop: Loop) -> None:
+        """Write the files of a request, or why there are none."""
+        request, sampler = loop.request, self.sampling.sampler
+        failed = f"its latents are no numbers after step {loop.step}" if loop.failed else None
+        outcome = Outcome(
+            id=str(request.id),
+            steps=loop.step,
+            switched=loop.switched,
+            distances=[0.0 if math.isnan(distance) else distance for distance in loop.distances],
+            fingerprint=self.results.fingerprint(request),
+            seconds=time.monotonic() - self.started,
+            failed=failed,
+        )
+        if failed is None:
+            if self._decoder is None and sampler.decoder is not None:
+                self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+            with torch.no_grad():
+                pixels = None if self._decoder is None else self._decoder(loop.latents)
+            self.results.write(request, outcome, loop.latents, pixels)
+        self.tell(outcome)
+
+
+def _side_of(ranks: tuple[int, ...], side: int, rank: int) -> tuple[int, ...]:
+    """The ranks of the branch that this rank has: all where they are batched."""
+    size = len(ranks) // side
+    place = ranks.index(rank) // size
+    return ranks[place * size : (place + 1) * size]

@@ -1,0 +1,98 @@
+"""The models of one rank: those that its program runs, and no others; able to share a sequence where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.requests import Request
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Instruction, Module, Program, Stage, integer
+from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.models.sampler_file import SamplerFile
+from arachnec.spmd.rewrite import shard_block
+from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.specialisation import Graphs, Specialisation
+from arachnec.spmd.specialise import captured_again, captured_at
+from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.errors import cannot_on_meta
+
+
+def is_shared(step: Instruction) -> bool:
+    """Whether one branch of this denoise has several ranks."""
+    return step.op == "denoise" and len(step.peers) > integer(step.attrs.get("side", 1))
+
+
+@dataclass
+class RankModels:
+    """Modules by name, built when they are first asked for."""
+
+    sampler: SamplerFile
+    device: torch.device
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _sequences: dict[str, SequenceModel] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> nn.Module:
+        if name not in self._models:
+            self._models[name] = self.sampler.build(name).to(self.device).eval().requires_grad_(False)
+        return self._models[name]
+
+    def prepare(self, module: Module, program: Program, requests: Sequence[Request]) -> None:
+        """Build what the program runs, and trace the blocks of what it shares."""
+        cascades = {cascade.name: cascade for cascade in module.cascades}
+        stages = {stage.name: stage for stage in module.stages}
+        shapes: dict[str, dict[tuple[int, ...], VideoClip]] = {}
+        for step in program.instructions:
+            if step.op != "denoise":
+                continue
+            name = cascades[step.target].stage
+            self(name)
+            if is_shared(step):
+                clip = requests[cascades[step.target].clips[0]].clip()
+                shapes.setdefault(name, {})[clip.shape] = clip
+        for name, clips in shapes.items():
+            if name not in self._sequences:
+                self._install(name, stages[name], list(clips.values()))
+
+    @contextmanager
+    def sharing(self, name: str, shard: SequenceShard | None) -> Iterator[None]:
+        """Inside, the model's forward runs on this rank's tokens; on all of them without a shard."""
+        if name not in self._sequences:
+            yield
+            return
+        with self._sequences[name].use(shard):
+            yield
+
+    def _install(self, name: str, stage: Stage, clips: Sequence[VideoClip]) -> None:
+        step = Specialisation.of(stage)
+        sequence = install(self(name), self._captured(name, step, clips))
+        if step.graphs is Graphs.SHAPES:
+            for clip in clips:
+                captured = self._captured(name, step, clips, clip)
+                sequence.add(captured, [shard_block(block) for block in captured.blocks])
+        self._sequences[name] = sequence
+
+    def _captured(
+        self, name: str, step: Specialisation, clips: Sequence[VideoClip], at: VideoClip | None = None
+    ) -> CapturedModel:
+        """Recorded without values where the model can be, as for the plan."""
+        source = self.sampler.model_file(name)
+
+        def capture(model: nn.Module) -> CapturedModel:
+            if at is None:
+                return captured_again(step, model, source, clips)
+            return captured_at(step, at, model, source, clips)
+
+        with torch.device("meta"):
+            shapes = self.sampler.build(name)
+        try:
+            return capture(shapes)
+        except UserError as refusal:
+            if not cannot_on_meta(refusal):
+                raise
+        return capture(self(name))

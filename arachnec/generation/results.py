@@ -1,0 +1,87 @@
+"""The files of finished requests. In: latents, pixels and what is known of their way. Out: files, whole or not there.
+
+``ID.safetensors`` has a request's ``latents``, and in its metadata the fingerprint of what made them: a run that is
+started again leaves out what is there with the same fingerprint. ``ID.mp4`` is written before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arachnec.data.requests import Request
+from arachnec.data.video_file import write_video
+from arachnec.generation.settings import Settings
+
+LATENTS = "latents"
+ABOUT = "request"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a request. ``switched`` is K; ``distances`` the curve of its guided predictions, from step 1 on.
+
+    ``failed`` is None, or why it has no files. ``seconds`` is when its files were there, from the start of the run.
+    """
+
+    id: str
+    steps: int
+    switched: int | None
+    distances: list[float]
+    fingerprint: str
+    seconds: float
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The folder of the files, and what fingerprints are made of."""
+
+    folder: Path
+    settings: Settings
+    digest: str
+
+    def latents(self, request: Request) -> Path:
+        return self.folder / f"{request.id}.safetensors"
+
+    def video(self, request: Request) -> Path:
+        return self.folder / f"{request.id}.mp4"
+
+    def fingerprint(self, request: Request) -> str:
+        """Of all that its latents follow from, as far as files say it."""
+        fields = asdict(request)
+        for name in ("encoded", "negative_encoded", "arrival"):
+            del fields[name]
+        settings = msgspec.to_builtins(self.settings)
+        text = json.dumps([fields, settings["switch"], settings["models"], settings["history"], self.digest])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def outcome(self, request: Request) -> Outcome | None:
+        """Of a request whose files are there; None where they are not, or of something else."""
+        try:
+            with safe_open(self.latents(request), framework="pt") as file:
+                outcome = msgspec.json.decode((file.metadata() or {})[ABOUT], type=Outcome)
+        except (OSError, SafetensorError, KeyError, msgspec.DecodeError):
+            return None
+        return outcome if outcome.fingerprint == self.fingerprint(request) else None
+
+    def unfinished(self, requests: Iterable[Request]) -> tuple[Request, ...]:
+        return tuple(request for request in requests if self.outcome(request) is None)
+
+    def write(self, request: Request, outcome: Outcome, latents: Tensor, pixels: Tensor | None) -> None:
+        """Both files, the latents last: where they are, the request is finished."""
+        if pixels is not None:
+            part = self.video(request).with_suffix(".mp4.part")
+            write_video(part, pixels[0])
+            part.replace(self.video(request))
+        part = self.latents(request).with_suffix(".safetensors.part")
+        about = {ABOUT: msgspec.json.encode(outcome).decode()}
+        save_file({LATENTS: latents.detach().cpu().contiguous()}, part, metadata=about)
+        part.replace(self.latents(request))

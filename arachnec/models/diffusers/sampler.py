@@ -1,0 +1,297 @@
+"""Sampler files for Diffusers' video models. In: configurations or folders by name. Out: the file's functions.
+
+Each is five lines: a name for each model, and what it is. A configuration's name gives random weights, a folder that
+``save_pretrained`` wrote gives its own. See ``docs/sampling.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.requests import Request
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.decoders import VideoDecoder
+from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
+from arachnec.models.diffusers.pretrained import pipeline_encoders
+from arachnec.models.initial_weights import encoder_weights, initial_weights, read_config
+
+UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
+EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
+SWITCH = "boundary=0.9"  # about 13 of 50 steps at a flow shift of 3
+TEXT = {"wan": 512, "cogvideox": 226, "hunyuan_video": 256}  # tokens that the pipelines pad captions to
+
+
+class Adapter(Protocol):
+    """What the model families' ``text_to_video`` returns."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def geometry(self) -> common.Geometry: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def build(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class NoModels(Diagnostic):
+    title: ClassVar[str] = "a sampler needs one model or two, and has {count}"
+    help: ClassVar[str] = 'name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")'
+    count: int
+
+
+@dataclass(frozen=True)
+class OtherLatents(Diagnostic):
+    title: ClassVar[str] = "`{first}` and `{second}` have other {what}: {found}"
+    help: ClassVar[str] = "only models of one latent space can hand a request on: take two of one family's VAE"
+    first: str
+    second: str
+    what: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A model and the folder of its weights; random ones without."""
+
+    adapter: Any
+    folder: Path | None
+
+    def build(self) -> nn.Module:
+        model: nn.Module = self.adapter.build().eval()
+        if self.folder is not None and not any(tensor.is_meta for tensor in model.parameters()):
+            initial_weights(self.folder, model).fill(model)
+        return model
+
+
+@dataclass(frozen=True)
+class VideoSampler:
+    """The functions of a sampler file: ``models``, ``scheduler``, ``start``, ``arguments`` and ``guidance``, and with
+    a ``pipeline``'s folder ``encoders`` and ``decoder``; of two models ``switch``."""
+
+    experts: Mapping[str, Expert]
+    make_scheduler: Callable[[], Any]
+    family: Any
+    frames_first: bool = False
+    true_guidance: float | None = None
+    boundary: float | None = None
+    pipeline: Path | None = None
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        return {name: expert.build for name, expert in self.experts.items()}
+
+    def scheduler(self) -> Any:
+        return self.make_scheduler()
+
+    def start(self, request: Request, generator: torch.Generator) -> Tensor:
+        """Unit noise of the latents' shape, times what the scheduler begins at."""
+        geometry: common.Geometry = next(iter(self.experts.values())).adapter.geometry
+        channels, frames, height, width = geometry.latent_shape(request.clip())
+        order = (frames, channels) if self.frames_first else (channels, frames)
+        noise = common.draw_normal((1, *order, height, width), generator)
+        return noise * getattr(self.scheduler(), "init_noise_sigma", 1.0)
+
+    def arguments(
+        self, name: str, latents: Tensor, timestep: Tensor, request: Request, conditional: bool
+    ) -> dict[str, object]:
+        adapter = self.experts[name].adapter
+        given = {"hidden_states": latents, "timestep": timestep.expand(latents.shape[0]), "return_dict": False}
+        own = self.family(adapter, request.clip(conditional), latents, request)
+        return common.arguments_in(given | own, adapter.dtype)
+
+    def guidance(self, name: str, request: Request) -> float:
+        return request.guidance if self.true_guidance is None else self.true_guidance
+
+    def switch(self) -> str:
+        return SWITCH if self.boundary is None else f"boundary={self.boundary}"
+
+    def encoders(self) -> dict[str, nn.Module]:
+        """Those of the captions, with the pipeline's weights."""
+        folder = self._pipeline()
+        text = pipeline_encoders(folder)["text"]
+        weights = encoder_weights(folder, "text", text)
+        if weights is not None and not any(tensor.is_meta for tensor in text.parameters()):
+            weights.fill(text)
+        return {"text": text}
+
+    def decoder(self) -> nn.Module:
+        """The pipeline's VAE, from latents to pixels."""
+        folder = self._pipeline() / "vae"
+        config = read_config(folder)
+        vae = common.constructor("diffusers", config["_class_name"]).from_config(config)
+        if not any(tensor.is_meta for tensor in vae.parameters()):
+            initial_weights(folder, vae).fill(vae)
+        return VideoDecoder(vae, frames_first=self.frames_first)
+
+    def _pipeline(self) -> Path:
+        if self.pipeline is None:
+            raise UserError(NoPipelineFolder(None))
+        return self.pipeline
+
+
+@dataclass(frozen=True)
+class NoPipelineFolder(Diagnostic):
+    title: ClassVar[str] = "the sampler has no folder with a text encoder and a VAE"
+    help: ClassVar[str] = "give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file"
+
+
+def wan_sampler(
+    *,
+    dtype: torch.dtype = torch.float32,
+    scheduler: Callable[[], Any] | None = None,
+    flow_shift: float = 3.0,
+    boundary: float | None = None,
+    text_length: int = TEXT["wan"],
+    pipeline: str | Path | None = None,
+    **models: Any,
+) -> VideoSampler:
+    """Wan 2.1, or both experts of Wan 2.2: then ``boundary`` is the share of the noise levels below the switch.
+
+    A model is a configuration's name, a folder, or what ``wan.text_to_video`` returned. The scheduler is the
+    pipeline's UniPC with ``flow_shift`` (3 for 480p, 5 for 720p) unless given. Raises ``UserError``.
+    """
+    make = functools.partial(wan.text_to_video, text_length=text_length, dtype=dtype)
+    unipc = functools.partial(_unipc, flow_shift)
+    experts = _experts(models, wan.CONFIGURATIONS, make)
+    return VideoSampler(
+        experts, scheduler or _of_folder(pipeline) or unipc, _wan_text, boundary=boundary, pipeline=_path(pipeline)
+    )
+
+
+def cogvideox_sampler(
+    *,
+    dtype: torch.dtype = torch.float32,
+    scheduler: Callable[[], Any] | None = None,
+    snr_shift: float = 1.0,
+    text_length: int = TEXT["cogvideox"],
+    pipeline: str | Path | None = None,
+    **models: Any,
+) -> VideoSampler:
+    """CogVideoX; as ``wan_sampler``. The scheduler is CogVideoX's DDIM with ``snr_shift`` (3 for the 2B)."""
+    make = functools.partial(cogvideox.text_to_video, text_length=text_length, dtype=dtype)
+    ddim = functools.partial(cogvideox.ddim_scheduler, snr_shift)
+    experts = _experts(models, cogvideox.CONFIGURATIONS, make)
+    return VideoSampler(
+        experts, scheduler or _of_folder(pipeline) or ddim, _cogvideox_text, frames_first=True, pipeline=_path(pipeline)
+    )
+
+
+def hunyuan_sampler(
+    *,
+    dtype: torch.dtype = torch.float32,
+    scheduler: Callable[[], Any] | None = None,
+    flow_shift: float = 7.0,
+    true_guidance: float = 1.0,
+    text_length: int = TEXT["hunyuan_video"],
+    pipeline: str | Path | None = None,
+    **models: Any,
+) -> VideoSampler:
+    """HunyuanVideo; as ``wan_sampler``. It is told the request's guidance as an input, so one branch is enough;
+    ``true_guidance`` above 1 adds an unconditional one. The scheduler is the pipeline's, Euler from 1 to 0."""
+    make = functools.partial(hunyuan_video.text_to_video, text_length=text_length, dtype=dtype)
+    experts = _experts(models, hunyuan_video.CONFIGURATIONS, make)
+    euler = scheduler or functools.partial(_euler, flow_shift)
+    return VideoSampler(experts, euler, _hunyuan_text, true_guidance=true_guidance, pipeline=_path(pipeline))
+
+
+def _path(pipeline: str | Path | None) -> Path | None:
+    return None if pipeline is None else Path(pipeline)
+
+
+def _experts(models: Mapping[str, Any], named: Mapping[str, Any], make: Callable[[str], Adapter]) -> dict[str, Expert]:
+    """Every model with its folder. Raises ``UserError`` where two have not the same latents."""
+    if not 1 <= len(models) <= 2:
+        raise UserError(NoModels(None, len(models)))
+    experts = {
+        name: Expert(make(str(given)), None if given in named else Path(given))
+        if isinstance(given, str | Path)
+        else Expert(given, None)
+        for name, given in models.items()
+    }
+    first, *others = experts
+    for second in others:
+        a, b = experts[first], experts[second]
+        facts = {
+            "latent channels": [expert.adapter.geometry.channels for expert in (a, b)],
+            "strides": [expert.adapter.geometry.stride for expert in (a, b)],
+            "prediction types": [_prediction_type(expert.folder) for expert in (a, b)],
+        }
+        for what, (here, there) in facts.items():
+            if here != there and None not in (here, there):
+                raise UserError(OtherLatents(None, first, second, what, f"{here} and {there}"))
+    return experts
+
+
+def _scheduler_config(folder: Path | None) -> dict[str, Any]:
+    """Of a pipeline's folder, or of the folder that a transformer's lies in; empty without."""
+    places = () if folder is None else (folder, folder.parent)
+    path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
+    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def _prediction_type(folder: Path | None) -> str | None:
+    kind = _scheduler_config(folder).get("prediction_type")
+    return kind if isinstance(kind, str) else None
+
+
+def _of_folder(pipeline: str | Path | None) -> Callable[[], Any] | None:
+    """The scheduler that a pipeline's folder describes."""
+    config = _scheduler_config(_path(pipeline))
+    if not config:
+        return None
+    kind = common.constructor("diffusers", config["_class_name"])
+    return functools.partial(kind.from_config, config)
+
+
+def _unipc(flow_shift: float) -> Any:
+    return common.constructor(UNIPC, "UniPCMultistepScheduler")(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
+    )
+
+
+def _euler(shift: float) -> Any:
+    return from_one_to_zero(common.constructor(EULER, "FlowMatchEulerDiscreteScheduler"))(shift=shift)
+
+
+def from_one_to_zero(scheduler: Any) -> Any:
+    """A scheduler class whose noise levels, before its shift, go from 1 in equal parts, as HunyuanVideo's pipeline has
+    them."""
+
+    def set_timesteps(self: Any, steps: int | None = None, device: Any = None, sigmas: Any = None) -> None:
+        if sigmas is None and steps is not None:
+            sigmas = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)[:-1].numpy()
+        scheduler.set_timesteps(self, sigmas=sigmas, device=device)
+
+    return type(scheduler.__name__, (scheduler,), {"set_timesteps": set_timesteps})
+
+
+def _wan_text(adapter: Any, clip: VideoClip, latents: Tensor, request: Request) -> dict[str, object]:
+    text, _ = common.text_embeddings(clip, "Wan", adapter.config["text_dim"], adapter.text_length)
+    return {"encoder_hidden_states": text.to(latents.device)}
+
+
+def _cogvideox_text(adapter: Any, clip: VideoClip, latents: Tensor, request: Request) -> dict[str, object]:
+    text, _ = common.text_embeddings(clip, "CogVideoX", adapter.config["text_embed_dim"], adapter.text_length)
+    return {"encoder_hidden_states": text.to(latents.device), **adapter.positions(clip, latents.device)}
+
+
+def _hunyuan_text(adapter: Any, clip: VideoClip, latents: Tensor, request: Request) -> dict[str, object]:
+    text, real = common.text_embeddings(clip, "HunyuanVideo", adapter.config["text_embed_dim"], adapter.text_length)
+    mask = (torch.arange(text.shape[1]) < real)[None]
+    own: dict[str, object] = {
+        "encoder_hidden_states": text.to(latents.device),
+        "encoder_attention_mask": mask.to(latents.device),
+        "pooled_projections": common.pooled_text(clip, adapter.config["pooled_projection_dim"]).to(latents.device),
+    }
+    if adapter.config["guidance_embeds"]:
+        own["guidance"] = torch.full((latents.shape[0],), 1000.0 * request.guidance, device=latents.device)
+    return own

@@ -1,0 +1,129 @@
+"""One request's denoising loop. In: its noise, and a function that predicts. Out: its latents, and where it switched.
+
+The state of a loop is what a rank hands on where another continues: latents, the scheduler's history, the random
+generator, the last guided prediction, and the curve of its distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from arachnec.data.requests import Request
+from arachnec.data.switch import ONE_MODEL, Switch
+from arachnec.models.sampler_file import SamplerFile
+from arachnec.sampling.schedule import Schedule
+
+Predict = Callable[[str, Tensor, Tensor, Request], Tensor]
+"""The guided prediction of a model for one request: of (name, latents, timestep, request)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How requests are sampled: the models in the order in which a request meets them, the rule, and its history."""
+
+    sampler: SamplerFile
+    names: tuple[str, ...]
+    switch: Switch = ONE_MODEL
+    restart: bool = False  # whether the second model's first step is taken without the scheduler's history
+
+    def schedule(self, request: Request, device: torch.device | str = "cpu") -> Schedule:
+        return Schedule(self.sampler.scheduler, request.steps, device)
+
+    def bounds(self, schedule: Schedule) -> tuple[int, int]:
+        """The least and the most steps that the first model takes of a request."""
+        if len(self.names) == 1:
+            return len(schedule), len(schedule)
+        return self.switch.bounds(schedule.numbers, schedule.training_steps)
+
+
+@dataclass
+class Loop:
+    """A request on its way. ``step`` is the next step; ``switched`` is K, once it is decided.
+
+    One that has ``failed``, because its latents are no numbers any more, takes no further step.
+    """
+
+    sampling: Sampling
+    request: Request
+    schedule: Schedule
+    latents: Tensor
+    generator: torch.Generator
+    step: int = 0
+    switched: int | None = None
+    previous: Tensor | None = None
+    distances: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.step == len(self.schedule)
+
+    @property
+    def model(self) -> str:
+        """Who takes the next step."""
+        names = self.sampling.names
+        return names[0] if self.switched is None or self.step < self.switched or len(names) == 1 else names[1]
+
+    @property
+    def history_since(self) -> int:
+        """The step at which the scheduler's history began."""
+        later = self.switched is not None and self.step > self.switched
+        return self.switched or 0 if later and self.sampling.restart else 0
+
+    @torch.no_grad()
+    def take(self, predict: Predict, agree: Callable[[float], float] = float) -> None:
+        """Take one step. ``agree`` gives all ranks of the request one rank's distance, to decide alike."""
+        if self.step == self.switched and self.sampling.restart and self.step:
+            self.schedule.restart(self.step)
+        timestep = self.schedule.timesteps[self.step]
+        model_input = self.schedule.model_input(self.latents, self.step)
+        prediction = predict(self.model, model_input, timestep, self.request)
+        self.distances.append(agree(relative_distance(prediction, self.previous)))
+        self.previous = prediction
+        self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
+        self.step += 1
+        if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
+            self.switched = self.step
+
+    def run(
+        self,
+        predict: Predict,
+        until: int | None = None,
+        agree: Callable[[float], float] = float,
+        model: str | None = None,
+    ) -> None:
+        """Take the steps before ``until``, or all that are left; with ``model`` those that are its own."""
+        end = len(self.schedule) if until is None else until
+        while self.step < end and not self.failed and model in (None, self.model):
+            self.take(predict, agree)
+            self.failed = not bool(torch.isfinite(self.latents).all())
+
+
+def begin(sampling: Sampling, request: Request, device: torch.device | str = "cpu") -> Loop:
+    """A request before its first step. Its noise is drawn on the CPU, by its seed alone."""
+    schedule = sampling.schedule(request, device)
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    latents = sampling.sampler.noise(request, generator).to(device)
+    least, most = sampling.bounds(schedule)
+    return Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
+
+
+def relative_distance(prediction: Tensor, previous: Tensor | None) -> float:
+    """Relative L1 distance of a guided prediction from that of the step before; NaN for the first."""
+    if previous is None:
+        return math.nan
+    return float((prediction - previous).abs().mean() / previous.abs().mean())
+
+
+def guided(conditional: Tensor, unconditional: Tensor | None, scale: float) -> Tensor:
+    """Classifier-free guidance (arXiv 2207.12598) in float32."""
+    conditional = conditional.float()
+    if unconditional is None:
+        return conditional
+    unconditional = unconditional.float()
+    return unconditional + scale * (conditional - unconditional)

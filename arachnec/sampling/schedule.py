@@ -1,0 +1,179 @@
+"""A request's scheduler. In: any of Diffusers', or an object of its form. Out: steps, and a history that can be moved.
+
+A scheduler may keep tensors of the latents' shape from step to step (UniPC, DPM, Heun). These are its history. What
+else it keeps must follow from the step's number, so a rank that takes a request over makes it by counting: it runs
+the scheduler on a few numbers up to that step, and puts the history in their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+COUNTED = (1, 2, 3, 5, 7)  # the shape of the latents that stand in while steps are counted; no scheduler's own
+
+
+@dataclass(frozen=True)
+class SchedulerFailed(Diagnostic):
+    title: ClassVar[str] = "the scheduler {scheduler} cannot take {steps} steps: {reason}"
+    help: ClassVar[str] = "change the request's `steps`, or the scheduler's options"
+    scheduler: str
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class OtherHistory(Diagnostic):
+    title: ClassVar[str] = "the scheduler {scheduler} keeps other values after step {step} than the step's number tells"
+    help: ClassVar[str] = (
+        "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from the step's number"
+    )
+    scheduler: str
+    step: int
+
+
+class Schedule:
+    """A scheduler with the timesteps of one request. ``make`` gives a fresh one."""
+
+    def __init__(self, make: Callable[[], Any], steps: int, device: torch.device | str = "cpu") -> None:
+        self._make, self._asked, self._device = make, steps, torch.device(device)
+        self.scheduler = make()
+        self._previous: Tensor | None = None  # the predicted original, which CogVideoX's DPM is handed at every step
+        accepted = inspect.signature(self.scheduler.step).parameters
+        self._hands_previous = "old_pred_original_sample" in accepted
+        self._options = {"return_dict": False} if "return_dict" in accepted else {}
+        self._draws = "generator" in accepted
+        self._set_timesteps()
+        self.timesteps = tuple(self.scheduler.timesteps)
+        self._begin(0)
+
+    def __len__(self) -> int:
+        """Forwards that the request takes: more than its steps where a scheduler looks at a step twice (Heun)."""
+        return len(self.timesteps)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The timesteps as numbers."""
+        return tuple(float(timestep) for timestep in self.timesteps)
+
+    @property
+    def training_steps(self) -> float:
+        """The end of the range of timesteps."""
+        return float(getattr(getattr(self.scheduler, "config", None), "num_train_timesteps", 1000))
+
+    def model_input(self, latents: Tensor, step: int) -> Tensor:
+        """What the model is given for the latents of a step."""
+        scale = getattr(self.scheduler, "scale_model_input", None)
+        return latents if scale is None else scale(latents, self.timesteps[step])
+
+    def advance(self, prediction: Tensor, step: int, latents: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The latents after a step."""
+        timestep = self.timesteps[step]
+        options = {**self._options, "generator": generator} if self._draws else self._options
+        if self._hands_previous:
+            before = self.timesteps[step - 1] if step and self._previous is not None else None
+            result = self.scheduler.step(prediction, self._previous, timestep, before, latents, **options)
+            self._previous = result[1]
+        else:
+            result = self.scheduler.step(prediction, timestep, latents, **options)
+        if isinstance(result, Tensor):
+            return result
+        advanced: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
+        return advanced
+
+    def restart(self, step: int) -> None:
+        """Forget the history before ``step``: it is taken as if it were the first."""
+        self.scheduler = self._make()
+        self._previous = None
+        self._set_timesteps()
+        self._begin(step)
+
+    def history(self, like: Tensor) -> list[Tensor]:
+        """The kept tensors of the latents' shape, in an order that follows from the steps taken."""
+        return [leaf for leaf in self._leaves()[0] if _is_history(leaf, like.shape)]
+
+    def restore(self, since: int, step: int, history: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
+        """Stand before ``step`` with a history that began at ``since``."""
+        self._count(since, step, dtype)
+        leaves, spec = self._leaves()
+        moved = iter(history)
+        placed = [next(moved) if _is_history(leaf, COUNTED) else leaf for leaf in leaves]
+        state = pytree.tree_unflatten(placed, spec)
+        vars(self.scheduler).update(state["scheduler"])
+        self._previous = state["previous"]
+
+    def kept(self, since: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.dtype]:
+        """The precision of every tensor of the history before ``step``: what a rank that takes over receives."""
+        counted = Schedule(self._make, self._asked, self._device)
+        counted._count(since, step, dtype)
+        return [leaf.dtype for leaf in counted.history(torch.empty(COUNTED))]
+
+    def longest_history(self, dtype: torch.dtype = torch.float32) -> int:
+        """The most bytes that the history has for one number of the latents, before whichever step."""
+        counted = Schedule(self._make, self._asked, self._device)
+        longest = 0
+        for step in range(len(self)):
+            counted._count_one(step, dtype)
+            longest = max(longest, sum(leaf.dtype.itemsize for leaf in counted.history(torch.empty(COUNTED))))
+        return longest
+
+    def demand_counted(self, since: int, step: int, like: Tensor) -> None:
+        """Raises ``UserError`` where the scheduler keeps what neither moves with the history nor follows by counting.
+
+        ``step`` is the next one, of a history that began at ``since``.
+        """
+        counted = Schedule(self._make, self._asked, self._device)
+        counted._count(since, step, like.dtype)
+        (own, own_spec), (theirs, spec) = self._leaves(), counted._leaves()
+        same = own_spec == spec and all(_alike(a, like.shape, b) for a, b in zip(own, theirs, strict=True))
+        if not same:
+            raise UserError(OtherHistory(None, type(self.scheduler).__name__, step))
+
+    def _count(self, since: int, step: int, dtype: torch.dtype) -> None:
+        self.restart(since)
+        for number in range(since, step):
+            self._count_one(number, dtype)
+
+    def _count_one(self, step: int, dtype: torch.dtype) -> None:
+        latents = torch.full(COUNTED, 0.5, dtype=dtype, device=self._device)
+        self.advance(latents.clone(), step, latents, torch.Generator("cpu").manual_seed(0))
+
+    def _leaves(self) -> tuple[list[Any], Any]:
+        return pytree.tree_flatten({"scheduler": dict(vars(self.scheduler)), "previous": self._previous})
+
+    def _set_timesteps(self) -> None:
+        accepted = inspect.signature(self.scheduler.set_timesteps).parameters
+        options = {"device": self._device} if "device" in accepted else {}
+        try:
+            self.scheduler.set_timesteps(self._asked, **options)
+        except (ValueError, IndexError, ZeroDivisionError) as error:
+            name, reason = type(self.scheduler).__name__, " ".join(str(error).split()) or type(error).__name__
+            raise UserError(SchedulerFailed(None, name, self._asked, reason)) from error
+
+    def _begin(self, step: int) -> None:
+        begin = getattr(self.scheduler, "set_begin_index", None)
+        if begin is not None:
+            begin(step)
+
+
+def _is_history(leaf: object, shape: Sequence[int]) -> bool:
+    return isinstance(leaf, Tensor) and tuple(leaf.shape) == tuple(shape)
+
+
+def _alike(own: object, shape: Sequence[int], counted: object) -> bool:
+    """Whether a value that a scheduler keeps is history in both, or the same in both."""
+    if _is_history(own, shape) or _is_history(counted, COUNTED):
+        return _is_history(own, shape) and _is_history(counted, COUNTED)
+    if isinstance(own, Tensor) and isinstance(counted, Tensor):
+        return own.shape == counted.shape and torch.equal(own, counted)
+    if callable(own) or not isinstance(own, int | float | str | None):
+        return type(own) is type(counted)
+    return own == counted

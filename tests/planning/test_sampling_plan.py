@@ -1,0 +1,193 @@
+"""Plans of requests: proved programs, never below the bound, on small instances never above an exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.cost.model import CostModel
+from arachnec.data.requests import Request
+from arachnec.ir.nodes import Module, Phase, Stage, quantity
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.sampling.chains import Rates, request_chains
+from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
+from arachnec.solver.problem import TICKS
+
+TEXT = """
+module @stages attributes { level = "traced" } {
+  cluster @pod { nodes = 1, gpus = 4, device = "h100-80g", memory = MEMORY GiB, flops = 300 TFLOP/s, intra = 450 GB/s,
+    inter = 50 GB/s, latency = 1 us, inter_latency = 5 us }
+  stage @text frozen { state = 1 GiB, output = 1e-05*B*T GiB, flops = 0.001*B*T TFLOP }
+  stage @large frozen { state = 26 GiB, heads = 8, attentions = 4, traffic = 1e-5*B*S GiB, workspace = 1e-4*B*S GiB,
+    output = 1e-06*B*S GiB, flops = 5e-7*B*S^2 + 0.02*B*S TFLOP }
+  stage @small frozen { state = 3 GiB, heads = 8, attentions = 4, traffic = 1e-6*B*S GiB, workspace = 1e-5*B*S GiB,
+    output = 1e-06*B*S GiB, flops = 1e-7*B*S^2 + 0.003*B*S TFLOP }
+}
+"""
+SHAPES = ((17, 256, 256), (9, 128, 128), (33, 480, 832))
+
+
+def tokens(request: Request) -> int:
+    return ((request.frames - 1) // 4 + 1) * (request.height // 16) * (request.width // 16)
+
+
+def traced(requests: list[Request], forecasts: list[SwitchForecast], *, gpus: int = 4, memory: int = 80) -> Module:
+    module = parse_module(TEXT.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
+    assert module.cluster is not None
+    names = ("large", "small")
+    switch = "adaptive=0.1"
+    return sampling_module(requests, tokens, module.stages, names, module.cluster, switch=switch, forecasts=forecasts)
+
+
+def request(number: int, shape: tuple[int, int, int], **keys: float) -> Request:
+    return Request(
+        number, "a", *shape, steps=int(keys.get("steps", 8)), guidance=keys.get("guidance", 1.0), text_tokens=8
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, most: int) -> tuple[list[Request], list[SwitchForecast]]:
+    """Of several shapes and steps, with and without guidance, and any window."""
+    rows, forecasts = [], []
+    for number in range(draw(st.integers(1, most))):
+        steps = draw(st.integers(1, 9))
+        least = draw(st.integers(0, steps))
+        most_steps = draw(st.integers(least, steps))
+        forecasts.append(SwitchForecast(least, most_steps, draw(st.integers(least, most_steps))))
+        guidance = draw(st.sampled_from([1.0, 5.0]))
+        rows.append(request(number, draw(st.sampled_from(SHAPES)), steps=steps, guidance=guidance))
+    return rows, forecasts
+
+
+@given(requests(6), st.sampled_from(["search", "two-pools", "replica", "one-degree"]), st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_every_plan_is_proved_for_all_outcomes_and_survives_printing(
+    drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int
+) -> None:
+    pipeline = f"segment{{length=2}},annotate,schedule-sampling{{policy={policy},steps=20}},place,lower,check"
+    module = Pipeline.parse(pipeline).run(traced(*drawn, gpus=gpus))
+    assert quantity(module.attrs["makespan"]) >= quantity(module.attrs["bound"]) * (1 - 1e-6)
+    assert parse_module(print_module(module)) == module
+
+
+@given(requests(5))
+@settings(max_examples=15, deadline=None)
+def test_the_search_is_never_above_two_pools(drawn: tuple[list[Request], list[SwitchForecast]]) -> None:
+    module = Pipeline.parse("segment{length=9},annotate").run(traced(*drawn))
+    ends = {}
+    for policy in ("search", "two-pools"):
+        planned = Pipeline.parse(f"schedule-sampling{{policy={policy},steps=20}},place").run(module)
+        ends[policy] = quantity(planned.attrs["makespan"])
+    assert ends["search"] <= ends["two-pools"] * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_small_instances_reach_the_optimum_over_all_degrees_and_orders(split: bool) -> None:
+    """Two requests of both models, and four of one, on four ranks: every degree of every segment, in every order."""
+    count = 2 if split else 4
+    rows = [request(number, SHAPES[number % 3], steps=4 + number) for number in range(count)]
+    forecasts = [SwitchForecast.fixed(2 if split else row.steps) for row in rows]
+    module = Pipeline.parse("segment,annotate").run(traced(rows, forecasts))
+    module = without_encoders(module)
+    best = optimum(module)
+    planned = Pipeline.parse("schedule-sampling{steps=2000},place").run(module)
+    assert quantity(planned.attrs["bound"]) <= best * (1 + 1e-6)
+    assert quantity(planned.attrs["makespan"]) <= best * (1 + 1e-3)  # handoffs take their time
+
+
+def without_encoders(module: Module) -> Module:
+    from dataclasses import replace
+
+    kept = tuple(cascade for cascade in module.cascades if cascade.phase is Phase.DENOISE)
+    names = {cascade.name for cascade in kept}
+    return replace(
+        module,
+        cascades=tuple(replace(c, inputs=tuple(name for name in c.inputs if name in names)) for c in kept),
+        stages=tuple(stage for stage in module.stages if stage.name != "text"),
+    )
+
+
+def optimum(module: Module) -> float:
+    """ms of the shortest schedule of whole segments, GPUs alike and handoffs free."""
+    cost = CostModel(module)
+    rates = Rates(cost, {"large", "small"})
+    chains = request_chains(module, rates)
+    assert isinstance(chains, list)
+    runs = [[[(r.degree, r.ticks * run.steps) for r in run.rates] for run in one.chain.runs] for one in chains]
+    turns = [number for number, own in enumerate(runs) for _ in own]
+    best = float("inf")
+    for order in sorted(set(permutations(turns))):
+        jobs, seen = [], [0] * len(runs)
+        for number in order:
+            jobs.append((number, runs[number][seen[number]]))
+            seen[number] += 1
+        for picks in product(*(own for _, own in jobs)):
+            best = min(best, decoded([number for number, _ in jobs], picks, len(runs)))
+    return best / TICKS
+
+
+def decoded(order: list[int], picks: tuple[tuple[int, int], ...], chains: int) -> int:
+    """Ticks of segments in an order, each as early as its chain and GPUs allow."""
+    free, ready = [0] * 4, [0] * chains
+    for number, (degree, ticks) in zip(order, picks, strict=True):
+        free.sort()
+        end = max(ready[number], free[degree - 1]) + ticks
+        ready[number] = end
+        free[:degree] = [end] * degree
+    return max(ready)
+
+
+def test_models_lie_apart_where_no_rank_holds_both() -> None:
+    rows = [request(number, SHAPES[0]) for number in range(3)]
+    module = traced(rows, [SwitchForecast.fixed(3)] * 3, memory=31)
+    planned = Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(module)
+    on = {name: {r for c in planned.cascades if c.stage == name for r in c.ranks} for name in ("large", "small")}
+    assert not on["large"] & on["small"]
+
+
+def test_nothing_of_a_request_runs_before_it_arrives() -> None:
+    rows = [Request(n, "a", *SHAPES[0], steps=4, text_tokens=8, arrival=0.2 * n) for n in range(4)]
+    for objective in ("makespan", "mean-latency", "p95-latency"):
+        module = traced(rows, [SwitchForecast.fixed(2)] * 4)
+        passes = f"segment,annotate,schedule-sampling{{steps=20,objective={objective}}},place,lower,check"
+        planned = Pipeline.parse(passes).run(module)
+        for cascade in planned.cascades:
+            assert cascade.start >= 200.0 * cascade.clips[0] - 1e-6
+
+
+def test_equal_requests_are_batched_and_take_their_steps_together() -> None:
+    rows = [request(number, SHAPES[1]) for number in range(5)]
+    module = Pipeline.parse("segment{batch=2},annotate,schedule-sampling{steps=5},place,lower,check").run(
+        traced(rows, [SwitchForecast.fixed(3)] * 5)
+    )
+    assert {c.batch for c in module.cascades if c.phase is Phase.DENOISE} == {1, 2}
+
+
+def test_a_stage_that_samples_is_its_parameters_alone() -> None:
+    from arachnec.ir.values import Attributes, Formula, Quantity, Term
+    from arachnec.planning.sampling.requests import inference_stage
+
+    size = Formula((Term(1e-3, (("S", 1),)),), "GiB")
+    trained = Stage(
+        "dit",
+        True,
+        Attributes.of(
+            params=2**30,
+            dtype="bf16",
+            saved=size,
+            workspace=size,
+            recomputing=size,
+            state=Quantity(16.0, "GiB"),
+            trained=2**30,
+        ),
+    )
+    stage = inference_stage(trained, 64.0, kept=2)
+    assert not stage.trained and "saved" not in stage.attrs and "trained" not in stage.attrs
+    assert quantity(stage.attrs["state"]) == 2.0
+    assert stage.attrs["workspace"](B=1, S=1000, T=0) == pytest.approx(2.0)  # type: ignore[operator]
+    assert stage.attrs["output"](B=1, S=2**20, T=0) == pytest.approx(3 * 64 / 1024)  # type: ignore[operator]

@@ -1,0 +1,169 @@
+"""One request's loop: Diffusers' own latents, both ends of the switch, and a state that can be handed on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from arachnec.data.switch import Switch, parse_switch, switched_at
+from arachnec.ir.diagnostic import UserError
+from arachnec.sampling.forward import both_branches, branch_of
+from arachnec.sampling.loop import Loop, begin
+from arachnec.sampling.schedule import Schedule
+from arachnec.sampling.state import packed, state_bytes, unpack
+
+pytest.importorskip("diffusers")
+from benchmarks.sampling import pipelines
+from benchmarks.sampling.pipelines import Case
+
+# numpy's, in how some of Diffusers' schedulers make arrays of tensors
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+REQUEST = replace(pipelines.REQUEST, guidance=3.0)
+PAIR = pipelines.sampler_file(pipelines.video_sampler(Case("wan", "unipc", 3.0, 0.875)))
+MODELS = pipelines.build(PAIR)
+PREDICT = both_branches(PAIR, branch_of(PAIR, MODELS.__getitem__))
+
+
+def loop(rule: str, **options: Any) -> Loop:
+    return pipelines.loop(PAIR, MODELS, REQUEST, parse_switch(rule), **options)
+
+
+def ended(rule: str, **options: Any) -> Loop:
+    state = loop(rule, **options)
+    state.run(PREDICT)
+    return state
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("wan", "unipc", 5.0, 0.875),
+        Case("wan", "dpm-sde", 1.0),
+        Case("cogvideox", "cogvideox-dpm", 5.0),
+        Case("hunyuan_video", "euler", 5.0),
+    ],
+    ids=str,
+)
+def test_latents_are_those_of_diffusers_own_pipeline(case: Case) -> None:
+    """All schedulers: ``python -m benchmarks.sampling.parity``."""
+    assert pipelines.difference(case) < 1e-5
+
+
+def test_both_ends_of_the_switch_are_one_model_to_the_bit() -> None:
+    assert torch.equal(ended("fixed=99").latents, ended("fixed=0", names=("high",)).latents)
+    assert torch.equal(ended("fixed=0").latents, ended("fixed=0", names=("low",)).latents)
+    between = ended("fixed=3").latents
+    assert not torch.equal(between, ended("fixed=0").latents)
+    assert not torch.equal(between, ended("fixed=99").latents)
+
+
+def test_which_model_is_first_is_an_option() -> None:
+    assert torch.equal(ended("fixed=0", names=("low", "high")).latents, ended("fixed=99").latents)
+
+
+def test_an_adaptive_switch_follows_from_its_recorded_trace() -> None:
+    free = ended("adaptive=0")
+    assert free.switched == 6 and len(free.distances) == 6
+    for value in sorted(free.distances[1:]):
+        rule = f"adaptive={value * 1.01:.6f},least=2"
+        state = ended(rule)
+        assert state.switched == switched_at(parse_switch(rule), state.distances, 6)
+        assert torch.equal(state.latents, ended(f"fixed={state.switched}").latents)
+    assert ended("adaptive=9,least=2").switched == 2
+
+
+def test_history_is_carried_over_the_switch_or_restarted() -> None:
+    carried, restarted = ended("fixed=3"), ended("fixed=3", restart=True)
+    assert not torch.equal(carried.latents, restarted.latents)
+    by_hand = loop("fixed=3")
+    by_hand.run(PREDICT, until=3)
+    by_hand.schedule.restart(3)
+    by_hand.run(PREDICT)
+    assert torch.equal(by_hand.latents, restarted.latents)
+
+
+SCHEDULERS: dict[str, Callable[[], Any]] = {
+    **pipelines.flow_schedulers(),
+    **{f"v-{name}": make for name, make in pipelines.diffusion_schedulers().items()},
+}
+
+
+def run(schedule: Schedule, first: int, last: int, latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    for step in range(first, last):
+        latents = schedule.advance(latents.sin(), step, latents, generator)
+    return latents
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int) -> None:
+    noise = torch.randn(1, 4, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+
+    def begun() -> tuple[Schedule, torch.Generator]:
+        schedule = Schedule(SCHEDULERS[name], 6)
+        schedule.restart(since)
+        return schedule, torch.Generator().manual_seed(2)
+
+    whole, generator = begun()
+    expected = run(whole, since, len(whole), noise, generator)
+    for border in range(since, len(whole) + 1):
+        before, generator = begun()
+        latents = run(before, since, border, noise, generator)
+        before.demand_counted(since, border, latents)
+        history = before.history(latents)
+        after = Schedule(SCHEDULERS[name], 6)
+        assert [tensor.dtype for tensor in history] == after.kept(since, border)
+        after.restore(since, border, history)
+        assert torch.equal(run(after, border, len(after), latents, generator), expected), border
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_request_is_handed_on_as_bytes_before_any_step(restart: bool) -> None:
+    expected = ended("adaptive=0.1,least=2,most=3", restart=restart)
+    for border in range(7):
+        state = loop("adaptive=0.1,least=2,most=3", restart=restart)
+        state.run(PREDICT, until=border)
+        taken = begin(state.sampling, REQUEST)
+        assert state_bytes(state) == state_bytes(taken)
+        unpack(packed(state), taken)
+        assert taken.model == state.model and taken.switched == state.switched
+        taken.run(PREDICT)
+        assert torch.equal(taken.latents, expected.latents), border
+        assert taken.distances[1:] == expected.distances[1:]
+
+
+class Sum:
+    """A scheduler that keeps what no other rank can know."""
+
+    def set_timesteps(self, steps: int) -> None:
+        self.timesteps = torch.linspace(1000, 1, steps)
+        self.total = 0.0
+
+    def step(self, prediction: torch.Tensor, timestep: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        self.total += float(prediction.sum())
+        return latents - prediction
+
+
+def test_an_object_of_the_form_is_a_scheduler_and_one_that_cannot_be_handed_on_is_refused() -> None:
+    schedule = Schedule(Sum, 4)
+    latents = run(schedule, 0, 2, torch.ones(1, 4), torch.Generator())
+    with pytest.raises(UserError, match="Sum keeps other values after step 2"):
+        schedule.demand_counted(0, 2, latents)
+
+
+def test_too_many_steps_for_a_scheduler_are_refused_and_latents_that_are_no_numbers_are_seen() -> None:
+    with pytest.raises(UserError, match="cannot take 2000 steps"):
+        Schedule(SCHEDULERS["v-ddim"], 2000)
+    state = loop("fixed=2")
+    state.run(lambda *_: state.latents * (torch.nan if state.step == 1 else 1.0))
+    assert state.failed and state.step == 2
+
+
+def test_a_boundary_is_where_the_timesteps_cross_it() -> None:
+    numbers = loop("fixed=0").schedule.numbers
+    k = ended("boundary=0.875").switched
+    assert k is not None and 0 < k < 6
+    assert all((number >= 875) == (step < k) for step, number in enumerate(numbers))
+    assert Switch("boundary", 0.875).bounds(numbers) == (k, k)
