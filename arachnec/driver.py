@@ -213,8 +213,48 @@ def compare(
     machine = parse_cluster(cluster)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    traced = front_end(trace_file(model_file, manifest), manifest, machine)
-    compared: list[Compared] = []
+    return compared(front_end(trace_file(model_file, manifest), manifest, machine), pipelines, instruments)
+
+
+def compare_requests(
+    sampler: str | Path,
+    data: str | Path,
+    cluster: str | Path,
+    pipelines: Mapping[str, Pipeline],
+    *,
+    switch: str | None = None,
+    instruments: Sequence[Instrument] = (),
+) -> tuple[list[Compared], list[dict[str, str]]]:
+    """What every pipeline makes of the requests of a sampler file, simulated, and why some cannot.
+
+    ``switch`` is the rule by which the second model takes over, by default the file's. Raises ``UserError`` where no
+    pipeline can.
+    """
+    from arachnec.data.requests import read_requests
+    from arachnec.data.switch import parse_switch
+    from arachnec.generation.plan import ordered
+    from arachnec.generation.plan import traced as trace_requests
+    from arachnec.generation.run import switch_of
+    from arachnec.models.sampler_file import load_sampler_file
+    from arachnec.sampling.loop import Sampling
+
+    asked = None if switch is None else parse_switch(switch)
+    requests, machine, file = read_requests(data), parse_cluster(cluster), load_sampler_file(sampler)
+    for pipeline in pipelines.values():
+        pipeline.demand(Level.TRACED, Level.LOWERED)
+    names = ordered(file, None)
+    sampling = Sampling(file, names, switch_of(file, names, asked), False)
+    return compared(trace_requests(sampling, requests).module(machine), pipelines, instruments)
+
+
+def compared(
+    traced: Module, pipelines: Mapping[str, Pipeline], instruments: Sequence[Instrument] = ()
+) -> tuple[list[Compared], list[dict[str, str]]]:
+    """What every pipeline makes of iteration 0 of a traced module, simulated, and why some cannot.
+
+    Raises ``UserError`` where none can.
+    """
+    rows: list[Compared] = []
     refused: list[tuple[str, UserError]] = []
     for name, pipeline in pipelines.items():
         try:
@@ -223,7 +263,7 @@ def compare(
         except UserError as error:
             refused.append((name, error))
             continue
-        compared.append(Compared(name, module, simulate(module), model_ms + iteration_ms))
-    if not compared:
+        rows.append(Compared(name, module, simulate(module), model_ms + iteration_ms))
+    if not rows:
         raise refused[0][1]
-    return compared, [{"pipeline": name, "reason": str(error)} for name, error in refused]
+    return rows, [{"pipeline": name, "reason": str(error)} for name, error in refused]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Level, Module, Phase, quantity
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
+from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
 from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
 
@@ -53,11 +54,19 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
                 "end_ms": cascade.end,
                 "ranks": list(cascade.ranks) if module.level >= Level.PLACED else [],
                 "recompute": cost.recomputed(cascade),
+                **sampled(cascade),
                 "attention": families.get(cascade.name, cascade.attrs.get("attention")),
             }
             for cascade in module.cascades
         ],
-    }
+    } | request_report(module, {cascade.name: cascade.end for cascade in module.cascades})
+
+
+def sampled(cascade: Cascade) -> dict[str, Any]:
+    """Of a segment its first and last step, those it is planned to take, and how many branches lie side by side."""
+    if cascade.phase is not Phase.DENOISE:
+        return {}
+    return {"steps": list(segment_of(cascade)), "planned_steps": planned_steps(cascade), "side": cascade.side}
 
 
 def alternatives(module: Module) -> list[dict[str, Any]]:
@@ -89,6 +98,7 @@ def simulation_report(module: Module, simulation: Simulation, planning_ms: float
         spans[interval.target] = (min(start, interval.start), max(end, interval.end))
     for row in report["cascades"]:
         row["start_ms"], row["end_ms"] = spans[row["name"]]
+    report |= request_report(module, {name: end for name, (_, end) in spans.items()})
     return report | {
         "makespan_ms": simulation.makespan_ms,
         "iteration_ms": simulation.iteration_ms,
@@ -147,8 +157,43 @@ def peak_memory(module: Module, cost: CostModel) -> float:
     return always + max((quantity(value) for value in memories if value is not None), default=0.0)
 
 
+def request_report(module: Module, ends: Mapping[str, float]) -> dict[str, Any]:
+    """Of a module that samples: every request's latency, ms from its arrival to the end of its last cascade, and their
+    mean and 95th percentile. ``ends`` are those of cascades. Empty for others."""
+    if not is_sampling(module):
+        return {}
+    last: dict[int, float] = {}
+    for cascade in module.cascades:
+        for clip in cascade.clips:
+            last[clip] = max(last.get(clip, 0.0), ends[cascade.name])
+    sampled = [clip for clip in module.clips if clip.id in last]
+    latencies = [last[clip.id] - arrival_of(clip) for clip in sampled]
+    rows = [
+        {
+            "id": clip.attrs.get("name", str(clip.id)),
+            "arrival_ms": arrival_of(clip),
+            "end_ms": last[clip.id],
+            "latency_ms": latency,
+        }
+        for clip, latency in zip(sampled, latencies, strict=True)
+    ]
+    ranked = sorted(latencies)
+    return {
+        "requests": rows,
+        "mean_latency_ms": math.fsum(latencies) / max(1, len(latencies)),
+        "p95_latency_ms": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else 0.0,
+    }
+
+
 def clips_trained(module: Module) -> Counter[int]:
-    """How often each clip of the module is trained; by a pipeline, as often as it goes through the last stage."""
+    """How often each clip of the module is trained; by a pipeline, as often as it goes through the last stage.
+
+    Of requests, how often each is sampled: `check` has proved that its segments take every step once.
+    """
+    if is_sampling(module):
+        return Counter(
+            {clip for cascade in module.cascades if cascade.phase is Phase.DENOISE for clip in cascade.clips}
+        )
     last = next((stage.name for stage in reversed(module.stages) if "part_of" in stage.attrs), None)
     counted = (c for c in module.cascades if c.phase is Phase.TRAIN or (c.stage, c.phase) == (last, Phase.FORWARD))
     return Counter(clip for cascade in counted for clip in cascade.clips)

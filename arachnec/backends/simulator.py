@@ -9,11 +9,12 @@ from arachnec.analysis.uses import Values, split_backwards
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.sampling import CODING, as_forward, planned_steps
 from arachnec.ir.values import Formula
 from arachnec.simulation.events import Engine
 from arachnec.views.timeline import COMPUTE, Timeline, imbalance
 
-FORWARDS = {Phase.TRAIN: 3.0, Phase.BACKWARD: 2.0, Phase.WEIGHT: 1.0}  # work of a phase in forwards; others are one
+FORWARDS = {Phase.TRAIN: 3.0, Phase.BACKWARD: 2.0, Phase.WEIGHT: 1.0}  # work of a phase in forwards; others: one a step
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
     needed = [
         _tflop(cascade, stages[cascade.stage], cascade.name in split)
         for cascade in module.cascades
-        if cascade.phase is not Phase.ENCODE
+        if cascade.phase not in CODING
     ]
     if not needed or None in needed:
         return None
@@ -81,5 +82,6 @@ def _tflop(cascade: Cascade, stage: Stage, split: bool) -> float | None:
     flops = stage.attrs.get("flops")
     if not isinstance(flops, Formula):
         return None
-    forwards = 1.0 if split else FORWARDS.get(cascade.phase, 1.0)
+    forwards = 1.0 if split else FORWARDS.get(cascade.phase, float(planned_steps(cascade)))
+    cascade = as_forward(cascade)
     return forwards * flops(B=cascade.batch, S=cascade.tokens, T=cascade.text)

@@ -25,6 +25,8 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.commands.program_file import read_program
     from arachnec.executable.folder import HEADER, read_executable
     from arachnec.executable.program_input import demand_own_input
+    from arachnec.ir.diagnostic import counted
+    from arachnec.ir.sampling import is_sampling, outcomes_of
     from arachnec.passes.check import checked
 
     module = checked(read_program(program))
@@ -37,10 +39,14 @@ def command(program: Path, equivalence: bool) -> None:
         ((high_water(values, listing), limits[node_of(module.cluster, listing.rank)]) for listing in module.programs),
         key=lambda pair: pair[0].total / pair[1],
     )
+    once = f"gradient  {len(module.clips)} clips, each once in every trained stage, with weight 1/{len(module.clips)}"
+    if is_sampling(module):
+        outcomes = max((len(outcomes_of(clip)) for clip in module.clips), default=1)
+        once = f"steps     {len(module.clips)} requests, each step once at each of up to {counted(outcomes, 'outcome')}"
     instructions = sum(len(listing.instructions) for listing in module.programs)
     click.echo(
         f"{module.name}: {instructions} instructions on {len(module.programs)} ranks hold all rules\n"
-        f"  gradient  {len(module.clips)} clips, each once in every trained stage, with weight 1/{len(module.clips)}\n"
+        f"  {once}\n"
         f"  deadlock  none, even where every send waits for its receive\n"
         f"  inputs    all there before they are used\n"
         f"  memory    at most {peak.total:.2f} of {limit:.2f} GiB, on rank {peak.rank}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@click.option("--switch", help="Of a sampler file: when the second model takes over, as for `arachnec generate`.")
 @click.option("--svg", "--plot", "svg", type=click.Path(path_type=Path), help="Draw times and timelines there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @pass_options
@@ -33,23 +34,35 @@ def command(
     pipelines: str | None,
     profile: Path | None,
     batch: int | None,
+    switch: str | None,
     svg: Path | None,
     as_json: bool,
     options: PassOptions,
 ) -> None:
     """Plan the first iteration of the clips with every named pipeline and print what each would take.
 
+    MODEL may be a sampler file, and the clips requests: then those of the pipelines that sample are compared.
+
     Times, imbalance, MFU and memory are the simulator's. MFU is model FLOPs without recomputation over what the
     devices could do at their specified peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
     from arachnec.commands.tables import terminal
-    from arachnec.driver import compare
+    from arachnec.driver import compare, compare_requests
 
-    if not names(pipelines):
+    samples = is_sampler(model)
+    if not names(pipelines, samples):
         raise click.UsageError("--pipelines names none; leave it out to compare all")
-    named = {name: options.pipeline(name, profile) for name in names(pipelines)}
-    plans, refused = compare(model, data, cluster, named, batch=batch, instruments=options.instruments())
+    named = {name: options.pipeline(name, profile) for name in names(pipelines, samples)}
+    instruments = options.instruments()
+    if samples:
+        if batch is not None:
+            raise click.UsageError("--batch is of training; requests come as they are")
+        plans, refused = compare_requests(model, data, cluster, named, switch=switch, instruments=instruments)
+    else:
+        if switch is not None:
+            raise click.UsageError(f"--switch is of a sampler file; {model} has no `models`")
+        plans, refused = compare(model, data, cluster, named, batch=batch, instruments=instruments)
     rows = [plan.report for plan in plans]
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
@@ -71,7 +84,7 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
         console.print(line, highlight=False, soft_wrap=True)
     console.print()
     for row in refused:
-        console.print(f"{row['pipeline']}: cannot train this batch: {row['reason']}", highlight=False, soft_wrap=True)
+        console.print(f"{row['pipeline']}: cannot run this: {row['reason']}", highlight=False, soft_wrap=True)
     leaving_out = [row for row in rows if row["original_clips"]]
     console.print(
         f"every pipeline here trains each clip once{'; the originals of these do not:' if leaving_out else ''}"
@@ -104,9 +117,25 @@ def drawing(model: Path, plans: Sequence[Compared]) -> str:
     )
 
 
-def names(pipelines: str | None) -> list[str]:
-    from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
+def is_sampler(path: Path) -> bool:
+    """Whether a file has the form of a sampler file: it defines `models`. Reads it, and runs nothing."""
+    import ast
 
+    try:
+        nodes = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # whoever loads it says what is wrong
+    assigned = (node.targets for node in nodes if isinstance(node, ast.Assign))
+    names = {target.id for targets in assigned for target in targets if isinstance(target, ast.Name)}
+    return "models" in names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def names(pipelines: str | None, samples: bool = False) -> list[str]:
+    """The pipelines that are asked for; all that train, or all that sample, where none is."""
+    from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES, SAMPLING_PIPELINES
+
+    if pipelines is None and samples:
+        return list(SAMPLING_PIPELINES)
     if pipelines is None:
         return [name for name in PIPELINES if name not in NOT_COMPARED]
     separator = ";" if ";" in pipelines or "{" in pipelines else ","

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from arachnec.views.what_if import Answer
 
 WITHOUT_FOLDER = "schedule-z3,place,bucket,lower,check"  # where no folder says what the plan was made by
+OF_REQUESTS = "schedule-sampling,place,lower,check"
 
 
 @click.command("explain")
@@ -67,13 +68,15 @@ def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
 def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, ...] = ()) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
     from arachnec.executable.folder import HEADER, read_executable
+    from arachnec.ir.sampling import is_sampling
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.passes.infra.registry import installed, load_file
     from arachnec.views.what_if import begin_of, what_if
 
     if not (program / HEADER).is_file():
         begin = begin_of(module)
-        return what_if(begin, begin, Pipeline.parse(WITHOUT_FOLDER), module, budget_ms)
+        passes = OF_REQUESTS if is_sampling(module) else WITHOUT_FOLDER
+        return what_if(begin, begin, Pipeline.parse(passes), module, budget_ms)
     executable = read_executable(program)
     registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
     with contextlib.chdir(program):  # where the pipeline finds its profile

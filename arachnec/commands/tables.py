@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import ms as ms
 from arachnec.views.format import ranges as ranges
@@ -76,12 +76,19 @@ def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
             cascade.phase.value,
             f"{cascade.batch} x {cascade.tokens}",
             str(cascade.degree),
-            attention_word(cascade.attrs.get("ulysses"), cascade.attrs.get("ring")),
+            split_word(cascade),
             ranges(row["ranks"]),
             ms(row["start_ms"]),
             ms(row["end_ms"]),
         )
     return table
+
+
+def split_word(cascade: Cascade) -> str:
+    """How the ranks of a cascade share it: branches of a step apart, then attention."""
+    attention = attention_word(cascade.attrs.get("ulysses"), cascade.attrs.get("ring"))
+    apart = f"branches {cascade.side}" if cascade.phase is Phase.DENOISE and cascade.side > 1 else ""
+    return " x ".join(filter(None, (apart, attention)))
 
 
 def attention_word(ulysses: object, ring: object) -> str:

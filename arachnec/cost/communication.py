@@ -14,8 +14,8 @@ from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, r
 from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.strategy import Attention
-from arachnec.ir.nodes import Cascade, Cluster, Stage
-from arachnec.ir.sampling import CODING, as_forward
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.ir.sampling import CODING, as_forward, branches_of, planned_steps
 from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
 
 
@@ -150,6 +150,15 @@ class Communication:
         if attention.ring > 1:
             total += hop_time(links.ring, sent.passed, sent.hops, links.contention)
         return total
+
+    def exchange(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> float:
+        """ms in which a ``denoise`` whose branches lie on ranks of their own gathers what each predicts, every step."""
+        if cascade.phase is not Phase.DENOISE:
+            return 0.0
+        steps, branches = planned_steps(cascade), branches_of(cascade)
+        links = self._links_of(degree, ranks, 1)
+        size = evaluated(self.stages[cascade.stage], "output", cascade) * GIB * branches * steps
+        return collective_time(links.everyone, size, branches, steps, links.contention)
 
     def volumes(self, cascade: Cascade, attention: Attention, recompute: int) -> Volumes:
         """What each rank of the cascade sends to the others."""

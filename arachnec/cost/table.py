@@ -146,17 +146,18 @@ class CostTable:
             entries = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
             return min(entries, key=lambda entry: entry.time)
         memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
-        times = times_of(cascade)
+        times, apart = times_of(cascade), 0.0
         if times and degree not in times:
             raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
         if strategy.side > 1:  # its clips' ranks all do the same
+            apart = self.communication.exchange(cascade, degree, ranks)
             cascade, degree = on_one_side(cascade, strategy.side), degree // strategy.side
             ranks = ranks and ranks[:degree]
         attention = strategy.attention or self._cheapest(cascade, degree, ranks)
         resolved = Strategy(attention, strategy.recompute, strategy.side)
         if times:
             return Entry(times[degree * strategy.side] * self.devices.slowdown(ranks), memory, resolved)
-        return Entry(self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
+        return Entry(apart + self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
         """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""

@@ -19,7 +19,7 @@ from arachnec.planning.sampling.requests import SwitchForecast, inference_stage,
 from arachnec.sampling.loop import Sampling, begin
 from arachnec.tracing.needs_values import needs_values
 
-DEFAULT = "segment,annotate,schedule-z3,place,lower,check"
+DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
 
 
@@ -60,10 +60,7 @@ class Traced:
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
             stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace)))
         sampler, names = self.sampling.sampler, self.sampling.names
-        forwards = [
-            replace(r, steps=len(self.sampling.schedule(r)), guidance=max(sampler.scale(name, r) for name in names))
-            for r in self.requests
-        ]
+        forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
         return sampling_module(
             forwards,
             lambda request: first.tokens(request.clip()),
@@ -74,6 +71,7 @@ class Traced:
             forecasts=[forecast(self.sampling, request) for request in self.requests]
             if len(self.sampling.names) == 2
             else (),
+            branches=sampler.branches,
         )
 
     def _latent_bytes(self, trace: Trace) -> float:

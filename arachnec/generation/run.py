@@ -75,7 +75,7 @@ def prepare(
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     file = load_sampler_file(sampler)
     names = ordered(file, first)
-    rule = _rule(file, names, asked)
+    rule = switch_of(file, names, asked)
     settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, machine.attrs.get("device") == "cpu")
     left = Results(out, settings, file.digest).unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
@@ -87,7 +87,7 @@ def prepare(
     return Generation(file, settings, left, finished, module, out, (time.perf_counter() - started) * 1e3)
 
 
-def _rule(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
+def switch_of(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
     """The switch that is asked for, else the file's, else a boundary; a lone model takes all steps."""
     if len(names) == 1:
         return ONE_MODEL

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers, quantity
 
 CODING = (Phase.ENCODE, Phase.DECODE)  # phases in which ranks deal out whole clips
 
@@ -84,6 +84,18 @@ def steps_taken(segment: tuple[int, int], after: bool, outcome: int) -> range:
     """The steps that a segment of the first model takes at an outcome; with ``after`` one of the second."""
     first, last = segment
     return range(max(first, outcome), last + 1) if after else range(first, min(last + 1, outcome))
+
+
+def arrival_of(clip: Clip) -> float:
+    """ms before which nothing of a request runs."""
+    return quantity(clip.attrs["arrival"]) if "arrival" in clip.attrs else 0.0
+
+
+def arrivals(clips: Sequence[Clip], cascades: Sequence[Cascade]) -> dict[str, float]:
+    """By cascade, ms before which it does not run; those that may run from the start left out."""
+    late = {clip.id: arrival_of(clip) for clip in clips if "arrival" in clip.attrs}
+    own = ((c.name, max((late.get(clip, 0.0) for clip in c.clips), default=0.0)) for c in cascades if late)
+    return {name: moment for name, moment in own if moment > 0}
 
 
 def chain_of(cascades: Sequence[Cascade], request: int) -> list[Cascade]:

@@ -24,6 +24,7 @@ from arachnec.analysis.execution_model import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import posted_receives
 from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
+from arachnec.ir.sampling import arrivals
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
 from arachnec.simulation.updated_layers import UpdatedLayers
@@ -117,6 +118,13 @@ class _Completion:
     version: int
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """A request is there that a rank waits for."""
+
+    rank: int
+
+
 class Engine:
     """The event loop; after ``run`` it holds all intervals and transfers.
 
@@ -132,7 +140,8 @@ class Engine:
             p.rank: _Rank(p.rank, p.instructions, list(posted[p.rank]), overlapped=overlapped_reduces(p))
             for p in values.module.programs
         }
-        self._events: list[tuple[float, int, _Completion | _Transfer]] = []
+        self._arrivals = arrivals(values.module.clips, values.module.cascades)
+        self._events: list[tuple[float, int, _Completion | _Transfer | _Arrived]] = []
         self._count = 0
         self._arrived: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self._reduces: dict[tuple[int, ...], deque[Instruction]] = defaultdict(deque)  # by group; the first one runs
@@ -154,6 +163,8 @@ class Engine:
                 _, _, event = heapq.heappop(self._events)
                 if isinstance(event, _Transfer):
                     self._arrive(event, now)
+                elif isinstance(event, _Arrived):
+                    self._advance(self._ranks[event.rank], now)
                 elif event.version == event.activity.version:
                     self._end(event.activity, now)
             self._settle(now)
@@ -178,6 +189,9 @@ class Engine:
                 self._start_reduce(rank, rank.at, now)
             elif instruction.op in ("norm", "step") and rank.reducing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
+                return
+            elif self._arrivals.get(instruction.target, 0.0) > now and instruction.op in COMPUTE:
+                self._push(self._arrivals[instruction.target], _Arrived(rank.rank))
                 return
             elif instruction.op not in ("receive", "free"):
                 self._enter(rank, instruction, now)
@@ -332,6 +346,6 @@ class Engine:
             if rank.waiting_for == name:
                 self._advance(rank, now)
 
-    def _push(self, when: float, event: _Completion | _Transfer) -> None:
+    def _push(self, when: float, event: _Completion | _Transfer | _Arrived) -> None:
         heapq.heappush(self._events, (when, self._count, event))
         self._count += 1

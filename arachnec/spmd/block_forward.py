@@ -19,6 +19,8 @@ from arachnec.kernels.attention.exchange import shard_tokens
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.spmd.rewrite import ShardedBlock
 from arachnec.spmd.sharded_tokens import ShardedTokens
+from arachnec.spmd.sparse_block import SparseBlock
+from arachnec.spmd.sparse_layers import SparseCascade
 from arachnec.tracing.blocks import CapturedBlock
 from arachnec.tracing.errors import UnequalCall
 
@@ -39,6 +41,7 @@ class Execution:
     recompute: bool | Set[str] = False  # of all blocks, or the paths of some
     recomputing: AbstractContextManager[object] | None = None  # a block that is run again runs inside it
     away: InputsAway | None = None  # where the inputs of blocks that run again are kept; None: where they are
+    sparse: SparseCascade | None = None  # attention over video tokens; None: as the model has it
     _lengths: dict[int, SequenceShard] = field(default_factory=dict)
 
     def recomputes(self, path: str) -> bool:
@@ -87,6 +90,7 @@ class BlockGraph:
         self.block = block
         self.whole = None if forms is None else forms.whole
         self.share = block.module if forms is None else forms.share
+        self.sparse: SparseBlock | None = None
         self.arguments = _Arguments(path, signature, block.captured)
         self._chained = chained  # which of its inputs another block made
         self._parameters = _parameter_sources(module, block.captured)
@@ -133,6 +137,10 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         execution = self.execution
         graph = self._graph(args, kwargs)
+        if execution.sparse is not None and execution.shard is None and graph is not None and graph.sparse is not None:
+            inputs = graph.arguments.tensors(args, kwargs)
+            values = [execution.sparse.of_block(self.path), *graph.values(inputs)]
+            return graph.block.captured.unflatten(self._run(graph, graph.sparse.whole, values, inputs))
         if execution.shard is None and graph is not None and graph.whole is not None:
             inputs = graph.arguments.tensors(args, kwargs)
             return graph.block.captured.unflatten(self._run(graph, graph.whole, graph.values(inputs), inputs))
@@ -154,7 +162,12 @@ class BlockForward:
         lengths = (x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None)
         shard = self.execution.shard_of(next(lengths))
         inputs = [_arriving(x, dim, shard) for x, dim in zip(tensors, dims, strict=True)]
-        results = self._run(graph, graph.share, [shard, *graph.values(inputs)], inputs)
+        sparse = self.execution.sparse
+        if sparse is not None and graph.sparse is not None:
+            values = [sparse.of_block(self.path), shard, *graph.values(inputs)]
+            results = self._run(graph, graph.sparse.share, values, inputs)
+        else:
+            results = self._run(graph, graph.share, [shard, *graph.values(inputs)], inputs)
         outputs = [
             result if dim is None else ShardedTokens(result, dim, shard)
             for result, dim in zip(results, graph.block.outputs, strict=True)

@@ -8,6 +8,7 @@ the outputs of the last are gathered, and what lies between needs no knowledge o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from torch import nn
 
 from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.sparse.predictor import RANK
 from arachnec.spmd.block_forward import BlockForward, Execution, FusedForms, InputsAway
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
+from arachnec.spmd.sparse_block import sparsify_block
+from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, add_predictors
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.captured import chained_inputs
 
@@ -49,6 +53,23 @@ class SequenceModel:
             for path in block.captured.instances:
                 self._forwards[path].add(block, forms, chained)
 
+    def sparsify(self, rank: int = RANK, seed: int = 0) -> dict[Layer, LayerState]:
+        """Gives every block whose attention can be sparse a predictor, as parameters of the block, and graphs in which
+        it is; these run where ``use`` is given a ``sparse``. A block that is called twice in a forward stays dense.
+
+        Raises ValueError for a rank of 0 or above the head size.
+        """
+        often = Counter(call.path for call in self.captured.calls)
+        rewritten = {block.captured: sparsify_block(block) for block in self.blocks}
+        sites = {}
+        for path, forward in self._forwards.items():
+            of_graphs = [(graph, rewritten[graph.block.captured]) for graph in forward.graphs]
+            if often[path] == 1 and any(sparse.sites for _, sparse in of_graphs):
+                sites[path] = next(sparse.sites for _, sparse in of_graphs if sparse.sites)
+                for graph, sparse in of_graphs:
+                    graph.sparse = sparse if sparse.sites == sites[path] else None
+        return add_predictors(self.model, sites, rank, seed)
+
     @contextmanager
     def use(
         self,
@@ -56,22 +77,25 @@ class SequenceModel:
         recompute: bool | Set[str] = False,
         recomputing: AbstractContextManager[object] | None = None,
         away: InputsAway | None = None,
+        sparse: SparseCascade | None = None,
     ) -> Iterator[nn.Module]:
         """Inside, the model's forward and backward run on this rank's tokens; unchanged for None and for one rank.
 
         Blocks that ``recompute``, all or those at some paths, keep only their inputs and run their forward again in the
         backward, inside ``recomputing``: autograd runs it without the modes that were on in the forward. Inputs that
-        other blocks made are kept ``away`` until then.
+        other blocks made are kept ``away`` until then. ``sparse`` is the cascade's sparse attention.
         """
         execution = self._execution
         before = execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away
+        dense = execution.sparse
         execution.shard = None if shard is None or shard.degree == 1 else shard
         execution.recompute, execution.recomputing, execution._lengths = recompute, recomputing, {}
-        execution.away = away
+        execution.away, execution.sparse = away, sparse
         try:
             yield self.model
         finally:
             execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away = before
+            execution.sparse = dense
 
     def restore(self) -> None:
         """Give every block its own forward back."""

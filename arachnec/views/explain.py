@@ -351,7 +351,7 @@ def _recompute_cost(cascade: Cascade, cost: CostModel) -> float:
 
 def _communication(module: Module, cost: CostModel) -> list[str]:
     """What ranks that share a cascade spend on talking to each other."""
-    shared = [cascade for cascade in module.cascades if cascade.width > 1]
+    shared = [cascade for cascade in module.cascades if cascade.width > 1 and cascade.end > cascade.start]
     if not shared:
         return ["No cascade is shared by several ranks."]
     if any(times_of(cascade) for cascade in shared):

@@ -6,12 +6,14 @@ alone. What was decided once for the model is decided again where the machines d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from arachnec.cluster.topology import mix_of
+from arachnec.ir import tables
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integers
+from arachnec.ir.sampling import is_sampling
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.infra.base import Duration, Pass
@@ -86,7 +88,7 @@ def questions(plan: Module) -> Iterator[Question]:
         yield Question(f"No cascade on more than {_ranks(widest // 2)}", _at_most(widest // 2))
     if any("degrees" in stage.attrs and stage.trained for stage in plan.stages):
         yield Question("Every degree legal", _any_degree)
-    if any(cascade.phase is Phase.ENCODE for cascade in plan.cascades):
+    if any(cascade.phase is Phase.ENCODE for cascade in plan.cascades) and not is_sampling(plan):
         yield Question("Encoders one step ahead, so that nothing waits for them", _without_inputs)
         yield Question("Clips encoded beforehand", _without_encoders)
 
@@ -111,13 +113,14 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 def begin_of(plan: Module) -> Module:
     """A lowered module as it was before anything was scheduled: at level costed, for when no earlier one is at hand."""
-    measured = ("times", "per_clip")
-    cascades = tuple(
-        replace(c, attrs=Attributes.of(**{name: c.attrs.get(name) for name in measured})) for c in plan.cascades
-    )
-    return replace(
-        plan, level=Level.COSTED, cascades=cascades, reductions=(), steps=(), programs=(), attrs=Attributes()
-    )
+    cascades = tuple(replace(c, attrs=_until_costed(c.attrs, tables.CASCADE)) for c in plan.cascades)
+    attrs = Attributes.of(**{name: plan.attrs.get(name) for name in ("models", "switch", "decoder")})
+    return replace(plan, level=Level.COSTED, cascades=cascades, reductions=(), steps=(), programs=(), attrs=attrs)
+
+
+def _until_costed(attrs: Attributes, table: Mapping[str, tables.Row]) -> Attributes:
+    """What a node says before anything is scheduled."""
+    return Attributes(tuple((name, value) for name, value in attrs.pairs if table[name].since <= Level.COSTED))
 
 
 def _answer(iteration: Module, pipeline: Pipeline, question: Question) -> Answer:

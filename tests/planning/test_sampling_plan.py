@@ -189,5 +189,5 @@ def test_a_stage_that_samples_is_its_parameters_alone() -> None:
     stage = inference_stage(trained, 64.0, kept=2)
     assert not stage.trained and "saved" not in stage.attrs and "trained" not in stage.attrs
     assert quantity(stage.attrs["state"]) == 2.0
-    assert stage.attrs["workspace"](B=1, S=1000, T=0) == pytest.approx(2.0)  # type: ignore[operator]
+    assert stage.attrs["workspace"](B=1, S=1000, T=0) == pytest.approx(1.0)  # type: ignore[operator]
     assert stage.attrs["output"](B=1, S=2**20, T=0) == pytest.approx(3 * 64 / 1024)  # type: ignore[operator]

@@ -8,7 +8,7 @@ split as evenly as possible, so every degree is legal: with more ranks than head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from arachnec.kernels.attention.whole_attention import whole_attention
 Parts = tuple[int | None, ...]
 Range = tuple[int, int]
 Counts = tuple[tuple[int, ...], ...]  # tokens of each part at each position
+# query, key, value, mask, scale, and which heads these are, to their output
+OfHeads = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Range], Tensor]
 
 
 def distributed_attention(
@@ -37,6 +39,7 @@ def distributed_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    local: OfHeads | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over the whole sequence, on this rank's share of it.
 
@@ -45,7 +48,8 @@ def distributed_attention(
     sharded sequence (``shard.local`` tokens here), a number that many replicated tokens, of equal values on every rank.
     ``mask`` is replicated and global: [B or 1, H or 1, all queries or 1, all keys], boolean (True takes part) or added
     to the scores, its rows and columns in the order of the parts. It gets no gradient. ``is_causal`` compares positions
-    in that same order. A query that may look at nothing yields 0, as in torch.
+    in that same order. A query that may look at nothing yields 0, as in torch. ``local`` computes the attention of a
+    rank's heads over all tokens instead; there is no ring then, and no causality.
 
     Returns [B, H, Lq, Dv]; replicated parts are again the same on every rank. Gradients are partial in the sense of
     ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
@@ -53,6 +57,10 @@ def distributed_attention(
     _check(query, key, value, shard, query_parts, key_parts, mask, is_causal, enable_gqa)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     total, sharing, me = query.shape[1], query.shape[1] // max(1, key.shape[1]), shard.index % shard.ulysses
+    if local is not None and shard.ring > 1:
+        raise ValueError(f"attention by a function of one's own takes all tokens to a rank, not a ring of {shard.ring}")
+    if shard.degree == 1 and local is not None:
+        return local(query, key, value, mask, scale, (0, total))
     if shard.degree == 1:
         shared = _sharing((0, total), (0, key.shape[1]), sharing)
         visibility = Visibility(mask, is_causal)
@@ -74,7 +82,9 @@ def distributed_attention(
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, slice(*query_heads[me])]
     shared, visibility = _sharing(query_heads[me], key_heads[me], sharing), Visibility(mask, is_causal)
-    if shard.ring == 1:
+    if local is not None:
+        out = local(query, key, value, mask, scale, query_heads[me])
+    elif shard.ring == 1:
         out = whole_attention(
             query, key, value, visibility=visibility, scale=scale, sharing=shared, backend=shard.attention
         )

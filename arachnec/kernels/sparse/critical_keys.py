@@ -15,7 +15,7 @@ from torch import Tensor
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 
-STRIP = 1 << 21  # scores that exist at one time
+STRIP = 1 << 17  # scores that exist at one time: half a megabyte stays in a core's cache
 
 
 def critical_keys(query: Tensor, key: Tensor, cubes: TokenCubes, kept: Sequence[int]) -> KeyLists:
@@ -44,6 +44,7 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
     """
     weight = sizes.float().log()
     block = torch.repeat_interleave(torch.arange(len(blocks) - 1, device=query.device), blocks.diff())
+    group = torch.repeat_interleave(torch.arange(len(groups) - 1, device=query.device), groups.diff())
     starts = groups.tolist()
     mass = []
     first = 0
@@ -57,7 +58,7 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
             torch.arange(last - first, device=query.device), groups[first : last + 1].diff()
         )
         of_group = scores.new_zeros(last - first, len(sizes)).index_add_(0, group, scores * sizes[rows, None])
-        of_block = scores.new_zeros(len(blocks) - 1, last - first).index_add_(0, block, of_group.mT)
+        of_block = scores.new_zeros(len(blocks) - 1, last - first).index_add_(0, block, of_group.mT.contiguous())
         mass.append(of_block.mT)
         first = last
     return torch.cat(mass)

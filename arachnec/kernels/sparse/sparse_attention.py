@@ -22,22 +22,22 @@ def sparse_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of each query group over the key blocks of its list.
+    """Attention of each query group over the key blocks of its list; captions' queries attend to everything.
 
-    query [B, H, video, D], key [B, H, S, D] and value [B, H, S, Dv] stand in the order of ``cubes``, and so does
-    ``mask`` [B or 1, H or 1, video or 1, S], boolean or added to the scores. Returns [B, H, video, Dv]; a query that
-    sees nothing gives 0. ``scale`` None means D ** -0.5. Raises ValueError for other sizes.
+    query, key [B, H, S, D], value [B, H, S, Dv] and ``mask`` [B or 1, H or 1, S or 1, S], boolean or added to the
+    scores, are in the sequence's own order. Returns [B, H, S, Dv]; a query that sees nothing gives 0. ``scale`` None
+    means D ** -0.5. Raises ValueError for other sizes.
     """
-    video, total = cubes.video, len(cubes.order)
-    sizes = (tuple(query.shape[:3]), tuple(key.shape[:3]), tuple(value.shape[:3]))
+    total, groups = len(cubes.order), len(cubes.groups) - 1
     batch = tuple(query.shape[:2])
-    if sizes != ((*batch, video), (*batch, total), (*batch, total)) or query.shape[3] != key.shape[3]:
+    sizes = [tuple(x.shape[:3]) for x in (query, key, value)]
+    if sizes != [(*batch, total)] * 3 or query.shape[3] != key.shape[3]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise ValueError(f"heads of {video} queries and {total} keys are wanted, not {shapes}")
-    if tuple(lists.counts.shape) != (*batch, len(cubes.groups) - 1):
-        raise ValueError(f"lists of {len(cubes.groups) - 1} groups of {batch} are wanted, not {lists.counts.shape}")
+        raise ValueError(f"heads of {total} queries and keys are wanted, not {shapes}")
+    if tuple(lists.counts.shape) != (*batch, groups):
+        raise ValueError(f"lists of {groups} groups of {batch} are wanted, not {tuple(lists.counts.shape)}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    starts = (cubes.groups.to(query.device), cubes.blocks.to(query.device))
+    starts = (x.to(query.device) for x in (cubes.order, cubes.groups, cubes.blocks))
     out: Tensor = torch.ops.arachnec.sparse_attention(
         query, key, value, mask, lists.indices, lists.counts, *starts, scale
     )[0]
@@ -52,13 +52,14 @@ def _sparse_attention(
     mask: Tensor | None,
     indices: Tensor,
     counts: Tensor,
+    order: Tensor,
     groups: Tensor,
     blocks: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter has no gradient."""
-    lists = groups_of(indices, counts, groups, blocks)
-    return gathered_forward(query, key.contiguous(), value.contiguous(), mask, lists, scale)
+    lists = groups_of(indices, counts, order, groups, blocks)
+    return gathered_forward(query, key, value, mask, lists, scale)
 
 
 @torch.library.custom_op("arachnec::sparse_attention_backward", mutates_args=())
@@ -72,12 +73,13 @@ def _sparse_attention_backward(
     mask: Tensor | None,
     indices: Tensor,
     counts: Tensor,
+    order: Tensor,
     groups: Tensor,
     blocks: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lists = groups_of(indices, counts, groups, blocks)
-    return gathered_backward(grad, query, key.contiguous(), value.contiguous(), out, lse, mask, lists, scale)
+    lists = groups_of(indices, counts, order, groups, blocks)
+    return gathered_backward(grad, query, key, value, out, lse, mask, lists, scale)
 
 
 @_sparse_attention.register_fake
@@ -88,6 +90,7 @@ def _(
     mask: Tensor | None,
     indices: Tensor,
     counts: Tensor,
+    order: Tensor,
     groups: Tensor,
     blocks: Tensor,
     scale: float,
@@ -107,6 +110,7 @@ def _(
     mask: Tensor | None,
     indices: Tensor,
     counts: Tensor,
+    order: Tensor,
     groups: Tensor,
     blocks: Tensor,
     scale: float,
@@ -121,7 +125,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.arachnec.sparse_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None, None, None, None, None)
+    return (*grads, None, None, None, None, None, None, None)
 
 
 _sparse_attention.register_autograd(_gradients, setup_context=_save)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Strategy
 from arachnec.cost.table import Entry
-from arachnec.ir.nodes import Cascade, Clip, Module, Phase, quantity
-from arachnec.ir.sampling import models_of, planned_steps, segment_of
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase
+from arachnec.ir.sampling import arrival_of, models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.planning.sampling.segments import Segment, chain
@@ -125,11 +125,6 @@ def request_chains(module: Module, rates: Rates) -> list[RequestChain] | Cascade
         release = max(arrival_of(clips[number]) for number in requests)
         chains.append(RequestChain(tuple(cascades), Chain(tuple(each), math.ceil(release * TICKS))))
     return chains
-
-
-def arrival_of(clip: Clip) -> float:
-    """ms before which nothing of a request runs."""
-    return quantity(clip.attrs["arrival"]) if "arrival" in clip.attrs else 0.0
 
 
 def with_pieces(module: Module, chains: Sequence[RequestChain], pieces: Sequence[Piece], rates: Rates) -> list[Cascade]:

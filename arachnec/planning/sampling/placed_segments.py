@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, integers
+from arachnec.ir.sampling import arrivals
 from arachnec.ir.values import Quantity
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import in_order
-from arachnec.planning.sampling.chains import arrival_of
 
 
 def placed_segments(module: Module, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """Cascades with ``assigned`` ranks on these, every rank in the order of the schedule."""
-    arrivals = {clip.id: arrival_of(clip) for clip in module.clips}
+    arrived = arrivals(module.clips, cascades)
     free = [0.0] * cost.cluster.world
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         ranks = integers(cascade.attrs["assigned"])
         inputs = [done[name] for name in cascade.inputs if name in done]
         placed = on(cascade.with_attrs(assigned=None), ranks, inputs, free, cost)
-        late = max((arrivals.get(clip, 0.0) for clip in cascade.clips), default=0.0) - placed.start
+        late = arrived.get(cascade.name, 0.0) - placed.start
         if late > 0:
             start, end = placed.start + late, placed.end + late
             placed = placed.with_attrs(start=Quantity(round(start, 6), "ms"), end=Quantity(round(end, 6), "ms"))

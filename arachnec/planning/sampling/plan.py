@@ -18,11 +18,11 @@ from typing import ClassVar, Literal
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
-from arachnec.ir.sampling import models_of, planned_steps
+from arachnec.ir.sampling import arrival_of, models_of, planned_steps
 from arachnec.ir.values import Quantity
 from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
-from arachnec.planning.sampling.chains import Rates, RequestChain, arrival_of, request_chains, scheduled, with_pieces
+from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
     in_order_of_length,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.data.requests import Request
-from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage, formula
+from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.stage_sizes import count_in, element_bytes
-from arachnec.ir.values import Attributes, Formula, Quantity, Term, formula_sum
+from arachnec.ir.values import Attributes, Formula, Quantity, Term
 
 GIB = 2**30
 
@@ -70,17 +70,15 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
     """A traced model as it samples: frozen, its state the parameters alone, nothing kept for a backward.
 
     ``latent_bytes`` are those of one token's latents. A scheduler with memory hands on ``kept`` tensors more of that
-    size: its past predictions. What one block keeps for its backward is in use while it runs.
+    size: its past predictions. ``workspace`` is that of a forward that keeps nothing, as traced.
     """
     attrs = stage.attrs
-    parts = [(1.0, formula(attrs[name])) for name in ("workspace", "recomputing") if name in attrs]
     state = count_in(stage, "params") * element_bytes(stage) / GIB
     left: Mapping[str, None] = dict.fromkeys(TRAINING)
     attrs = attrs.updated(
         **{
             **left,
             "state": Quantity(state, "GiB"),
-            "workspace": formula_sum(parts, "GiB") if parts else None,
             "output": Formula((Term((1 + kept) * latent_bytes / GIB, (("B", 1), ("S", 1))),), "GiB"),
         }
     )

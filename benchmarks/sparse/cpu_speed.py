@@ -1,0 +1,187 @@
+"""Sparse attention on one CPU thread against dense, forward and backward, predictor and choice included.
+
+    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all] [--json FILE]
+
+fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
+other, in turn first; times are CPU times of the process, the median over rounds. ``order`` puts tokens into cubes and
+back, and is part of sparse. Below the table: what the measured times give for ``PathSpeed`` by least squares, with its
+residuals, and what the choice between the paths costs at lengths where dense is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import nnls
+from torch import Tensor
+
+from arachnec.kernels.sparse.attention_path import CPU, PathSpeed, sparse_pays
+from arachnec.kernels.sparse.predictor import RANK, Projections, initial_projections, kept_blocks
+from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cubes
+from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
+
+HEAD = 64
+UNEVEN = (0.30, 0.22, 0.16, 0.10, 0.07, 0.05, 0.04, 0.02)  # densities: 70 to 98 % sparse, 88 % in the mean
+
+
+@dataclass(frozen=True)
+class Case:
+    grid: Grid
+    densities: tuple[float, ...]  # one a head
+    target: float | None = None  # dense over sparse, at least
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+SHORT = (
+    *(Case(grid, (0.1, 0.1)) for grid in ((2, 8, 16), (4, 8, 16), (4, 16, 16), (8, 16, 16))),
+    Case((4, 32, 32), (0.1, 0.1), 4.0),
+    Case((8, 32, 32), (0.1,) * 4, 5.0),
+    Case((8, 32, 32), UNEVEN, 3.5),
+)
+LONG = (Case((16, 32, 32), (0.1, 0.1), 6.0), Case((16, 32, 32), (0.2, 0.2), 2.8))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
+def dense_step(heads: Sequence[Tensor], grad: Tensor) -> None:
+    torch.autograd.grad(F.scaled_dot_product_attention(*heads), heads, grad)
+
+
+def sparse_step(heads: Sequence[Tensor], grad: Tensor, cubes: TokenCubes, by: Projections, kept: Sequence[int]) -> None:
+    query, key, value = heads
+    lists = predicted_lists(query, key, by, cubes, kept)
+    torch.autograd.grad(video_attention(query, key, value, cubes, lists), heads, grad)
+
+
+def measured(case: Case, rounds: int) -> dict[str, object]:
+    torch.manual_seed(0)
+    count = len(case.densities)
+    heads = [torch.randn(1, count, case.tokens, HEAD, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, count, case.tokens, HEAD)
+    cubes = token_cubes(case.grid)
+    kept = kept_blocks(case.densities, len(cubes.blocks) - 1)
+    by = initial_projections(count, HEAD, HEAD, RANK, torch.Generator().manual_seed(0))
+    calls = {
+        "dense": lambda: dense_step(heads, grad),
+        "sparse": lambda: sparse_step(heads, grad, cubes, by, kept),
+        "choice": lambda: predicted_lists(heads[0], heads[1], by, cubes, kept),
+    }
+    calls["sparse"]()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in sorted(calls, reverse=bool(number % 2)):
+            times[name].append(seconds(calls[name]))
+    dense, sparse, choice = (statistics.median(times[name]) for name in calls)
+    return {
+        "tokens": case.tokens,
+        "heads": count,
+        "density": round(sum(case.densities) / count, 3),
+        "dense_ms": round(dense * 1e3, 1),
+        "sparse_ms": round(sparse * 1e3, 1),
+        "choice_ms": round(choice * 1e3, 2),
+        "ratio": round(dense / sparse, 2),
+        "target": case.target,
+        "taken": "sparse" if sparse_pays(case.tokens, HEAD, case.densities) else "dense",
+    }
+
+
+def dispatch_overhead(tokens: int) -> float:
+    """The dense path through ``video_attention`` over ``scaled_dot_product_attention`` itself, forward and backward."""
+    heads = [torch.randn(1, 2, tokens, HEAD, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, 2, tokens, HEAD)
+    cubes = token_cubes((1, 1, tokens))
+    ways = (
+        lambda: torch.autograd.grad(video_attention(*heads, cubes, None), heads, grad),
+        lambda: dense_step(heads, grad),
+    )
+    calls = max(2, 2**20 // tokens**2)
+
+    def repeated(way: Callable[[], object]) -> float:
+        started = time.process_time()
+        for _ in range(calls):
+            way()
+        return time.process_time() - started
+
+    ratios = []
+    for number in range(40):
+        times = {way: repeated(way) for way in ways[:: 1 - 2 * (number % 2)]}
+        ratios.append(times[ways[0]] / times[ways[1]])
+    return round(statistics.median(ratios), 4)
+
+
+def fitted(rows: Sequence[dict[str, object]]) -> tuple[PathSpeed, dict[str, float]]:
+    """Least squares of relative errors, and the largest of those."""
+    tokens, heads, density, dense, sparse = (
+        np.array([row[name] for row in rows], dtype=float)
+        for name in ("tokens", "heads", "density", "dense_ms", "sparse_ms")
+    )
+    dense, sparse = dense * 1e6 / heads, sparse * 1e6 / heads  # nanoseconds of a head
+    dense_terms = np.stack([tokens**2, tokens], 1)
+    sparse_terms = np.stack([density * tokens**2, (tokens / CELL) ** 2, tokens, np.ones_like(tokens)], 1)
+    of_dense, dense_error = _relative_fit(dense_terms, dense)
+    of_sparse, sparse_error = _relative_fit(sparse_terms, sparse)
+    speed = PathSpeed(*(round(float(x), 3) for x in (*of_dense, *of_sparse)), HEAD)
+    return speed, {"dense": round(dense_error, 3), "sparse": round(sparse_error, 3)}
+
+
+def _relative_fit(terms: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
+    """Coefficients of at least 0, and the largest relative error."""
+    relative = terms / times[:, None]
+    coefficients, _ = nnls(relative, np.ones(len(times)))
+    return coefficients, float(np.abs(relative @ coefficients - 1).max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", choices=("short", "long", "all"), default="all")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = {"short": SHORT, "long": LONG, "all": (*SHORT, *LONG)}[options.cases]
+    print(
+        f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9} {'ratio':>6}"
+        " target taken"
+    )
+    rows = []
+    for case in cases:
+        row = measured(case, options.rounds)
+        rows.append(row)
+        print(
+            f"{row['tokens']:>7} {row['heads']:>5} {row['density']:>7} {row['dense_ms']:>9} {row['sparse_ms']:>9}"
+            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6} {row['taken']}",
+            flush=True,
+        )
+    overhead = {tokens: dispatch_overhead(tokens) for tokens in (64, 256, 1024)}
+    speed, residuals = fitted(rows)
+    print(f"dense path through the dispatcher over dense itself: {overhead}")
+    print(f"fitted: {speed}, largest relative residuals {residuals}; the default is {CPU}")
+    if options.json:
+        result = {
+            "rows": rows,
+            "dispatch_over_dense": overhead,
+            "fitted": asdict(speed),
+            "residuals": residuals,
+            "torch": torch.__version__,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A program of requests on gloo ranks gives each the latents of a loop of its own, however it is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arachnec.data.switch import Switch, parse_switch
+from tests.generation.cases import (
+    DECODER,
+    ENCODER,
+    NOT_A_NUMBER,
+    REQUESTS,
+    Forced,
+    expected,
+    lowered,
+    partitioned,
+    run,
+    sampling_of,
+    written,
+)
+
+pytest.importorskip("diffusers")
+FIXED = parse_switch("fixed=3")
+PLANS: dict[str, dict[str, dict[str, object]]] = {
+    "every request on a rank": {"r1.0": {"ranks": (1,)}, "r1.1": {"ranks": (1,)}},
+    "a rank for each model": {f"r{n}.1": {"ranks": (1,)} for n in range(3)},
+    "both ranks share every sequence": {f"r{n}.{s}": {"ranks": (0, 1)} for n in range(3) for s in range(2)},
+    "a branch on each rank": {f"r{n}.{s}": {"ranks": (0, 1), "side": 2} for n in range(2) for s in range(2)},
+    "one shares and hands on to one": {"r0.0": {"ranks": (1, 0)}, "r1.1": {"ranks": (0, 1), "ring": 2}},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_latents_do_not_depend_on_the_plan(tmp_path: Path, plan: str) -> None:
+    sampling = sampling_of(written(tmp_path), FIXED)
+    program = lowered(partitioned(sampling, REQUESTS, 2), PLANS[plan])
+    results = run(tmp_path, program, FIXED)
+    for request in REQUESTS:
+        outcome, latents = results[str(request.id)]
+        assert outcome.switched == 3 and outcome.failed is None
+        torch.testing.assert_close(latents, expected(sampling, request), rtol=1e-4, atol=1e-5)
+
+
+def test_uneven_degrees_and_branches_on_four_ranks(tmp_path: Path) -> None:
+    """Conditional on two ranks and unconditional on two; three ranks share fifteen tokens; handed on in between."""
+    sampling = sampling_of(written(tmp_path), FIXED)
+    works = {
+        "r0.0": {"ranks": (0, 1, 2, 3), "side": 2},
+        "r0.1": {"ranks": (1, 2, 3), "ring": 3},
+        "r1.0": {"ranks": (2,)},
+        "r2.0": {"ranks": (3, 0), "shards": (13, 7)},
+        "r2.1": {"ranks": (1,)},
+    }
+    results = run(tmp_path, lowered(partitioned(sampling, REQUESTS, 4), works), FIXED)
+    for request in REQUESTS:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
+
+
+def test_every_outcome_of_a_switch_runs_through_one_program(tmp_path: Path) -> None:
+    """Segments of two steps over the window, from rank to rank, some shared: whatever K is, both models' steps."""
+    rule = Switch("adaptive", 0.1, least=1, most=5)
+    sampling = sampling_of(written(tmp_path), rule)
+    requests = REQUESTS[:1]
+    module = partitioned(sampling, requests, 2)
+    works: dict[str, dict[str, object]] = {
+        cascade.name: {"ranks": ((0,), (1,), (0, 1))[number % 3]} for number, cascade in enumerate(module.cascades)
+    }
+    program = lowered(module, works)
+    for outcome in range(1, 6):
+        forced = Forced("adaptive", 0.1, least=1, most=5, outcome=outcome)
+        told, latents = run(tmp_path, program, forced, requests)["a"]
+        assert told.switched == outcome and told.steps == 6
+        fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
+        torch.testing.assert_close(latents, expected(fixed, requests[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_encoders_run_where_the_plan_says_and_videos_are_written(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path, ENCODER + DECODER), FIXED)
+    module = partitioned(sampling, REQUESTS, 2)
+    works: dict[str, dict[str, object]] = {f"r{n}.text": {"ranks": (1,)} for n in range(3)}
+    results = run(tmp_path, lowered(module, works), FIXED)
+    for request in REQUESTS:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
+        assert (tmp_path / "out" / f"{request.id}.mp4").stat().st_size > 0
+
+
+def test_latents_that_are_no_numbers_stop_their_request_alone(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path, NOT_A_NUMBER), FIXED)
+    results = run(tmp_path, lowered(partitioned(sampling, REQUESTS, 2), PLANS["a rank for each model"]), FIXED)
+    assert [outcome.failed is not None for outcome, _ in results.values()] == [id == "b" for id in results]
+    assert results["b"][1] is None
+    torch.testing.assert_close(results["a"][1], expected(sampling, REQUESTS[0]), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,116 @@
+"""Attention over video tokens in a traced block becomes sparse; dense training stays as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arachnec.kernels.sparse.key_lists import KeyLists
+from arachnec.kernels.sparse.video_attention import is_full
+from arachnec.spmd.rewrite import shard_block
+from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.sparse_block import sparsify_block
+from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
+from arachnec.tracing.blocks import capture_blocks
+from tests.spmd.sequence_models import MODELS, Size
+
+SIZE = Size(6, 8, 8)
+JOINT = MODELS["cogvideox-rotary"]
+GRID = (6, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def joint() -> tuple[SequenceModel, dict[Layer, LayerState]]:
+    torch.manual_seed(0)
+    model = JOINT.build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    sequence = install(model, capture_blocks(model, JOINT.examples(), verify=False))
+    return sequence, sequence.sparsify(rank=4)
+
+
+def step(
+    sequence: SequenceModel, sparse: SparseCascade | None, recompute: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    sequence.model.zero_grad(set_to_none=True)
+    with sequence.use(None, recompute=recompute, sparse=sparse):
+        output = sequence.model(**JOINT.arguments(SIZE))
+        (output if isinstance(output, Tensor) else output[0]).square().mean().backward()
+    first = output if isinstance(output, Tensor) else output[0]
+    return first.detach(), {n: p.grad.clone() for n, p in sequence.model.named_parameters() if p.grad is not None}
+
+
+def test_self_and_joint_attention_are_found_and_the_rest_says_why_not(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]],
+) -> None:
+    found = {}
+    plain = capture_blocks(MODELS["plain"].build(), MODELS["plain"].examples(), verify=False)
+    for name, captured in {"joint": joint[0].captured, "plain": plain}.items():
+        sparse = [sparsify_block(shard_block(block)) for block in captured.blocks]
+        found[name] = [([site.captions for site in b.sites], [why.reason for why in b.dense]) for b in sparse]
+    assert found["joint"] == [(["first"], [])]
+    assert found["plain"] == [([None], ["its keys are not the tokens of the clip"])]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_predictors_beside_a_dense_model_changes_no_bit_of_its_gradient(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]], recompute: bool
+) -> None:
+    sequence, layers = joint
+    untrained, truth = step(sequence, SparseCascade(layers, GRID, "0/0/a"), recompute)
+    cascade = SparseCascade(layers, GRID, "0/0/a", weight=0.5)
+    output, gradients = step(sequence, cascade, recompute)
+    assert torch.equal(output, untrained)
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in truth.items() if "sparse_" not in name)
+    learned = {name for name in gradients if "sparse_" in name}
+    assert len(learned) == 2 * len(layers) and all(gradients[name].any() for name in learned)
+    assert set(cascade.measured) == set(layers)
+    eager, dense = step(sequence, None)
+    torch.testing.assert_close(output, eager, rtol=1e-5, atol=1e-6)
+    for name, gradient in dense.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_predictor_s_gradient_is_its_share_of_the_loss_whatever_the_model_s_is(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]],
+) -> None:
+    sequence, layers = joint
+    halves = [step(sequence, SparseCascade(layers, GRID, "0/0/a", weight=w))[1] for w in (1.0, 0.25)]
+    for name in (name for name in halves[0] if "sparse_" in name):
+        torch.testing.assert_close(halves[0][name] * 0.25, halves[1][name])
+
+
+def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_another_run(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]],
+) -> None:
+    sequence, layers = joint
+    sparse = {
+        layer: replace(state, sparse=True, sparsities=(0.6,) * state.site.heads) for layer, state in layers.items()
+    }
+    first = SparseCascade(sparse, GRID, "0/0/a", weight=1.0)
+    output, gradients = step(sequence, first)
+    assert all(isinstance(lists, KeyLists) for lists in first.lists.values())
+    dense, _ = step(sequence, SparseCascade(layers, GRID, "0/0/a"))
+    assert not any(is_full(lists, first.cubes(96 + SIZE.text, "first")) for lists in first.lists.values() if lists)
+    for recompute in (True, False):
+        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, lists=dict(first.lists))  # predictors say dense
+        output2, gradients2 = step(sequence, again, recompute)
+        assert torch.equal(output, output2)
+        assert all(torch.equal(gradients[name], gradients2[name]) for name in gradients)
+    assert not torch.allclose(output, dense)
+
+
+def test_a_layer_s_state_follows_what_was_measured(joint: tuple[SequenceModel, dict[Layer, LayerState]]) -> None:
+    sequence, layers = joint
+    cascade = SparseCascade(layers, GRID, "0/0/a", weight=1.0)
+    step(sequence, cascade)
+    for layer, state in layers.items():
+        measured = cascade.measured[layer]
+        following = after(state, measured)
+        assert following.sparsities == pytest.approx([0.1 * x for x in measured.sparsity.tolist()])
+        assert not following.sparse
+        good = replace(measured, loss=measured.loss * 0, of_best=measured.of_best * 0 + 1)
+        assert after(state, good).sparse
