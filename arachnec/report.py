@@ -11,6 +11,7 @@ from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
+from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
 
@@ -44,6 +45,17 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "peak_memory_gib": peak_memory(module, cost),
         "layout": module.attrs.get("layout"),
         "layouts": alternatives(module),
+        "sparse": [
+            {
+                "stage": summary.stage.name,
+                "layers": summary.sparse,
+                "predicted_density": summary.density,
+                "cascades": len(summary.chosen),
+                "dense_cascades": len(summary.dense),
+                "head_imbalance": summary.imbalance,
+            }
+            for summary in sparse_summaries(module)
+        ],
         "cascades": [
             {
                 "name": cascade.name,

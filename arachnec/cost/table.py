@@ -28,6 +28,7 @@ from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
+from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Stage
@@ -62,11 +63,15 @@ class CostTable:
 
     @cached_property
     def compute(self) -> Compute:
-        return Compute(self.stages, self.split)
+        return Compute(self.stages, self.split, self.sparse)
 
     @cached_property
     def communication(self) -> Communication:
-        return Communication(self.stages, self.devices.cluster)
+        return Communication(self.stages, self.devices.cluster, self.sparse)
+
+    @cached_property
+    def sparse(self) -> SparseLoads:
+        return SparseLoads(self.stages)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
-from arachnec.ir.stage_sizes import tied_sets
-from arachnec.ir.tables import FIGURES, TIED
+from arachnec.ir.stage_sizes import squared, tied_sets
+from arachnec.ir.tables import CHOICE, FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -246,8 +247,20 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             most_clips=attrs.get("most_clips"),
             output=None if last else _handed_on(stage, end - 1),
             part_of=stage.name,
+            **_sparse(stage, begin, end),
         ),
     )
+
+
+def _sparse(stage: Stage, begin: int, end: int) -> dict[str, Value | None]:
+    """What a part of a stage with densities says of its own layers."""
+    if "density" not in stage.attrs:
+        return {}
+    pairs = [squared(block) for block in _formulas(stage, "block_flops")]
+    work = [pairs[kind] for kind in integers(stage.attrs["classes"])]
+    share = sum(work[begin:end]) / sum(work)
+    rows = density_rows(part_densities(layer_densities(stage), begin, end, share)) if share else ()
+    return {"density": rows, **{name: stage.attrs.get(name) for name in CHOICE}} if rows else {}
 
 
 def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
