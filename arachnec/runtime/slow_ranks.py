@@ -37,9 +37,9 @@ def factors(planned: Sequence[float], measured: Sequence[float]) -> dict[int, fl
         for rank, (ms, expected) in enumerate(zip(measured, planned, strict=True))
         if ms > 0 and expected > 0
     }
-    found = {}
+    slower = {}
     for rank, ratio in ratios.items():
         others = [other for number, other in ratios.items() if number != rank]
         if others:
-            found[rank] = ratio / median(others)
-    return found
+            slower[rank] = ratio / median(others)
+    return slower
