@@ -42,6 +42,16 @@ class Wide(Tiny):
         self.head = nn.Linear(12, 5)
 """
 OTHER_CHANNELS = SAMPLER.replace('"small": lambda: Tiny()', '"small": lambda: Wide()') + WIDE
+FEW_STEPS = (
+    SAMPLER
+    + """
+
+def scheduler():
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler()
+"""
+)
 MISTAKES = {
     "a boundary is a share": (["--switch", "boundary=1.5"], SAMPLER, {}, "a boundary lies in [0, 1]"),
     "a rule has a kind": (["--switch", "adaptve=0.1"], SAMPLER, {}, "did you mean `adaptive=...`?"),
@@ -51,9 +61,9 @@ MISTAKES = {
         [],
         OTHER_CHANNELS,
         {},
-        "the model `small` predicts 1 x 12 x 5 from latents 1 x 12 x 4",
+        "the model `small` predicts 1 x 12 x 5 from",
     ),
-    "a scheduler has so many steps": ([], SAMPLER, {"steps": 5000}, "cannot take 5000 steps"),
+    "a scheduler has so many steps": ([], FEW_STEPS, {"steps": 5000}, "cannot take 5000 steps"),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
 
