@@ -87,18 +87,26 @@ def test_a_cascade_waits_for_the_rank_with_the_heaviest_heads() -> None:
     assert whole - cut == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
 
 
+def test_heads_that_are_given_cost_what_they_weigh_now() -> None:
+    """Heads that were divided by other densities, or by hand."""
+    (planned,) = with_heads((clip(sparse=(0, 1), degree=4),), (stage(traffic=None),))
+    now = model(stage(((0.7, 0.1, 0.1, 0.1),) * 2, traffic=None))
+    stale, again = (now.time(cascade, 4, ulysses=4) for cascade in (planned, clip(sparse=(0, 1), degree=4)))
+    assert stale - again == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
+
+
 def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
     dense = volumes(ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1)
     loads = SparseLoads({"dit": stage()})
     even = volumes(
         ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1,
-        sparse=loads.of("dit", (0, 1), TOKENS, 4),
+        sparse=loads.of(clip(sparse=(0, 1)), 4),
     )  # fmt: skip
     assert even.traded == 0
     assert even.dealt == pytest.approx(dense.traded, rel=1e-3), "whole heads by number send the same"
     # all four ranks take keys of the one heavy head
-    heavy = SparseLoads({"dit": stage(((0.9, 0.01, 0.01, 0.01),) * 2)}).of("dit", (0, 1), TOKENS, 4)
-    assert heavy.received > loads.of("dit", (0, 1), TOKENS, 4).received
+    heavy = SparseLoads({"dit": stage(((0.9, 0.01, 0.01, 0.01),) * 2)}).of(clip(sparse=(0, 1)), 4)
+    assert heavy.received > loads.of(clip(sparse=(0, 1)), 4).received
 
 
 def test_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
