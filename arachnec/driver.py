@@ -46,6 +46,7 @@ class Compiled:
     training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    validation: str = ""  # the clips of the validation manifest, as the executable has them
 
     @property
     def report(self) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class Compiled:
             clips=self.manifest.clips,
             training=training or self.training,
             load=load,
+            validation=self.validation,
             extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
@@ -132,7 +134,7 @@ def compile(
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
     one. Raises ``UserError`` for every mistake in the input.
     """
-    from arachnec.backends.training_trace import demand_optimizer_fits
+    from arachnec.backends.training_trace import demand_optimizer_fits, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
 
     training = training or Training()
@@ -145,6 +147,7 @@ def compile(
     started = time.perf_counter()
     trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)
+    validation = validation_of(trace, manifest.clips, training)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
@@ -161,6 +164,7 @@ def compile(
         training=training,
         warnings=trace.warnings,
         limits=(*trace.limits, *trace.unknowns),
+        validation=validation,
     )
 
 

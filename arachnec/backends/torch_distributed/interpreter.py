@@ -277,6 +277,9 @@ class _Walk:
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
+        if self._needs_no_backward(cascade):
+            self.run.losses.pop(cascade.name)
+            return
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
@@ -291,6 +294,12 @@ class _Walk:
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _needs_no_backward(self, cascade: Cascade) -> bool:
+        """Whether only the loss is wanted, and nothing but gradients waits for the backward: a layer that was gathered
+        or lies in host memory, and a stage that hands on, need it to run."""
+        whole = self.context.cells is None and self.context.host_copies is None
+        return self.iteration.share.measures and whole and cascade.phase is not Phase.BACKWARD
 
     def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
         """The all-reduces that start inside a backward: none before an update's last iteration."""

@@ -64,8 +64,10 @@ class Plans:
         batches: Batches | None = None,
         *,
         more_state: float = 0.0,
+        replans: bool = False,
     ) -> None:
-        """``more_state`` is GiB that this run's options take on every rank, beyond what is planned."""
+        """``more_state`` is GiB that this run's options take on every rank, beyond what is planned. With ``replans``
+        the batches are not those of the executable."""
         self._more_state = more_state
         self._rank = rank
         self._executable = executable
@@ -84,7 +86,7 @@ class Plans:
         self._compiled_key = shapes_key(self._compiled_clips)
         # where links choose the grouping, plans follow what is measured of them
         self.follows_links = "grouping" in program.attrs
-        replans = self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
+        replans = replans or self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if replans else None
         self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and replans else None
         self._draws = ThreadPoolExecutor(1, "draws")

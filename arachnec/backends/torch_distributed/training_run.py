@@ -36,6 +36,7 @@ from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.step_account import Measured, StepAccount
 from arachnec.backends.torch_distributed.step_limits import StepLimits
 from arachnec.backends.torch_distributed.step_log import StepLog
+from arachnec.backends.torch_distributed.validation import MEASURES, Validation, ValidationLoss, undisturbed
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
@@ -43,7 +44,7 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.training_options import bad_value
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
@@ -105,6 +106,7 @@ class Trainer:
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         self._each = training.accumulate  # batches of an optimizer step
+        self._validation = Validation.of(executable, training, rank, world, more_state)
         self._planned = self._plan(self.done * self._each)
         assert self._planned is not None, "a run has a first batch"
         first = self._planned.module
@@ -200,7 +202,27 @@ class Trainer:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
         self._watch_links(number)
-        return report.accumulated(number, reports, sum(counts)) if reports else None
+        if not reports:
+            return None
+        took = report.accumulated(number, reports, sum(counts))
+        due = self._validation is not None and self._validation.due(number + 1)
+        return msgspec.structs.replace(took, validation_loss=self._validate(number)) if due else took
+
+    def _validate(self, number: int) -> float | None:
+        """The loss of the validation manifest behind an optimizer step."""
+        assert self._validation is not None
+        self._enter(f"the plan of the validation behind step {number}", self.timeouts.of_plan(), "--plan-timeout")
+        loss = ValidationLoss()
+        with undisturbed(self.model, self.device):
+            for planned in self._validation.planned():
+                limit = self._limits.of_step(planned)
+                self._enter(f"the validation behind step {number}", limit, "--step-timeout")
+                self._prepare(planned.module, MEASURES)
+                loss.add(self._context, planned, self._received(planned))
+        drop_gradients(self._context.parameters)
+        told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
+        events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
+        return loss.mean
 
     def _iterate(
         self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None
@@ -330,6 +352,8 @@ class Trainer:
     def close(self) -> None:
         """End the planner and the threads."""
         self._plans.close()
+        if self._validation is not None:
+            self._validation.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._context.threads.close()
