@@ -15,7 +15,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
-from arachnec.cost.sparse_attention import SparseLoads, choice_time
+from arachnec.cost.sparse_attention import SparseLoads, choice_overhead, choice_time
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
@@ -119,7 +119,7 @@ class Compute:
             return 0.0
         load = self.sparse.of(cascade, degree)
         one = choice_time(self.stages[cascade.stage], cascade.tokens, cascade.text)
-        return cascade.batch * one * load.choice
+        return cascade.batch * one * load.choice + choice_overhead(self.stages[cascade.stage]) * load.layers
 
     def _backward_sizes(self, cascade: Cascade) -> Sizes:
         """Of a whole backward, or of one part of a split one: as measured, or half of the products in each."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from arachnec.ir.head_density import LayerDensity, group_count, layer_densities, sparse_layers
 from arachnec.ir.head_division import HeadPart, parts_by_layer
-from arachnec.ir.nodes import Cascade, Phase, Stage, integer
+from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
 
@@ -155,7 +155,7 @@ def faster_sparse(stage: Stage, tokens: int, text: int) -> tuple[int, ...]:
     table = layer_densities(stage)
     forward, backward = (squared(formula_in(stage, name)) * tokens**2 for name in ("forward", "backward"))
     ahead, back, _ = speeds(stage)
-    choosing = choice_time(stage, tokens, text)
+    choosing = choice_time(stage, tokens, text) + choice_overhead(stage)
     return tuple(
         layer
         for layer, density in table.items()
@@ -187,6 +187,12 @@ def choice_time(stage: Stage, tokens: int, text: int) -> float:
         return 0.0
     rate = squared(formula_in(stage, "forward")) / flops
     return choice(B=1, S=tokens, T=text) * rate / speeds(stage)[2]
+
+
+def choice_overhead(stage: Stage) -> float:
+    """ms that prediction and choice of one sparse layer take for any clips: launches."""
+    value = stage.attrs.get("choice_overhead")
+    return 0.0 if value is None else quantity(value)
 
 
 def lists_gib(stage: Stage, layers: tuple[int, ...], tokens: int, batch: int) -> float:

@@ -119,6 +119,10 @@ def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> N
     slow = stage(choice=formula("TFLOP", 1e-9, 1e-3))
     assert faster_sparse(slow, TOKENS, 0) == (0, 1)
     assert faster_sparse(slow, 200, 0) == ()
+    launches = stage(choice_overhead=Quantity(0.05, "ms"))
+    assert (faster_sparse(launches, 1000, 0), faster_sparse(launches, 150, 0)) == ((0, 1), ())
+    cost, chosen = model(launches), clip(sparse=(0, 1))
+    assert cost.time(chosen, 4) - model(stage()).time(chosen, 4) == pytest.approx(0.1)
     mixed = stage(((0.1,) * 4, (1.0,) * 4))
     assert faster_sparse(mixed, TOKENS, 0) == (0,), "a layer that needs all keys stays dense"
 
