@@ -300,4 +300,7 @@ def _in_words(message: str) -> str:
     if expected is not None:
         kinds = [KINDS.get(kind.strip(), kind.strip()) for kind in expected[1].split("|") if kind.strip() != "null"]
         return f"it must be {' or '.join(kinds)}"
+    unknown = re.search(r"unknown field (`[^`]*`)", message) or re.search(r"missing required field (`[^`]*`)", message)
+    if unknown is not None:
+        return f"it has {'no' if 'unknown' in message else 'to have a'} key {unknown[1]}"
     return message[:1].lower() + message[1:]

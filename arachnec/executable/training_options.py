@@ -57,7 +57,22 @@ class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: int = 100
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest of a mix; clips are drawn from it as often as its ``weight`` says, beside the others' weights."""
+
+    data: str
+    weight: float = 1.0
+
+
+class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Manifests of which every batch draws so many clips."""
+
+    batch: int = 0
+    manifests: tuple[Source, ...] = ()
+
+
 MOST_BATCHES = 4096  # of an update: all their plans are held at once
+MOST_CLIPS = 2**20  # of a batch of a mix
 BATCHES = f"give a number of global batches, from 1 to {MOST_BATCHES}"
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
@@ -85,6 +100,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
     validation: Validation = Validation()
+    mix: Mix = Mix()
 
 
 @dataclass(frozen=True)
@@ -126,9 +142,27 @@ def _demand_finite(training: Training) -> None:
                 raise UserError(bad_value(f"{table}.{name}", value, "it is not finite", "give a finite number"))
 
 
+def _is_batch(mix: Mix) -> bool:
+    return 1 <= mix.batch <= MOST_CLIPS if mix.manifests else mix.batch == 0
+
+
+def _demand_mixable(training: Training) -> None:
+    sources = training.mix.manifests
+    for source in sources:
+        if not 0 < source.weight < math.inf:
+            raise UserError(bad_value("mix.weight", source.weight, "a weight is above zero", "leave the manifest out"))
+    paths = [source.data for source in sources]
+    if len(set(paths)) < len(paths):
+        raise UserError(bad_value("mix.manifests", paths, "one is listed twice", "give it the sum of the weights"))
+    if sources and training.shuffle:
+        raise UserError(bad_value("shuffle", True, "a mix is in random order", "leave `shuffle` out"))
+
+
 def _demand_not_empty(training: Training) -> None:
-    texts = {f"logging.{name}": getattr(training.logging, name) for name in Logging.__struct_fields__}
-    for key, value in (texts | {"validation.data": training.validation.data}).items():
+    texts = [(f"logging.{name}", getattr(training.logging, name)) for name in Logging.__struct_fields__]
+    texts += [("validation.data", training.validation.data)]
+    texts += [("mix.manifests.data", source.data) for source in training.mix.manifests]
+    for key, value in texts:
         if value is not None and not value.strip():
             raise UserError(bad_value(key, value, "it is empty", "leave the key out, or name a place"))
 
@@ -148,6 +182,12 @@ def verified(training: Training) -> Training:
             training.validation.every >= 1,
             "give a number of steps, 1 or more",
         ),
+        (
+            "mix.batch",
+            training.mix.batch,
+            _is_batch(training.mix),
+            f"give the clips of a batch, from 1 to {MOST_CLIPS}",
+        ),
         ("accumulate", training.accumulate, 1 <= training.accumulate <= MOST_BATCHES, BATCHES),
         ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
@@ -160,4 +200,5 @@ def verified(training: Training) -> Training:
         raise UserError(*bad)
     _demand_finite(training)
     _demand_not_empty(training)
+    _demand_mixable(training)
     return training

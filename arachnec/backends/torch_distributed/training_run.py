@@ -42,6 +42,7 @@ from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.mixed_batches import MixedBatches
 from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.training_options import bad_value
 from arachnec.ir.diagnostic import UserError, counted
@@ -99,8 +100,12 @@ class Trainer:
         more_state = state_beyond_plan(executable, model_file, training)
         if training.shuffle and batches is not None:
             raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+        mixed = bool(training.mix.manifests)
+        if mixed and batches is not None:
+            raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
         drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
-        self._plans = Plans(executable, rank, world, drawn, more_state=more_state)
+        drawn = MixedBatches(executable, training) if mixed else drawn
+        self._plans = Plans(executable, rank, world, drawn, more_state=more_state, replans=mixed)
         resumed = newest_checkpoint(options) if batches is None else resumed
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.

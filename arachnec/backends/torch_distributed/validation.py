@@ -26,7 +26,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.training_options import Training
-from arachnec.executable.validation import STEP, ValidationBatches, demand_same_validation
+from arachnec.executable.validation import STEP, ValidationBatches, demand_same_manifests
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.handoffs import TensorSpec
@@ -48,7 +48,7 @@ class Validation:
         cls, executable: Executable, training: Training, rank: int, world: int, more_state: float
     ) -> Validation | None:
         """None without a validation manifest. Raises ``UserError`` for another one than was compiled."""
-        demand_same_validation(executable, training)
+        demand_same_manifests(executable, training)
         batches = ValidationBatches(executable)
         if not len(batches):
             return None

@@ -14,7 +14,7 @@ import torch
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import HEADER, VALIDATION, read_executable
 from arachnec.executable.training_options import TorchClass, Training
-from arachnec.executable.validation import STEP, demand_same_validation, validation_text
+from arachnec.executable.validation import STEP, demand_same_manifests, validation_text
 from arachnec.ir.diagnostic import UserError
 from tests.distributed import pipeline_cases
 from tests.distributed.executor import test_cells, test_pipelines
@@ -105,6 +105,6 @@ def test_what_the_model_remembers_and_draws_is_put_back() -> None:
 
 def test_another_manifest_than_was_compiled_is_refused(tmp_path: Path) -> None:
     read = read_executable(validated(whole(tmp_path, 1, ONE), HELD_BACK))
-    demand_same_validation(read, read.training)
+    demand_same_manifests(read, read.training)
     with pytest.raises(UserError, match=r"`validation.data` is None: it was compiled with 'held.jsonl'"):
-        demand_same_validation(read, TRAINING)
+        demand_same_manifests(read, TRAINING)
