@@ -148,8 +148,8 @@ class CostTable:
     def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
         if strategy.side is None:
             tried = sides(cascade, self.stages[cascade.stage], degree) or (1,)
-            each = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
-            return min(each, key=lambda entry: entry.time)
+            entries = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
+            return min(entries, key=lambda entry: entry.time)
         memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
         times, apart = times_of(cascade), 0.0
         if times and degree not in times:

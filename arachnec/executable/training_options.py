@@ -116,8 +116,8 @@ class BadTrainValue(Diagnostic):
 
 def bad_value(key: str, value: object, reason: str, remedy: str, span: Span | None = None) -> BadTrainValue:
     """``value`` as it was given, cut where it is long."""
-    found = repr(value)
-    return BadTrainValue(span, key, found if len(found) <= 80 else f"{found[:77]}...", reason, remedy)
+    shown = repr(value)
+    return BadTrainValue(span, key, shown if len(shown) <= 80 else f"{shown[:77]}...", reason, remedy)
 
 
 @dataclass(frozen=True)

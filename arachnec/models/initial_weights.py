@@ -243,7 +243,7 @@ def folded(names: Iterable[str]) -> list[str]:
     for name in names:
         head, number, tail = re.fullmatch(r"(.*?)(?:(?<=\.)(\d+)(?=\.)(.*))?", name, re.DOTALL).groups()  # type: ignore[union-attr]
         numbers.setdefault((head, tail if number is not None else ""), []).extend([int(number)] if number else [])
-    return [head if not found else f"{head}{_ranges(found)}{tail}" for (head, tail), found in numbers.items()]
+    return [head if not of_name else f"{head}{_ranges(of_name)}{tail}" for (head, tail), of_name in numbers.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -57,6 +57,7 @@ from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.slow_ranks import notes_of_slow
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -125,6 +126,7 @@ class Trainer:
             init=options.init,
             follows_links=self._plans.follows_links,
         )
+        self._slowed: Mapping[int, float] = {}
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -207,6 +209,7 @@ class Trainer:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
         self._watch_links(number)
+        self._follow_ranks(number)
         if not reports:
             return None
         took = report.accumulated(number, reports, sum(counts))
@@ -272,7 +275,17 @@ class Trainer:
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow(watch.planned, (number + 1) * self._each + 2)
+            self._plans.follow_links(watch.planned, (number + 1) * self._each + 2)
+
+    def _follow_ranks(self, number: int) -> None:
+        """Where ranks have become slow, or are no longer: plan anew, as for links. All ranks have seen the same."""
+        slowed = self._account.slowed
+        if slowed != self._slowed:
+            step = (number + 1) * self._each + 2
+            for note in notes_of_slow(self._slowed, slowed, step // self._each):
+                events.emit(report.Note(note))
+            self._slowed = slowed
+            self._plans.follow_ranks(slowed, step)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
