@@ -89,7 +89,8 @@ def test_a_cascade_waits_for_the_rank_with_the_heaviest_heads() -> None:
 
 def test_heads_that_are_given_cost_what_they_weigh_now() -> None:
     """Heads that were divided by other densities, or by hand."""
-    (planned,) = with_heads((clip(sparse=(0, 1), degree=4),), (stage(traffic=None),))
+    even = model(stage(traffic=None)).module
+    (planned,) = with_heads(replace(even, cascades=(clip(sparse=(0, 1), degree=4),)))
     now = model(stage(((0.7, 0.1, 0.1, 0.1),) * 2, traffic=None))
     stale, again = (now.time(cascade, 4, ulysses=4) for cascade in (planned, clip(sparse=(0, 1), degree=4)))
     assert stale - again == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
@@ -154,8 +155,10 @@ def test_what_lower_divides_check_proves(
     densities: list[tuple[float, ...]], degree: int, tokens: int, division: str
 ) -> None:
     of = stage(tuple(densities), division=division)
-    (divided,) = with_heads((clip(tokens, sparse=(0, 1), degree=degree),), (of,))
-    module = Module("m", Level.LOWERED, parse_cluster("1x8:h100-80g"), stages=(of,), cascades=(divided,))
+    cascade = clip(tokens, sparse=(0, 1), degree=degree)
+    module = Module("m", Level.LOWERED, parse_cluster("1x8:h100-80g"), stages=(of,), cascades=(cascade,))
+    (divided,) = with_heads(module)
+    module = replace(module, cascades=(divided,))
     assert not list(check_heads(Values(module)))
     assert set(parts_by_layer(divided)) == {0, 1}
     moved = replace(divided, attrs=divided.attrs.updated(groups=int(divided.attrs["groups"]) + 1))  # type: ignore[arg-type]
