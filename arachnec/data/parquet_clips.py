@@ -16,7 +16,7 @@ WINDOW = 2**16  # rows that are shuffled with each other
 
 
 class ParquetClips:
-    """Gives the clips of a manifest one by one, for ``Engine(..., batch=N)``, again and again; a row's id is its number.
+    """Gives the clips of a manifest one by one and again, for ``Engine(..., batch=N)``. A row's id is its number.
 
     With a ``seed`` row groups come in another order in every round, and rows of a window in another one too; rows far
     apart in one row group stay apart. It says where it stands, so a resumed run goes on from there.
@@ -78,15 +78,13 @@ class ParquetClips:
             if skipped >= sizes[group]:
                 skipped -= sizes[group]
                 continue
-            for window in self._windows(group, first[group]):
-                yield from window[skipped:]
-                skipped = max(0, skipped - len(window))
-
-    def _windows(self, group: int, first: int) -> Iterator[list[Row]]:
-        """The rows of a row group, window by window."""
-        for batch in self._file.iter_batches(batch_size=WINDOW, row_groups=[group]):
-            rows = [parquet_row(self.path, first + n, values) for n, values in enumerate(batch.to_pylist())]
-            if self._seed is not None:
-                random.Random(f"{self._seed}/{self._round}/{first}").shuffle(rows)
-            first += len(rows)
-            yield rows
+            start = first[group]
+            for batch in self._file.iter_batches(batch_size=WINDOW, row_groups=[group]):
+                order = list(range(len(batch)))
+                if self._seed is not None:
+                    random.Random(f"{self._seed}/{self._round}/{start}").shuffle(order)
+                for place in order[skipped:]:
+                    (values,) = batch.slice(place, 1).to_pylist()
+                    yield parquet_row(self.path, start + place, values)
+                skipped = max(0, skipped - len(batch))
+                start += len(batch)
