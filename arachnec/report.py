@@ -11,6 +11,7 @@ from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
+from arachnec.ir.stage_sizes import gib
 from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
@@ -164,9 +165,25 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
 
 def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, communicators included, and the most that one cascade adds."""
+    if is_sampling(module) and module.level >= Level.PLACED:
+        return max(sampling_memory(module, cost).values(), default=0.0)
     memories = (cascade.attrs.get("memory") for cascade in module.cascades)
     always = cost.resident + cost.prepared + cost.communicators
     return always + max((quantity(value) for value in memories if value is not None), default=0.0)
+
+
+def sampling_memory(module: Module, cost: CostModel) -> dict[int, float]:
+    """GiB of every rank that runs anything: the stages that it runs, and the most that one of their cascades adds."""
+    stages: dict[int, set[str]] = defaultdict(set)
+    most: dict[int, float] = defaultdict(float)
+    for cascade in module.cascades:
+        for rank in cascade.ranks:
+            stages[rank].add(cascade.stage)
+            most[rank] = max(most[rank], gib(cascade.attrs.get("memory")))
+    held = {name: gib(stage.attrs.get("state")) for name, stage in cost.stages.items()}
+    return {
+        rank: cost.communicators + most[rank] + math.fsum(held[name] for name in own) for rank, own in stages.items()
+    }
 
 
 def request_report(module: Module, ends: Mapping[str, float]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ CLUSTER = table("""
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     measured      | [[int, int, GB/s]] | traced | optional | handoffs between two ranks as a run measured them
+    slowed        | [[int, float]] | traced | optional | ranks that a run found slow, and how many times they are slower
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
 """)
 
@@ -341,7 +342,8 @@ FIGURES = (
 CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
 
-# Speeds of a cluster's links, which a profile and a run measure. They price a plan; no proof rests on them.
+# Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.
 LINK_SPEEDS = (
     "intra", "inter", "latency", "inter_latency", "all_reduce", "collectives", "host", "host_link", "pcie", "measured",
+    "slowed",
 )  # fmt: skip
