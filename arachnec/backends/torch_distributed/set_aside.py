@@ -45,7 +45,7 @@ def is_unreadable(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return "; ".join(diagnostic.text(diagnostic.title) for diagnostic in error.diagnostics)
+        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.text(d.title) for d in error.diagnostics)
     return str(error) or type(error).__name__
 
 
