@@ -16,7 +16,7 @@ from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
 from arachnec.data.manifest import Manifest, read_manifest
-from arachnec.executable.folder import iteration_of, write_executable
+from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -77,7 +77,7 @@ class Compiled:
             training=training or self.training,
             load=load,
             validation=self.validation,
-            extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
+            extra={REPORT: json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
 

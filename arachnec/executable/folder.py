@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -49,6 +49,7 @@ LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
 VALIDATION = "validation.jsonl"  # where there is a validation manifest; fingerprinted, too
+REPORT = "report.json"  # for people; nothing is proved by it
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
@@ -79,6 +80,10 @@ class Changed(Diagnostic):
     help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
     folder: str
     file: str
+
+
+class _Planning(msgspec.Struct, frozen=True):
+    planning_ms: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,6 +200,14 @@ def _modules_of(model_file: ModelFile, taken: Set[str]) -> dict[str, str]:
         if name in taken:
             raise UserError(NameTaken(None, name))
     return {name: (model_file.path.parent / name).read_text(encoding="utf-8") for name in model_file.modules}
+
+
+def planning_ms(folder: Path) -> float | None:
+    """What planning took when the executable was compiled; None where no report says so."""
+    try:
+        return msgspec.json.decode(_read(folder, REPORT), type=_Planning).planning_ms
+    except (msgspec.MsgspecError, UserError, OSError):
+        return None
 
 
 def demand_folder(folder: Path) -> None:

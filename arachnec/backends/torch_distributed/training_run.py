@@ -41,7 +41,7 @@ from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
-from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.executable.mixed_batches import MixedBatches
 from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.training_options import bad_value
@@ -98,6 +98,8 @@ class Trainer:
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file = model_file or executable.model_file()
         self._executable = executable
+        fits = executable.program.cluster is not None and executable.program.cluster.world == world
+        self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
         if training.shuffle and batches is not None:
             raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
@@ -219,7 +221,11 @@ class Trainer:
     def _validate(self, number: int) -> float | None:
         """The loss of the validation manifest behind an optimizer step."""
         assert self._validation is not None
-        self._enter(f"the plan of the validation behind step {number}", self.timeouts.of_plan(), "--plan-timeout")
+        self._enter(
+            f"the plan of the validation behind step {number}",
+            self.timeouts.of_plan(self._planning_ms),
+            "--plan-timeout",
+        )
         loss = ValidationLoss()
         with undisturbed(self.model, self.device):
             for planned in self._validation.planned():
@@ -316,7 +322,7 @@ class Trainer:
 
     def _plan(self, number: int) -> Planned | None:
         """The batch and program of step ``number``; the next one's is made meanwhile. None where there is no batch."""
-        self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
+        self._enter(f"the plan of step {number}", self.timeouts.of_plan(self._planning_ms), "--plan-timeout")
         started = time.perf_counter()
         planned = self._plans.get(number)
         self._plans.prepare(number + 1)
