@@ -30,7 +30,7 @@ from arachnec.kernels.sparse.predictor import (
     true_scores,
     turns_sparse,
 )
-from arachnec.kernels.sparse.token_cubes import Grid, TokenCubes, token_cubes
+from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.spmd.sparse_block import Site
 
@@ -66,13 +66,16 @@ class Measured:
 
 @dataclass
 class SparseCascade:
-    """One cascade's attention. ``lists`` are those to replay, None for dense; those of other layers are added as they
-    are chosen, and what runs again in the backward takes them from here. ``weight`` None trains no predictor."""
+    """One cascade's attention. ``replay`` are lists of all heads that are taken as they are, None for dense. ``lists``
+    are those of the heads that were computed here: what runs again in the backward takes them from there. ``weight``
+    None trains no predictor."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
     draw: str  # seed/step/clip
     weight: float | None = None
+    sizes: tuple[int, int, int] = (QUERIES, KEYS, CELL)  # tokens of a group, a block and a cell
+    replay: Mapping[Layer, KeyLists | None] = field(default_factory=dict)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     measured: dict[Layer, Measured] = field(default_factory=dict)
     _cubes: dict[tuple[int, str | None], TokenCubes] = field(default_factory=dict)
@@ -89,7 +92,15 @@ class SparseCascade:
             rest = length - math.prod(self.grid)
             grid = self.grid if rest == 0 or (captions and rest > 0) else (1, 1, length)
             first = captions == "first"
-            cubes = token_cubes(grid, captions=length - math.prod(grid), captions_first=first)
+            queries, keys, cell = self.sizes
+            cubes = token_cubes(
+                grid,
+                captions=length - math.prod(grid),
+                captions_first=first,
+                queries=queries,
+                keys=keys,
+                cell=cell,
+            )
             self._cubes[length, captions] = cubes
         return self._cubes[length, captions]
 
@@ -113,7 +124,11 @@ class OfBlock:
         if heads[0] == heads[1]:
             return video_attention(query, key, value, cubes, None, mask=mask, scale=scale)
         if layer not in cascade.lists:
-            cascade.lists[layer] = self._chosen(state, by, query, key, cubes, here) if state.sparse else None
+            if layer in cascade.replay:
+                given = cascade.replay[layer]
+                cascade.lists[layer] = None if given is None else given.of_heads(*heads)
+            else:
+                cascade.lists[layer] = self._chosen(state, by, query, key, cubes, here) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
         if cascade.weight is None:
             return out

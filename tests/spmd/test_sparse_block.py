@@ -96,7 +96,7 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
     dense, _ = step(sequence, SparseCascade(layers, GRID, "0/0/a"))
     assert not any(is_full(lists, first.cubes(96 + SIZE.text, "first")) for lists in first.lists.values() if lists)
     for recompute in (True, False):
-        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, lists=dict(first.lists))  # predictors say dense
+        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, replay=first.lists)  # predictors say dense
         output2, gradients2 = step(sequence, again, recompute)
         assert torch.equal(output, output2)
         assert all(torch.equal(gradients[name], gradients2[name]) for name in gradients)
