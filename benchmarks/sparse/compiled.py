@@ -2,8 +2,8 @@
 
     python benchmarks/sparse/compiled.py [--json FILE]
 
-Nothing runs: no GPU is needed. FLOPs and bytes are of one program and one entry of its list: two products forward, three
-for queries' gradients, four for keys' and values'; rows of keys and values, or of queries and their gradients, read.
+Nothing runs: no GPU is needed. FLOPs and bytes are of one program and one entry of its list: two products forward,
+three for queries' gradients, four for keys' and values'. Read are rows of keys and values, or of queries and gradients.
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.token_cubes import token_cubes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-GRID, CAPTIONS, CLIPS, HEADS = (2, 5, 6), 5, 2, 2
+GRID, CAPTIONS, CLIPS, HEADS = (2, 3, 5), 3, 1, 3
 
 
 def errors(size: int, masked: str, dtype: str) -> dict[str, float]:
     torch.manual_seed(1)
-    cubes = token_cubes(GRID, captions=CAPTIONS, queries=32, keys=16, cell=4)
+    cubes = token_cubes(GRID, captions=CAPTIONS, queries=16, keys=8, cell=4)
     total, groups, blocks = len(cubes.order), len(cubes.groups) - 1, len(cubes.blocks) - 1
-    table = torch.rand(CLIPS, HEADS, groups, blocks) < torch.tensor([0.0, 0.5])[None, :, None, None]
-    table[1, 0] = True
+    table = torch.rand(CLIPS, HEADS, groups, blocks) < torch.tensor([0.0, 0.5, 1.0])[None, :, None, None]
     lists = KeyLists(table.nonzero()[:, 3].int(), table.sum(-1, dtype=torch.int32))
     query, key, value, grad = (torch.randn(CLIPS, HEADS, total, size).to(DTYPES[dtype]) for _ in range(4))
     mask = None
@@ -50,5 +49,5 @@ def errors(size: int, masked: str, dtype: str) -> dict[str, float]:
 
 
 def main() -> dict[str, dict[str, float]]:
-    cases = [(16, "", "fp32"), (24, "keys", "fp32"), (16, "bias", "fp32"), (16, "", "fp16")]
+    cases = [(24, "keys", "fp32"), (16, "bias", "fp16")]
     return {" ".join(map(str, case)): errors(*case) for case in cases}
