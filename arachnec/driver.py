@@ -10,15 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
 from arachnec.data.manifest import Manifest, read_manifest
-from arachnec.executable.folder import iteration_of, write_executable
-from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
+from arachnec.executable.folder import REPORT, iteration_of, write_executable
+from arachnec.executable.mixed_batches import mixed_manifest
+from arachnec.executable.training_options import Training, bad_value
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.infra.instruments import Instrument
@@ -29,6 +30,12 @@ from arachnec.views.executable_page import PAGE, executable_page
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
+
+
+@dataclass(frozen=True)
+class NoClipsGiven(Diagnostic):
+    title: ClassVar[str] = "nothing says which clips to train on"
+    help: ClassVar[str] = "give --data with a manifest, or several as `mix` of the training options"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Compiled:
     training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    validation: str = ""  # the clips of the validation manifest, as the executable has them
 
     @property
     def report(self) -> dict[str, Any]:
@@ -68,7 +76,8 @@ class Compiled:
             clips=self.manifest.clips,
             training=training or self.training,
             load=load,
-            extra={"report.json": json.dumps(self.report, indent=2) + "\n", PAGE: page},
+            validation=self.validation,
+            extra={REPORT: json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
 
@@ -119,7 +128,7 @@ def plan_iteration(
 
 def compile(
     model: str | Path,
-    data: str | Path,
+    data: str | Path | None,
     cluster: str | Path,
     *,
     passes: str | Pipeline = "default",
@@ -130,21 +139,23 @@ def compile(
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
 
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
-    one. Raises ``UserError`` for every mistake in the input.
+    one; ``data`` is None where the training options have a ``mix``. Raises ``UserError`` for every mistake in the
+    input.
     """
-    from arachnec.backends.training_trace import demand_optimizer_fits
+    from arachnec.backends.training_trace import demand_optimizer_fits, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
 
     training = training or Training()
     demand_torch_takes(training)
     model_file = load_model_file(Path(model))
-    manifest = read_manifest(Path(data), batch=batch)
+    manifest = _manifest(data, batch, training)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     started = time.perf_counter()
     trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)
+    validation = validation_of(trace, manifest.clips, training)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
@@ -161,7 +172,20 @@ def compile(
         training=training,
         warnings=trace.warnings,
         limits=(*trace.limits, *trace.unknowns),
+        validation=validation,
     )
+
+
+def _manifest(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
+    if not training.mix.manifests:
+        if data is None:
+            raise UserError(NoClipsGiven(None))
+        return read_manifest(Path(data), batch=batch)
+    if data is not None or batch is not None:
+        raise UserError(
+            bad_value("mix", training.mix, "clips are given twice", "leave out --data and --batch, or `mix`")
+        )
+    return mixed_manifest(training)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
+from arachnec.ir.stage_sizes import gib
+from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
 
@@ -44,6 +46,17 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "peak_memory_gib": peak_memory(module, cost),
         "layout": module.attrs.get("layout"),
         "layouts": alternatives(module),
+        "sparse": [
+            {
+                "stage": summary.stage.name,
+                "layers": summary.sparse,
+                "predicted_density": summary.density,
+                "cascades": len(summary.chosen),
+                "dense_cascades": len(summary.dense),
+                "head_imbalance": summary.imbalance,
+            }
+            for summary in sparse_summaries(module)
+        ],
         "cascades": [
             {
                 "name": cascade.name,
@@ -152,9 +165,25 @@ def synchronisation_ms(module: Module, cost: CostModel) -> float:
 
 def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, communicators included, and the most that one cascade adds."""
+    if is_sampling(module) and module.level >= Level.PLACED:
+        return max(sampling_memory(module, cost).values(), default=0.0)
     memories = (cascade.attrs.get("memory") for cascade in module.cascades)
     always = cost.resident + cost.prepared + cost.communicators
     return always + max((quantity(value) for value in memories if value is not None), default=0.0)
+
+
+def sampling_memory(module: Module, cost: CostModel) -> dict[int, float]:
+    """GiB of every rank that runs anything: the stages that it runs, and the most that one of their cascades adds."""
+    stages: dict[int, set[str]] = defaultdict(set)
+    most: dict[int, float] = defaultdict(float)
+    for cascade in module.cascades:
+        for rank in cascade.ranks:
+            stages[rank].add(cascade.stage)
+            most[rank] = max(most[rank], gib(cascade.attrs.get("memory")))
+    held = {name: gib(stage.attrs.get("state")) for name, stage in cost.stages.items()}
+    return {
+        rank: cost.communicators + most[rank] + math.fsum(held[name] for name in own) for rank, own in stages.items()
+    }
 
 
 def request_report(module: Module, ends: Mapping[str, float]) -> dict[str, Any]:

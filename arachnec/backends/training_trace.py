@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from arachnec.backends.cascade_step import in_training_precision, trained_parameters
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_beforehand
+from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
+from arachnec.executable.validation import validation_text
 from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
@@ -31,6 +34,16 @@ def training_trace(model_file: ModelFile, clips: Sequence[VideoClip], training: 
     recipe = recipe_for(trained_parameters(model), model_file, training)
     stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
     return replace(traced, stages=tuple(stages))
+
+
+def validation_of(trace: Trace, clips: Sequence[VideoClip], training: Training) -> str:
+    """The validation manifest of the options as an executable has it; empty without one. Raises ``UserError``."""
+    if training.validation.data is None:
+        return ""
+    manifest = read_manifest(training.validation.data)
+    encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
+    _hold_against_headers(trace, manifest.clips)
+    return validation_text(manifest.iterations, trace.tokens)
 
 
 def demand_optimizer_fits(trace: Trace, model: Module, model_file: ModelFile, training: Training) -> None:

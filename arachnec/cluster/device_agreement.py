@@ -127,8 +127,8 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
 
 def _unlike_versions(records: Sequence[DeviceRecord]) -> Iterator[Diagnostic]:
     for part in sorted({part for record in records for part in record.versions}):
-        for found, few, common, most in _minorities(records, partial(_version, part)):
-            yield VersionsDiffer(None, ranks_of(few), part, found, ranks_of(most), common)
+        for version, few, common, most in _minorities(records, partial(_version, part)):
+            yield VersionsDiffer(None, ranks_of(few), part, version, ranks_of(most), common)
 
 
 def _version(part: str, record: DeviceRecord) -> str:
@@ -137,8 +137,8 @@ def _version(part: str, record: DeviceRecord) -> str:
 
 def _unlike_names(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:
     for alike in _grouped(records, lambda record: _planned_device(record, planned)).values():
-        for found, few, common, most in _minorities(alike, lambda record: record.name):
-            yield DevicesDiffer(None, ranks_of(few), found, ranks_of(most), common)
+        for name, few, common, most in _minorities(alike, lambda record: record.name):
+            yield DevicesDiffer(None, ranks_of(few), name, ranks_of(most), common)
 
 
 def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:

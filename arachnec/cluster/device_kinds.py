@@ -1,4 +1,7 @@
-"""The devices of a cluster whose nodes differ: which ranks are alike, how fast each kind is and what it holds."""
+"""The devices of a cluster whose nodes differ, or of which a run found some slow.
+
+Which ranks are alike, how fast each kind is and what it holds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from arachnec.cluster.topology import kinds_of_ranks, machines, node_of
+from arachnec.cluster.topology import kinds_of_ranks, machine_of, machines, node_of
 from arachnec.ir.nodes import Cluster
 
 
@@ -18,7 +21,7 @@ class Devices:
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each kind of device, where there are several kinds; those with most memory first."""
-        kinds = kinds_of_ranks(self.cluster) if "mixed" in self.cluster.attrs else ()
+        kinds = kinds_of_ranks(self.cluster) if {"mixed", "slowed"} & {*self.cluster.attrs} else ()
         return kinds if len(kinds) > 1 else ()
 
     def like(self, rank: int) -> tuple[int, ...]:
@@ -34,9 +37,8 @@ class Devices:
         """How much longer the slowest of these devices takes than the cluster's fastest, for which the formulas are."""
         if not self.kinds or ranks is None:
             return 1.0
-        every = machines(self.cluster)
-        fastest = max(machine.flops for machine in every)
-        return fastest / min(every[node_of(self.cluster, rank)].flops for rank in ranks)
+        fastest = max(machine.flops for machine in machines(self.cluster))
+        return fastest / min(machine_of(self.cluster, rank).flops for rank in ranks)
 
     def memory_of(self, ranks: Sequence[int] | None, degree: int) -> float:
         """GiB of the least of these ranks, or of the ``degree`` ranks with most memory, where there are kinds."""

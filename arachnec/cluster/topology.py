@@ -100,6 +100,30 @@ def machines(cluster: Cluster) -> tuple[Machine, ...]:
     return tuple(nodes)
 
 
+def machine_of(cluster: Cluster, rank: int) -> Machine:
+    """What one device is: its node's, and as much slower as a run measured it."""
+    machine, slower = machines(cluster)[node_of(cluster, rank)], slowdowns_of(cluster).get(rank)
+    return machine if slower is None else replace(machine, flops=machine.flops / slower)
+
+
+@lru_cache(maxsize=64)
+def slowdowns_of(cluster: Cluster) -> dict[int, float]:
+    """How much more slowly than it should each rank computes that a run found slow."""
+    rows = cluster.attrs.get("slowed", ())
+    assert isinstance(rows, tuple)
+    slowed = {}
+    for row in rows:
+        assert isinstance(row, tuple) and isinstance(row[1], int | float)
+        slowed[integer(row[0])] = float(row[1])
+    return slowed
+
+
+def with_slowdowns(cluster: Cluster, slowdowns: Mapping[int, float]) -> Cluster:
+    """The cluster with these ranks so many times slower."""
+    rows = tuple(sorted((rank, slower) for rank, slower in slowdowns.items()))
+    return replace(cluster, attrs=cluster.attrs.updated(slowed=rows or None))
+
+
 def mix_of(cluster: Cluster, nodes: int) -> Value | None:
     """What ``mixed`` says of the first so many nodes, further ones being like the last; None where all are alike."""
     mixed = cluster.attrs.get("mixed")
@@ -116,10 +140,10 @@ def mix_of(cluster: Cluster, nodes: int) -> Value | None:
 
 
 def kinds_of_ranks(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each kind of machine, those with most memory first; one tuple of all where nodes are alike."""
+    """The ranks of each kind of device, those with most memory first; one tuple of all where they are alike."""
     kinds: dict[Machine, list[int]] = {}
-    for node, machine in enumerate(machines(cluster)):
-        kinds.setdefault(machine, []).extend(range(node * cluster.gpus, (node + 1) * cluster.gpus))
+    for rank in range(cluster.world):
+        kinds.setdefault(machine_of(cluster, rank), []).append(rank)
     return tuple(tuple(kinds[kind]) for kind in sorted(kinds, key=lambda kind: (-kind.memory, -kind.flops)))
 
 

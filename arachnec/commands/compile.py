@@ -15,7 +15,9 @@ from arachnec.executable.training_options import Training
 
 @click.command("compile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet; or a `mix` of options."
+)
 @click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
 @click.option(
     "-o",
@@ -34,7 +36,7 @@ from arachnec.executable.training_options import Training
 @pass_options
 def command(
     model: Path,
-    data: Path,
+    data: Path | None,
     cluster: str,
     output: Path | None,
     passes: str,

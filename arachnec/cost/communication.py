@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
 from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
+from arachnec.cost.sparse_attention import NO_LOAD, SparseLoad, SparseLoads
 from arachnec.cost.strategy import Attention
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, branches_of, planned_steps
 from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
@@ -31,6 +33,8 @@ class Volumes:
     hops: float = 0.0  # times that it hands something on
     gathered: float = 0.0  # bytes of whole tensors gathered from all ranks
     gathers: float = 0.0
+    dealt: float = 0.0  # bytes in all-to-alls of all ranks, heads of sparse layers; of the rank that gets most
+    deals: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -39,12 +43,13 @@ class Volumes:
     @property
     def messages(self) -> float:
         """Latencies that follow one another."""
-        return self.trades * _steps(self.ulysses) + self.hops + self.gathers * _steps(self.degree)
+        return self.trades * _steps(self.ulysses) + self.hops + (self.gathers + self.deals) * _steps(self.degree)
 
     @property
     def moved(self) -> float:
         """Bytes that leave a rank."""
-        return self.traded * _share_sent(self.ulysses) + self.passed + self.gathered * _share_sent(self.degree)
+        whole = (self.gathered + self.dealt) * _share_sent(self.degree)
+        return self.traded * _share_sent(self.ulysses) + self.passed + whole
 
 
 def volumes(
@@ -57,29 +62,34 @@ def volumes(
     forward: float,
     backward: float,
     output: float | None = None,
+    sparse: SparseLoad = NO_LOAD,
 ) -> Volumes:
     """Of ``forward`` forwards and ``backward`` backwards.
 
     ``traffic`` are the GiB of q, k, v and the output over all ``attentions`` of one forward, ``output`` the bytes of
-    what the last block gives; where that is not known, those of one attention's output are taken.
+    what the last block gives; where that is not known, those of one attention's output are taken. The ``sparse`` layers
+    take no part in all-to-alls of heads by number and in the ring: queries, keys and values go to who computes them.
     """
     degree = ulysses * ring
     if degree == 1 or not attentions:
         return Volumes(ulysses, ring)
-    total = traffic * GIB
-    share, passes = total / degree, forward + backward
+    total, each = traffic * GIB, traffic * GIB / attentions
+    dense, passes = attentions - sparse.layers, forward + backward
+    share = each * dense / degree
     around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
     largest = math.ceil(heads / ulysses) / heads * ulysses  # where heads do not divide, one rank trades more
     return Volumes(
         ulysses,
         ring,
         traded=passes * share * largest if ulysses > 1 else 0.0,
-        trades=passes * 2 * attentions if ulysses > 1 else 0.0,
+        trades=passes * 2 * dense if ulysses > 1 else 0.0,
         passed=around * share / 2,
-        hops=around * attentions,
+        hops=around * dense,
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
         gathered=passes * (total / (4 * attentions) if output is None else output),
         gathers=passes,
+        dealt=passes * each * sparse.received,
+        deals=passes * 2 * sparse.layers,
     )
 
 
@@ -134,6 +144,7 @@ class Communication:
 
     stages: Mapping[str, Stage]
     cluster: Cluster
+    sparse: SparseLoads
     _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
 
     def time(
@@ -145,6 +156,8 @@ class Communication:
             return 0.0
         links = self._links_of(degree, ranks, attention.ulysses)
         total = collective_time(links.everyone, sent.gathered, degree, sent.gathers, links.contention)
+        if sent.deals:
+            total += collective_time(links.everyone, sent.dealt, degree, sent.deals, links.contention)
         if attention.ulysses > 1:
             total += collective_time(links.ulysses, sent.traded, attention.ulysses, sent.trades, links.contention)
         if attention.ring > 1:
@@ -176,6 +189,9 @@ class Communication:
             forward=forward,
             backward=backward,
             output=token_bytes(stage, cascade.batch * cascade.tokens),
+            sparse=self.sparse.of(
+                cascade.stage, sparse_layers(cascade), cascade.tokens, attention.ulysses * attention.ring
+            ),
         )
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:

@@ -1,7 +1,8 @@
 """How long the ranks of a cascade compute: its stage's formulas, divided over them.
 
 Terms without S (launch overhead, what every rank does in full for the caption) are not divided, terms linear in S wait
-for the rank with the most tokens, terms in S^2 and S*T for the rank with the most heads. An encoder's ranks deal out
+for the rank with the most tokens, terms in S^2 and S*T for the rank with the most heads, or in layers that attend to
+chosen keys for the rank that has most of these (``arachnec.cost.sparse_attention``). An encoder's ranks deal out
 whole clips and wait for the one with the most, which takes the formula's time for so many, or so many times the
 cascade's ``per_clip``, where that was measured. More ranks than clips divide one clip after the other, all but the
 ``undivided`` part.
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
+from arachnec.cost.sparse_attention import SparseLoads, choice_time
 from arachnec.cost.strategy import Attention
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, planned_steps
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
@@ -48,10 +51,17 @@ class Sizes:
     caption: float  # every rank computes it in full
     linear: float  # tokens divide it
     pairwise: float  # pairs of tokens divide it
+    square: float = 0.0  # the part of that for pairs of video tokens
 
     def part(self, products: float, pairwise: float) -> Sizes:
         """So much of the products with parameters, and so much of what pairs of tokens take."""
-        return Sizes(self.fixed * products, self.caption * products, self.linear * products, self.pairwise * pairwise)
+        return Sizes(
+            self.fixed * products,
+            self.caption * products,
+            self.linear * products,
+            self.pairwise * pairwise,
+            self.square * pairwise,
+        )
 
 
 # Of a split backward. A product with a parameter has two gradients that cost the same, one of them the parameter's.
@@ -65,7 +75,8 @@ class Compute:
     """Compute times in ms of cascades of these stages."""
 
     stages: Mapping[str, Stage]
-    split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
+    split: Set[str]  # cascades of phase backward whose weight gradients are another cascade
+    sparse: SparseLoads
     _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
 
     def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float) -> float:
@@ -81,7 +92,8 @@ class Compute:
         backs = backward or cascade.phase is Phase.WEIGHT
         back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backs else 0.0
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
-        return first * once, (forward - first) * once + max(backward, float(bool(backs))) * back
+        chosen = self._choice(cascade, degree) * slowdown * first
+        return first * once + chosen, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase in CODING:
@@ -95,8 +107,20 @@ class Compute:
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
-        divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + sizes.pairwise * pairs
+        load = self.sparse.of(cascade.stage, sparse_layers(cascade), cascade.tokens, degree)
+        dense = (sizes.pairwise - sizes.square * load.pairs) * pairs
+        sparse = sizes.square * (load.backward if name == "backward" else load.forward)
+        divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + dense + sparse
         return sizes.fixed + divided * slowdown
+
+    def _choice(self, cascade: Cascade, degree: int) -> float:
+        """ms of prediction and choice of the sparse layers, each of which waits for its heaviest rank."""
+        layers = sparse_layers(cascade)
+        if not layers:
+            return 0.0
+        load = self.sparse.of(cascade.stage, layers, cascade.tokens, degree)
+        one = choice_time(self.stages[cascade.stage], cascade.tokens, cascade.text)
+        return cascade.batch * one * load.choice
 
     def _backward_sizes(self, cascade: Cascade) -> Sizes:
         """Of a whole backward, or of one part of a split one: as measured, or half of the products in each."""
@@ -124,19 +148,20 @@ def sizes_of(cascade: Cascade, stage: Stage, name: str) -> Sizes:
     formula = formula_in(stage, name)
     if formula is None:
         raise ValueError(f"stage {stage.name} has no `{name}` formula; run `annotate` first")
-    fixed = caption = linear = pairwise = 0.0
+    fixed = caption = linear = pairwise = square = 0.0
     for term in formula.terms:
         value = term_value(term, cascade)
         powers = dict(term.powers)
         if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
             pairwise += value
+            square += value if "T" not in powers else 0.0
         elif "S" in powers:
             linear += value
         elif "T" in powers:
             caption += value
         else:
             fixed += value
-    return Sizes(fixed, caption, linear, pairwise)
+    return Sizes(fixed, caption, linear, pairwise, square)
 
 
 def clips_in_turn(cascade: Cascade, stage: Stage, degree: int) -> tuple[int, float]:

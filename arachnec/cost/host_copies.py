@@ -31,7 +31,7 @@ def with_host_copies(
 ) -> list[Instruction]:
     """One rank's instructions in order, with what they copy."""
     seen: set[str] = set()  # stages that have gradients on this rank
-    made = []
+    with_copies = []
     for instruction in instructions:
         cascade = cascades.get(instruction.target)
         stage = stages.get(instruction.target if cascade is None else cascade.stage)
@@ -39,8 +39,8 @@ def with_host_copies(
             instruction = _cascade(instruction, cascade, stage, first=stage.name not in seen)
             if instruction.op == "backward":
                 seen.add(stage.name)
-        made.append(instruction)
-    return made
+        with_copies.append(instruction)
+    return with_copies
 
 
 def step_copies(stage: Stage) -> Attributes:

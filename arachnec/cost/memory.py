@@ -12,6 +12,8 @@ from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import is_divided, on_busiest_rank
 from arachnec.cost.recomputation import Runs, runs_of, share_saved
+from arachnec.cost.sparse_attention import lists_gib
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
@@ -56,6 +58,8 @@ class Memory:
             return received + scattered_gib(stage)
         cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
+        if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds the lists of keys saved
+            received += lists_gib(stage, sparse_layers(cascade), cascade.tokens, cascade.batch) / (ranks // side)
         if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
             return received + evaluated(stage, "batch", cascade) + most_while_training(stage, cascade, share, recompute)
         total = gathered_gib(stage) + received
@@ -207,7 +211,8 @@ class Memory:
 
 def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
     """What a stage's formulas and its phase make of a cascade's memory depends on nothing else of it."""
-    return cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text, branches_of(cascade)
+    sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
+    return *sizes, branches_of(cascade), cascade.attrs.get("sparse")
 
 
 def encoding_workspace(stage: Stage, cascade: Cascade, ranks: int) -> float:

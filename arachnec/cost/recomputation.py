@@ -29,11 +29,11 @@ def share_recomputed(stage: Stage, blocks: int) -> float:
 
 def share_saved(runs: Runs, blocks: int) -> float:
     """The share of what recomputing every block saves that the first ``blocks`` save."""
-    total = math.fsum(count * each for count, each in runs)
+    total = math.fsum(count * spared for count, spared in runs)
     if total <= 0:
         return 0.0
     saved, left = 0.0, blocks
-    for count, each in runs:
-        saved += min(count, left) * each
+    for count, spared in runs:
+        saved += min(count, left) * spared
         left -= min(count, left)
     return min(1.0, saved / total)

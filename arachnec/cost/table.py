@@ -28,6 +28,7 @@ from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
+from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Stage
@@ -62,11 +63,15 @@ class CostTable:
 
     @cached_property
     def compute(self) -> Compute:
-        return Compute(self.stages, self.split)
+        return Compute(self.stages, self.split, self.sparse)
 
     @cached_property
     def communication(self) -> Communication:
-        return Communication(self.stages, self.devices.cluster)
+        return Communication(self.stages, self.devices.cluster, self.sparse)
+
+    @cached_property
+    def sparse(self) -> SparseLoads:
+        return SparseLoads(self.stages)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
@@ -143,8 +148,8 @@ class CostTable:
     def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
         if strategy.side is None:
             tried = sides(cascade, self.stages[cascade.stage], degree) or (1,)
-            each = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
-            return min(each, key=lambda entry: entry.time)
+            entries = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
+            return min(entries, key=lambda entry: entry.time)
         memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
         times, apart = times_of(cascade), 0.0
         if times and degree not in times:

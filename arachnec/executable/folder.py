@@ -8,6 +8,7 @@ model.cascade       cluster, stages and graphs after those passes; every program
 executable.json     pipeline, training options, fingerprint, versions
 model.py            the model file as it was, and beside it the modules of its folder that it imports: the only code
 clips.jsonl         the clips, by their ids in the IR
+validation.jsonl    those of the validation manifest and their tokens, where there is one
 profile.json        the measured costs the plan was made with, where there are some
 timeline.html       the plan to be looked at: see docs/show_and_explain.md
 =================== ========================================================================================
@@ -27,7 +28,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -47,6 +48,8 @@ MOST_LOADED = 32  # files that add passes
 LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
+VALIDATION = "validation.jsonl"  # where there is a validation manifest; fingerprinted, too
+REPORT = "report.json"  # for people; nothing is proved by it
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
@@ -77,6 +80,10 @@ class Changed(Diagnostic):
     help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
     folder: str
     file: str
+
+
+class _Planning(msgspec.Struct, frozen=True):
+    planning_ms: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,6 +125,7 @@ class Executable:
     model: Module  # cluster, stages and graphs after the passes of scope `model`, without clips
     clips: tuple[VideoClip, ...]  # by id in the IR
     digests: dict[str, str]  # of every part, as it is now; all ranks must agree on all of them
+    validation: str = ""  # the text of validation.jsonl
 
     @property
     def training(self) -> Training:
@@ -145,12 +153,13 @@ def write_executable(
     load: Sequence[Path] = (),
     extra: Mapping[str, str] | None = None,
     source: str | None = None,
+    validation: str = "",
 ) -> Path:
     """Write the folder; returns it.
 
     ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
     where there are any. ``extra`` are more files by name, such as the report; ``source`` stands for the model file's
-    text where the model is none of a file. Raises
+    text where the model is none of a file; ``validation`` is the text of validation.jsonl. Raises
     ``UserError`` for training options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
@@ -164,14 +173,17 @@ def write_executable(
         MODEL: model_file.path.read_text(encoding="utf-8") if source is None else source,
         CLIPS: "".join(msgspec.json.encode(row_of(clip)).decode() + "\n" for clip in clips),
     }
+    if validation:
+        texts[VALIDATION] = validation
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
     texts |= _modules_of(model_file, taken=set(texts))
+    named = (*FINGERPRINTED, VALIDATION, *model_file.modules)
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
         iterations=max(1, len(batch_sizes(traced))),
         training=training,
-        fingerprint={name: _digest(texts[name].encode()) for name in (*FINGERPRINTED, *model_file.modules)},
+        fingerprint={name: _digest(texts[name].encode()) for name in texts if name in named},
         versions=versions(),
         load=tuple(path.name for path in load),
         modules=model_file.modules,
@@ -188,6 +200,14 @@ def _modules_of(model_file: ModelFile, taken: Set[str]) -> dict[str, str]:
         if name in taken:
             raise UserError(NameTaken(None, name))
     return {name: (model_file.path.parent / name).read_text(encoding="utf-8") for name in model_file.modules}
+
+
+def planning_ms(folder: Path) -> float | None:
+    """What planning took when the executable was compiled; None where no report says so."""
+    try:
+        return msgspec.json.decode(_read(folder, REPORT), type=_Planning).planning_ms
+    except (msgspec.MsgspecError, UserError, OSError):
+        return None
 
 
 def demand_folder(folder: Path) -> None:
@@ -241,7 +261,8 @@ def read_executable(folder: Path) -> Executable:
     if not (folder / HEADER).is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
     header = read_header(folder)
-    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *header.load, *header.modules)}
+    more = [VALIDATION] if VALIDATION in header.fingerprint else []
+    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
     digests = {name: _digest(data) for name, data in raw.items()}
     for name in (*FINGERPRINTED, *header.modules):
         if name not in header.fingerprint:
@@ -260,6 +281,7 @@ def read_executable(folder: Path) -> Executable:
         traced=traced,
         model=model,
         clips=_matching(folder, _clips(folder, raw[CLIPS]), traced),
+        validation=_text(folder, VALIDATION, raw[VALIDATION]) if more else "",
         digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
     )
 

@@ -24,6 +24,14 @@ from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**20  # bytes
 NAMED = ("optimizer", "schedule")  # tables that say a class of torch
+KINDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a text, in quotes",
+    "bool": "true or false",
+    "array": "a list, in brackets",
+    "object": "a table",
+}
 OF_A_GROUP = ("match", "dimensions")
 OWN_KEYS = {"optimizer": ("name",), "schedule": ("name", "warmup"), "groups": OF_A_GROUP}
 
@@ -134,14 +142,18 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
     tables["schedule"] = {"warmup": warmup, "scheduler": scheduler}
     tables["groups"] = [_group(group, lines) for group in _list(values["groups"], "groups", lines)]
     try:
-        return verified(msgspec.convert(tables, Training))
+        training = msgspec.convert(tables, Training)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
         key = key.replace("scheduler.", "").replace("arguments.", "")
         found = _at(tables, place.strip("`"))
         remedy = "docs/training_options.md says what it takes"
-        raise UserError(_bad(lines, key, found, _first_small(message), remedy)) from None
+        raise UserError(_bad(lines, key, found, _in_words(message), remedy)) from None
+    try:
+        return verified(training)
+    except UserError as error:
+        raise UserError(*(_placed(diagnostic, lines) for diagnostic in error.diagnostics)) from None
 
 
 def _written(training: Training) -> dict[str, Any]:
@@ -194,8 +206,9 @@ def _demand_known(given: Given) -> None:
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), lower, n=1)
+    return f"did you mean `{lower[near[0]]}`?" if near else f"the keys are {', '.join(known)}"
 
 
 def _torch_class(value: Any, key: str, lines: Lines) -> dict[str, Any]:
@@ -217,6 +230,12 @@ def _group(value: Any, lines: Lines) -> dict[str, Any]:
         remedy = 'add match = ["*bias"], a pattern of names, or dimensions = 1, the most that they have'
         raise UserError(_bad(lines, "groups", value, "it says of no parameter that it is in it", remedy))
     return {**own, "arguments": arguments}
+
+
+def _placed(diagnostic: Diagnostic, lines: Lines) -> Diagnostic:
+    return (
+        replace(diagnostic, span=place(lines, diagnostic.key)) if isinstance(diagnostic, BadTrainValue) else diagnostic
+    )
 
 
 def _table(value: Any, key: str, lines: Lines) -> Mapping[str, Any]:
@@ -275,5 +294,13 @@ def _at(tables: Any, path: str) -> Any:
     return tables
 
 
-def _first_small(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def _in_words(message: str) -> str:
+    """What msgspec says of a type, as a person would: ``Expected `float`, got `str` ``."""
+    expected = re.match(r"Expected `([^`]*)`", message)
+    if expected is not None:
+        kinds = [KINDS.get(kind.strip(), kind.strip()) for kind in expected[1].split("|") if kind.strip() != "null"]
+        return f"it must be {' or '.join(kinds)}"
+    unknown = re.search(r"unknown field (`[^`]*`)", message) or re.search(r"missing required field (`[^`]*`)", message)
+    if unknown is not None:
+        return f"it has {'no' if 'unknown' in message else 'to have a'} key {unknown[1]}"
+    return message[:1].lower() + message[1:]

@@ -50,6 +50,30 @@ class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wandb: str | None = None
 
 
+class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifest whose loss is told behind every so many optimizer steps."""
+
+    data: str | None = None
+    every: int = 100
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest of a mix; clips are drawn from it as often as its ``weight`` says, beside the others' weights."""
+
+    data: str
+    weight: float = 1.0
+
+
+class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Manifests of which every batch draws so many clips."""
+
+    batch: int = 0
+    manifests: tuple[Source, ...] = ()
+
+
+MOST_BATCHES = 4096  # of an update: all their plans are held at once
+MOST_CLIPS = 2**20  # of a batch of a mix
+BATCHES = f"give a number of global batches, from 1 to {MOST_BATCHES}"
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
 
@@ -75,6 +99,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caption_dropout: float = 0.0
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
+    validation: Validation = Validation()
+    mix: Mix = Mix()
 
 
 @dataclass(frozen=True)
@@ -90,8 +116,8 @@ class BadTrainValue(Diagnostic):
 
 def bad_value(key: str, value: object, reason: str, remedy: str, span: Span | None = None) -> BadTrainValue:
     """``value`` as it was given, cut where it is long."""
-    found = repr(value)
-    return BadTrainValue(span, key, found if len(found) <= 80 else f"{found[:77]}...", reason, remedy)
+    shown = repr(value)
+    return BadTrainValue(span, key, shown if len(shown) <= 80 else f"{shown[:77]}...", reason, remedy)
 
 
 @dataclass(frozen=True)
@@ -103,16 +129,66 @@ class BadTraining(Diagnostic):
     remedy: str
 
 
+def _demand_finite(training: Training) -> None:
+    """Raises ``UserError`` for an argument of torch's that is infinite or no number."""
+    scheduler = training.schedule.scheduler
+    tables = [("optimizer", training.optimizer.arguments)]
+    tables += [] if scheduler is None else [("schedule", scheduler.arguments)]
+    tables += [("groups", group.arguments) for group in training.groups]
+    for table, arguments in tables:
+        for name, value in arguments.items():
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise UserError(bad_value(f"{table}.{name}", value, "it is not finite", "give a finite number"))
+
+
+def _is_batch(mix: Mix) -> bool:
+    return 1 <= mix.batch <= MOST_CLIPS if mix.manifests else mix.batch == 0
+
+
+def _demand_mixable(training: Training) -> None:
+    sources = training.mix.manifests
+    for source in sources:
+        if not 0 < source.weight < math.inf:
+            raise UserError(bad_value("mix.weight", source.weight, "a weight is above zero", "leave the manifest out"))
+    paths = [source.data for source in sources]
+    if len(set(paths)) < len(paths):
+        raise UserError(bad_value("mix.manifests", paths, "one is listed twice", "give it the sum of the weights"))
+    if sources and training.shuffle:
+        raise UserError(bad_value("shuffle", True, "a mix is in random order", "leave `shuffle` out"))
+
+
+def _demand_not_empty(training: Training) -> None:
+    texts = [(f"logging.{name}", getattr(training.logging, name)) for name in Logging.__struct_fields__]
+    texts += [("validation.data", training.validation.data)]
+    texts += [("mix.manifests.data", source.data) for source in training.mix.manifests]
+    for key, value in texts:
+        if value is not None and not value.strip():
+            raise UserError(bad_value(key, value, "it is empty", "leave the key out, or name a place"))
+
+
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
     warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
     rules = (
         ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),
-        ("clip-norm", training.clip_norm, training.clip_norm >= 0, "give a norm, or 0 for no clipping"),
+        ("clip-norm", training.clip_norm, 0 <= training.clip_norm < math.inf, "give a norm, or 0 for no clipping"),
         ("ema", training.ema, 0 <= training.ema < 1, "a decay lies below 1, such as 0.999; 0 keeps no average"),
         ("seed", training.seed, 0 <= training.seed < 2**63, "a seed is zero or more, and below 2**63"),
         ("schedule.warmup", warmup, warmup >= 0, "give a number of steps, or 0 for none"),
-        ("accumulate", training.accumulate, training.accumulate >= 1, "give a number of global batches, 1 or more"),
+        (
+            "validation.every",
+            training.validation.every,
+            training.validation.every >= 1,
+            "give a number of steps, 1 or more",
+        ),
+        (
+            "mix.batch",
+            training.mix.batch,
+            _is_batch(training.mix),
+            f"give the clips of a batch, from 1 to {MOST_CLIPS}",
+        ),
+        ("accumulate", training.accumulate, 1 <= training.accumulate <= MOST_BATCHES, BATCHES),
         ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
         ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),
@@ -122,4 +198,7 @@ def verified(training: Training) -> Training:
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)
     if bad:
         raise UserError(*bad)
+    _demand_finite(training)
+    _demand_not_empty(training)
+    _demand_mixable(training)
     return training

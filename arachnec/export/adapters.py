@@ -67,8 +67,8 @@ class Merging:
 
     def value(self, name: str) -> Tensor:
         """A tensor of the trained model, its layer's adapter added in where it has one."""
-        path, found, inner = name.rpartition(f".{BASE}.")
-        if not found or path not in self._layers:
+        path, base, inner = name.rpartition(f".{BASE}.")
+        if not base or path not in self._layers:
             return self._values.value(name)
         if self._latest[0] != path:
             self._latest = path, self._merged(path)
@@ -85,8 +85,8 @@ class Merging:
 
     def needed(self, name: str) -> list[str]:
         """The tensors of the trained model that ``value`` reads."""
-        path, found, _ = name.rpartition(f".{BASE}.")
-        if not found or path not in self._layers:
+        path, base, _ = name.rpartition(f".{BASE}.")
+        if not base or path not in self._layers:
             return [name]
         return [key for key in self._values.named if key.startswith(f"{path}.")]
 

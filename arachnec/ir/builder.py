@@ -41,6 +41,7 @@ from arachnec.ir.tokens import (
     span_of,
     string_of,
     tensor_type_of,
+    whole_number,
 )
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
@@ -88,7 +89,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         token = parts[0]
         items = token[1:-1].split(",")
         if ".." not in token:
-            return tuple(map(int, items))
+            return tuple(whole_number(token, item.strip()) for item in items)
         return tuple(value for item in items for value in range_of(token, item.strip()))
 
     def integer_range(self, parts: Parts) -> range:

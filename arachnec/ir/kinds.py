@@ -70,6 +70,10 @@ _NAMES = {
     "[[int, GiB formula]]": "a list of `[layers, formula in GiB]`",
     "[[int, int]]": "a list of pairs of integers",
     "[[@graph, int]]": "a list of `[@graph, count]`",
+    "[float]": "a list of numbers",
+    "[[str, str]]": "a list of pairs of strings",
+    "[[[int], float, [float]]]": "a list of `[layers, share, density of each head]`",
+    "[[[int], [int], [int]]]": "a list of `[layers, place of each head, parts]`",
     "[[[int], int]]": "a list of `[list of integers, count]`",
 }
 

@@ -23,6 +23,7 @@ from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.sampling import branches_of
 from arachnec.ir.sampling_rules import SAMPLING_RULES
 from arachnec.ir.span import Span
+from arachnec.ir.sparse_rules import SPARSE_RULES
 from arachnec.ir.stage_sizes import most_clips
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -268,4 +269,5 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     a_rank_does_one_thing,
     trained_stages_step,
     *SAMPLING_RULES,
+    *SPARSE_RULES,
 )

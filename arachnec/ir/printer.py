@@ -95,7 +95,12 @@ def _cascade(cascade: Cascade) -> str:
     what = f"{cascade.phase.value} {symbol(cascade.stage)} clips {_value(cascade.clips)}"
     size = f"{cascade.batch} x {cascade.tokens} text {cascade.text}"
     inputs = f" {_percents(cascade.inputs)}" if cascade.inputs else ""
-    return f"  {percent(cascade.name)} = {what} : {size}{inputs}" + _inline(cascade.attrs)
+    return f"  {percent(cascade.name)} = {what} : {size}{inputs}" + _cascade_attributes(cascade.attrs)
+
+
+def _cascade_attributes(attrs: Attributes) -> str:
+    """In one line, but where a row for every layer would make it long."""
+    return _wrapped(attrs, 2, WIDTH) if "heads" in attrs else _inline(attrs)
 
 
 def _reduce(reduce: Reduce) -> str:
@@ -156,11 +161,15 @@ def _attributes(attrs: Attributes, indent: int | None, used: int = 30) -> str:
 
 
 def _broken(item: str, value: Value, pad: str) -> str:
-    """A long list of sentences has one in a line."""
-    if len(item) <= WIDTH or not isinstance(value, tuple) or not all(type(part) is str for part in value):
+    """A long list of sentences, or of rows that begin with a list, has one in a line."""
+    if len(item) <= WIDTH or not isinstance(value, tuple) or not all(map(_is_a_line, value)):
         return item
     name = item[: item.index(" = [")]
     return f"{name} = [\n" + "".join(f"{pad}    {_value(part)},\n" for part in value) + f"{pad}  ]"
+
+
+def _is_a_line(part: Value) -> bool:
+    return type(part) is str or (isinstance(part, tuple) and bool(part) and isinstance(part[0], tuple))
 
 
 def value_text(value: Value) -> str:

@@ -13,7 +13,7 @@ BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """The key under which cascades cost the same."""
-    measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip")
+    measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip"), cascade.attrs.get("sparse")
     sampled = planned_steps(cascade), branches_of(cascade)
     sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
     return *sizes, *measured, bool(cascade.inputs), *sampled
@@ -100,6 +100,12 @@ def evaluated(stage: Stage, name: str, cascade: Cascade) -> float:
     """The stage's formula ``name`` for a cascade on one rank, in the formula's unit; 0 where it has none."""
     formula = formula_in(stage, name)
     return formula(B=cascade.batch, S=cascade.tokens, T=cascade.text) if formula else 0.0
+
+
+def squared(formula: Formula | None) -> float:
+    """The coefficient of pairs of video tokens of one clip; 0 without a formula."""
+    terms = formula.terms if formula else ()
+    return math.fsum(term.coefficient for term in terms if term.powers in ((("B", 1), ("S", 2)), (("S", 2),)))
 
 
 def term_value(term: Term, cascade: Cascade) -> float:

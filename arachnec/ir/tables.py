@@ -65,6 +65,7 @@ CLUSTER = table("""
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
     uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
     measured      | [[int, int, GB/s]] | traced | optional | handoffs between two ranks as a run measured them
+    slowed        | [[int, float]] | traced | optional | ranks that a run found slow, and how many times they are slower
     mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
 """)
 
@@ -134,6 +135,16 @@ STAGE = table("""
     end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
+    density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
+    dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
+    query_group     | int            | traced | optional | queries whose keys are chosen together, at most
+    key_block       | int            | traced | optional | keys that are chosen together, at most
+    mass            | float          | traced | optional | of a query's attention that the chosen keys hold
+    predictor_rank  | int            | traced | optional | features by which keys are predicted, of each head
+    division        | str            | traced | optional | over ranks: "groups" cuts heads, "heads" does not
+    choice          | TFLOP formula  | traced | optional | predicting and choosing keys, one layer forward
+    sparse_speed    | [float]        | traced | optional | over dense kernels: attention forward, backward, and choice
+    predictors      | int            | traced | optional | parameters that predict which keys matter
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
     activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
@@ -161,6 +172,7 @@ FUSED = table("""
 CASCADE = table("""
     times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
+    sparse    | [int]       | costed    | optional | layers that attend to chosen keys; the others attend to all
     steps     | [int]       | partitioned | optional | of a denoise: its first and last sampling step, from 0
     branches  | int         | partitioned | optional | of a denoise: predictions of one step; absent = 1
     switch    | str         | partitioned | optional | the rule that decides which of its steps it takes; absent = all
@@ -177,6 +189,8 @@ CASCADE = table("""
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
     attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
+    groups    | int         | placed    | optional | query groups of a head that `heads` counts
+    heads     | [[[int], [int], [int]]] | placed | optional | layers, place of each head, parts of those that are cut
 """)
 
 REDUCE = table("""
@@ -324,9 +338,12 @@ FIGURES = (
     "classes", "layer_params", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace",
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
+# How a sparse stage chooses keys. Its parts choose alike.
+CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
 
-# Speeds of a cluster's links, which a profile and a run measure. They price a plan; no proof rests on them.
+# Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.
 LINK_SPEEDS = (
     "intra", "inter", "latency", "inter_latency", "all_reduce", "collectives", "host", "host_link", "pcie", "measured",
+    "slowed",
 )  # fmt: skip

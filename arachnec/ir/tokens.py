@@ -75,6 +75,11 @@ def integers_of(values: Sequence[object], node: Span) -> tuple[int, ...]:
 def _dimension(token: Token, text: str) -> int | str:
     if not re.fullmatch(r"-?[0-9]+", text):
         return text
+    return whole_number(token, text)
+
+
+def whole_number(token: Token, text: str) -> int:
+    """A number that stands inside a token."""
     if len(text) > LONGEST_INTEGER:
         raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
     return int(text)

@@ -37,8 +37,12 @@ class Timeouts:
         states = [quantity(program.attrs["state"]) for program in module.programs if "state" in program.attrs]
         return START_S + sum(states) / DISK
 
-    def of_plan(self) -> float:
-        return PLAN_S if self.plan is None else self.plan
+    def of_plan(self, planning_ms: float | None = None) -> float:
+        """``planning_ms``: what planning took when the executable was compiled; None where that is not known, or was
+        for other ranks."""
+        if self.plan is not None:
+            return self.plan
+        return PLAN_S if planning_ms is None else STEP_S + LONGER * planning_ms / 1e3
 
     def of_step(self, planned_ms: float, longest_ms: float, *, first: float = 0.0, applies: bool = True) -> float:
         """``longest_ms``: of the steps before; ``first``: what compiling may add to a plan's first step."""

@@ -347,8 +347,8 @@ class Watchdog:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""
         for _ in range(10):
             time.sleep(self._limits.poll / 5)
-            if (found := self._gone()) is not None:
-                return found
+            if (gone := self._gone()) is not None:
+                return gone
         return self._rank_gone(self._me, "was told to end (SIGTERM)")
 
     def _siblings(self) -> list[Member]:

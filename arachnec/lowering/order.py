@@ -15,10 +15,15 @@ from typing import ClassVar
 from arachnec.analysis.stage_handoffs import between_stages, source_of
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
+from arachnec.cost.compute import Compute
 from arachnec.cost.recomputation import share_recomputed
+from arachnec.cost.sparse_attention import SparseLoads
+from arachnec.cost.strategy import Attention
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.values import Formula, Value
 
 TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal
@@ -258,6 +263,11 @@ def evaluate(value: Value | None, cascade: Cascade) -> float:
 
 def forward_share(cascade: Cascade, stage: Stage) -> float:
     """The part of a train cascade's time that its forward takes, by the stage's formulas."""
+    if sparse_layers(cascade):
+        times = Compute({stage.name: stage}, frozenset(), SparseLoads({stage.name: stage}))
+        grid, blocks = Attention(cascade.degree, 1), recomputed_blocks(cascade.attrs.get("recompute"), stage)
+        first, second = times.halves(on_one_side(cascade, cascade.side), cascade.degree, grid, blocks, 1.0)
+        return first / (first + second)
     forward = evaluate(stage.attrs.get("forward"), cascade)
     again = share_recomputed(stage, recomputed_blocks(cascade.attrs.get("recompute"), stage)) * forward
     backward = evaluate(stage.attrs.get("backward"), cascade) + again

@@ -35,6 +35,7 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
 from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
+from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import (
     COMPUTE,
     GIB,
@@ -68,6 +69,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     ``attention`` is the kernel family for cascades that name none; None means the best of the cluster's device.
     Raises UserError for a plan that no order of instructions can follow.
     """
+    module = replace(module, cascades=with_heads(module.cascades, module.stages))
     if module.cluster is None:
         raise UserError(NoCluster(module.span, module.name))
     order = global_order(module.cascades)

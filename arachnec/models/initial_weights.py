@@ -25,6 +25,7 @@ from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weig
 MODEL_FOLDERS = ("transformer", "unet")
 ENCODER_FOLDERS = {"text": "text_encoder", "pooled": "text_encoder_2"}  # others are named like their encoder
 CONFIG = "config.json"
+JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", float: "number", type(None): "null"}
 MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 
@@ -42,6 +43,14 @@ class OtherWeights(Diagnostic):
     shapes: str
     dtypes: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class BadConfig(Diagnostic):
+    title: ClassVar[str] = "{path} {reason}"
+    help: ClassVar[str] = "copy or download it again; `save_pretrained` writes it beside the weights"
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -180,11 +189,15 @@ def _class_difference(place: Path, module: nn.Module) -> str:
 def read_config(place: Path) -> dict[str, Any]:
     """``config.json``; empty where there is none. Raises ``UserError`` for one that is no JSON object."""
     path = place / CONFIG if place.is_dir() else place.parent / CONFIG
+    if not path.is_file():
+        return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(BadConfig(None, str(path), f"is not JSON: {error}")) from None
+    if not isinstance(config, dict):
+        raise UserError(BadConfig(None, str(path), f"is a JSON {JSON_KINDS.get(type(config), 'value')}, not an object"))
+    return config
 
 
 def config_differences(folder: Path, model: nn.Module) -> list[str]:
@@ -230,7 +243,7 @@ def folded(names: Iterable[str]) -> list[str]:
     for name in names:
         head, number, tail = re.fullmatch(r"(.*?)(?:(?<=\.)(\d+)(?=\.)(.*))?", name, re.DOTALL).groups()  # type: ignore[union-attr]
         numbers.setdefault((head, tail if number is not None else ""), []).extend([int(number)] if number else [])
-    return [head if not found else f"{head}{_ranges(found)}{tail}" for (head, tail), found in numbers.items()]
+    return [head if not of_name else f"{head}{_ranges(of_name)}{tail}" for (head, tail), of_name in numbers.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -103,6 +103,10 @@ def weight_files(folder: Path) -> WeightFiles:
     """
     if not folder.exists():
         raise UserError(NoWeights(None, str(folder), "there is no such folder"))
+    if folder.is_file() and folder.suffix in PICKLES:
+        raise UserError(OnlyPickles(None, str(folder)))
+    if folder.is_file() and folder.suffix != ENDING:
+        raise UserError(NoWeights(None, str(folder), f"it is no {ENDING} file"))
     if folder.is_file():
         return WeightFiles(folder, _headers([folder]))
     names = sorted(path.name for path in folder.iterdir() if path.is_file())

@@ -53,8 +53,8 @@ def state_bytes(parameters: Mapping[str, Tensor], recipe: Recipe) -> int:
             for dtype, count in Counter(dtypes.values()).items():
                 elements = sum(parameters[name].numel() for name in group.names if dtypes[name] == dtype)
                 few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
-                each = (more - few) // 2
-                total += each * elements + (few - 3 * each) * count
+                per_element = (more - few) // 2
+                total += per_element * elements + (few - 3 * per_element) * count
             continue
         shapes = Counter((tuple(parameters[name].shape), dtypes[name]) for name in group.names)
         total += sum(count * nbytes(kept_state(recipe, group, *like)) for like, count in shapes.items())

@@ -30,6 +30,7 @@ from arachnec.cost.profile import (
     formula_of,
     read_profile,
 )
+from arachnec.cost.sparse_attention import with_sparse_layers
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import crowding, element_bytes
@@ -58,7 +59,8 @@ class NoFlops(Diagnostic):
 class Annotate(Pass):
     """Gives every stage its ``forward`` and ``backward`` time as formulas in B, S and T.
 
-    Encoders' cascades of clips that the profile measured get their time ``per_clip``.
+    Encoders' cascades of clips that the profile measured get their time ``per_clip``. Of a stage with densities every
+    cascade says which of its layers run ``sparse``: those that are faster so, by these times and the clip's length.
 
     ``profile`` is a file made by ``arachnec profile`` or the name of a known device. By default
     the specs of the cluster's device are taken, with the cluster's own ``flops``.
@@ -90,7 +92,7 @@ class Annotate(Pass):
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
-        cascades = with_measured_clips(module, profile)
+        cascades = with_sparse_layers(with_measured_clips(module, profile), stages)
         return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)
 
 

@@ -30,6 +30,7 @@ from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_sources
+from arachnec.verification.heads import check_heads
 from arachnec.verification.host_copies import check_host_copies
 from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
@@ -75,6 +76,7 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
 def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
     posted = posted_receives(values, model, memory) if model.posted_place_counts else {}
     yield from check_gradient(values)
+    yield from check_heads(values)
     yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
     yield from check_device_limits(values, model, posted)

@@ -18,6 +18,7 @@ class ScheduleSampling(Pass):
 
     ``policy`` is the search, or what another does: ``replica`` (each rank a request), ``one-degree`` (all ranks one
     request after another) or ``two-pools`` (a fixed share of ranks for each model, the best by enumeration).
+    At most ``batch`` equal requests take their steps together, where the search finds that to save work.
     ``objective`` is the makespan, or the mean or 95th percentile of latency from each request's arrival.
     """
 
@@ -27,9 +28,10 @@ class ScheduleSampling(Pass):
     policy: Literal["search", "replica", "one-degree", "two-pools"] = "search"
     objective: Literal["makespan", "mean-latency", "p95-latency"] = "makespan"
     budget: Duration = Duration(1000.0)
+    batch: int = 4
     seed: int = 0
     steps: int | None = None
 
     def run(self, module: Module) -> Module:
         clock = Clock(time.perf_counter(), self.budget, self.steps)
-        return planned(module, clock, policy=self.policy, objective=self.objective, seed=self.seed)
+        return planned(module, clock, policy=self.policy, objective=self.objective, batch=self.batch, seed=self.seed)

@@ -62,15 +62,14 @@ def find_plan(instance: PipelineInstance, *, split: bool = True, tries: int = 25
     """
     if len(instance.layers) < instance.ranks:
         raise UserError(MoreRanksThanLayers(None, instance.ranks, len(instance.layers)))
-    decoded = [found for candidate in _seeds(instance, split, seed) if (found := _decoded(instance, candidate))]
+    decoded = [pair for candidate in _seeds(instance, split, seed) if (pair := _decoded(instance, candidate))]
     if not decoded:
         raise UserError(FitsNowhere(None, len(instance.layers), instance.ranks))
     best_first = sorted(decoded, key=lambda pair: pair[1].performance.makespan)
     repaired = [
-        _repaired(instance, candidate, found, tries, seed + k)
-        for k, (candidate, found) in enumerate(best_first[:SEEDS])
+        _repaired(instance, candidate, plan, tries, seed + k) for k, (candidate, plan) in enumerate(best_first[:SEEDS])
     ]
-    return min(repaired, key=lambda found: found.performance.makespan)
+    return min(repaired, key=lambda plan: plan.performance.makespan)
 
 
 def _seeds(instance: PipelineInstance, split: bool, seed: int) -> Iterator[Candidate]:
@@ -98,23 +97,23 @@ def _decoded(instance: PipelineInstance, candidate: Candidate) -> tuple[Candidat
     return candidate, FoundPlan(plan, performance(instance, plan), ())
 
 
-def _repaired(instance: PipelineInstance, candidate: Candidate, found: FoundPlan, tries: int, seed: int) -> FoundPlan:
+def _repaired(instance: PipelineInstance, candidate: Candidate, current: FoundPlan, tries: int, seed: int) -> FoundPlan:
     """Moves against the bottleneck; one that makes the step longer is kept now and then, at first."""
     rng = random.Random(seed)
-    best, named = found, [str(found.performance.bottleneck)]
+    best, named = current, [str(current.performance.bottleneck)]
     for step in range(tries):
-        moved = _move(instance, candidate, found.performance, rng)
+        moved = _move(instance, candidate, current.performance, rng)
         decoded = _decoded(instance, moved) if moved != candidate else None
         if decoded is None:
             continue
-        worse = decoded[1].performance.makespan - found.performance.makespan
+        worse = decoded[1].performance.makespan - current.performance.makespan
         warmth = WARMTH * best.performance.makespan * (1 - step / tries)
         if worse > 0 and rng.random() >= math.exp(-worse / warmth):
             continue
-        candidate, found = decoded
-        if found.performance.bottleneck != named[-1]:
-            named.append(found.performance.bottleneck)
-        best = min(best, found, key=lambda plan: plan.performance.makespan)
+        candidate, current = decoded
+        if current.performance.bottleneck != named[-1]:
+            named.append(current.performance.bottleneck)
+        best = min(best, current, key=lambda plan: plan.performance.makespan)
     return FoundPlan(best.plan, best.performance, tuple(named))
 
 

@@ -76,8 +76,8 @@ def _least_degree(layers: CostedLayers, ranks: int) -> list[Joint]:
 
 
 def _searched(layers: CostedLayers, runs: Runs, degree: int, instance: PipelineInstance, tries: int) -> Joint:
-    found = find_plan(instance, tries=tries)
-    costs, plan = found.performance, found.plan
+    searched = find_plan(instance, tries=tries)
+    costs, plan = searched.performance, searched.plan
     looked_at = instance.micro_batches
     every = -(-layers.micro_batches * degree // len(runs[0]))
     beyond = max(0, every - looked_at) * max(costs.compute) / looked_at
@@ -85,7 +85,7 @@ def _searched(layers: CostedLayers, runs: Runs, degree: int, instance: PipelineI
     reduces = [0.0] * len(runs)
     for stage, run in enumerate(plan.placement):
         reduces[run] += layers.all_reduce(ends[stage], ends[stage + 1], runs[run])
-    return Joint(runs, degree, instance, found, costs.makespan + beyond + max(reduces))
+    return Joint(runs, degree, instance, searched, costs.makespan + beyond + max(reduces))
 
 
 def _instance(layers: CostedLayers, runs: Runs, degree: int, recompute: bool) -> PipelineInstance:

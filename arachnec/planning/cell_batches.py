@@ -54,8 +54,8 @@ def most_in_memory(module: Module, stage: Stage, clip: Clip, cell: int) -> float
     needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in formulas)
     if needed <= 0:
         return math.inf
-    parts = [gib(each.attrs.get("state")) for each in module.stages if "part_of" in each.attrs]
-    whole = sum(gib(each.attrs.get("state")) for each in module.stages if "part_of" not in each.attrs)
+    parts = [gib(other.attrs.get("state")) for other in module.stages if "part_of" in other.attrs]
+    whole = sum(gib(other.attrs.get("state")) for other in module.stages if "part_of" not in other.attrs)
     state = whole + max(parts, default=0.0)
     needed *= max(1, len(parts))  # a pipeline's first stage holds as many micro-batches as there are stages
     room = (1 - RESERVE) * module.cluster.memory - state - gathered_gib(stage)

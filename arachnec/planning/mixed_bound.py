@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from arachnec.cluster.topology import host_of, intra_of, machines, node_of
+from arachnec.cluster.topology import host_of, intra_of, machine_of, machines
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.ir.stage_sizes import shape_of
@@ -78,7 +78,7 @@ def kinds_of(cost: CostModel) -> list[Kind]:
     return [
         Kind(
             ranks,
-            fastest / every[node_of(cost.cluster, ranks[0])].flops,
+            fastest / machine_of(cost.cluster, ranks[0]).flops,
             min(intra_of(cost.cluster, ranks[0]), host_of(cost.cluster, ranks[0])) >= inter,
         )
         for ranks in cost.devices.kinds

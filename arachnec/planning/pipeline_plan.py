@@ -114,8 +114,8 @@ def pipelined(module: Module, options: Options) -> Module:
     bound = bound_of(module, cost)
     modules = [at_level_placed(module, within_memory(plan, module, lies_on), lies_on, bound) for plan in offered]
     marked = [
-        replace(made, attrs=made.attrs.updated(grouping=plan.grouping))
-        for made, plan in zip(modules, offered, strict=True)
+        replace(placed, attrs=placed.attrs.updated(grouping=plan.grouping))
+        for placed, plan in zip(modules, offered, strict=True)
     ]
     return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
 

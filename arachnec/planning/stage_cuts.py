@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
-from arachnec.ir.stage_sizes import tied_sets
-from arachnec.ir.tables import FIGURES, TIED
+from arachnec.ir.stage_sizes import squared, tied_sets
+from arachnec.ir.tables import CHOICE, FIGURES, TIED
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -203,14 +204,14 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
         formulas = _formulas(stage, name)
         return formula_sum([(1, formulas[i]) for i in ends], unit)
 
-    each, once = list(counts.items()), [(kind, 1) for kind in counts]
+    every, once = list(counts.items()), [(kind, 1) for kind in counts]
     kept = formula_sum([(1, outside("end_saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
-    recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", each)), (1, _largest(stage, "block_saved", once))]
+    recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", every)), (1, _largest(stage, "block_saved", once))]
     params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
     trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
     state, optimizer = _state(stage, params, trained)
     cell = integer(attrs.get("cell", 1)) if trained else 1
-    attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in each)
+    attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in every)
     names = attrs["blocks"]
     assert isinstance(names, tuple)
     return Stage(
@@ -221,22 +222,24 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             params=params,
             dtype=attrs.get("dtype"),
             trained=None if trained == params else trained,
-            blocks=tuple((names[kind][0], count) for kind, count in each),  # type: ignore[index]
+            blocks=tuple((names[kind][0], count) for kind, count in every),  # type: ignore[index]
             layers=tuple(layers[begin:end]),
             hidden=attrs.get("hidden"),
             heads=min((integers(attrs["block_heads"])[kind] for kind in counts), default=None),
             attentions=attentions or None,
             joint=attrs.get("joint"),
-            flops=formula_sum([(1, blocks("block_flops", "TFLOP", each)), (1, outside("end_flops", "TFLOP"))], "TFLOP"),
+            flops=formula_sum(
+                [(1, blocks("block_flops", "TFLOP", every)), (1, outside("end_flops", "TFLOP"))], "TFLOP"
+            ),
             recomputing=_largest(stage, "block_saved", once),
             spared=_spared(stage, classes),
             shell=outside("end_saved", "GiB"),
             head=attrs.get("head") if last else None,
             batch=attrs.get("batch"),
-            saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", each))], "GiB"),
+            saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", every))], "GiB"),
             saved_recompute=formula_sum(recomputed, "GiB"),
             workspace=_largest(stage, "block_workspace", once),
-            traffic=blocks("block_traffic", "GiB", each) if attentions else None,
+            traffic=blocks("block_traffic", "GiB", every) if attentions else None,
             state=Quantity(state / cell, "GiB"),
             optimizer=Quantity(optimizer, "GiB"),
             cell=cell if cell > 1 else None,
@@ -244,8 +247,20 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             most_clips=attrs.get("most_clips"),
             output=None if last else _handed_on(stage, end - 1),
             part_of=stage.name,
+            **_sparse(stage, begin, end),
         ),
     )
+
+
+def _sparse(stage: Stage, begin: int, end: int) -> dict[str, Value | None]:
+    """What a part of a stage with densities says of its own layers."""
+    if "density" not in stage.attrs:
+        return {}
+    pairs = [squared(block) for block in _formulas(stage, "block_flops")]
+    work = [pairs[kind] for kind in integers(stage.attrs["classes"])]
+    share = sum(work[begin:end]) / sum(work)
+    rows = density_rows(part_densities(layer_densities(stage), begin, end, share)) if share else ()
+    return {"density": rows, **{name: stage.attrs.get(name) for name in CHOICE}} if rows else {}
 
 
 def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:

@@ -68,8 +68,8 @@ class _Moments:
     def _leave(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.left.append(self.now())
-            if (made := _differentiable(output)) is not None:
-                made.register_hook(lambda gradient: self._arrived(number))  # type: ignore[no-untyped-call]
+            if (traced := _differentiable(output)) is not None:
+                traced.register_hook(lambda gradient: self._arrived(number))  # type: ignore[no-untyped-call]
 
         return hook
 

@@ -148,6 +148,7 @@ class Works:
         for groups, size, steps in (
             (runs, sent.traded / sent.ulysses, sent.trades * _steps(sent.ulysses)),
             (parts, sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
+            (parts, sent.dealt / sent.degree, sent.deals * _steps(sent.degree)),
         ):
             for members in groups:
                 for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):

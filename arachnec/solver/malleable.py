@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 from arachnec.solver.bound import horizons
 
@@ -121,14 +122,19 @@ class Chain:
         return {}
 
 
-def least_makespan(chains: Sequence[Chain], gpus: int) -> int:
-    """Ticks below which no schedule ends; 0 without chains."""
+Batches: TypeAlias = Mapping[Chain, Sequence[tuple[int, Chain]]]  # of a chain, how many of it together are what
+
+
+def least_makespan(chains: Sequence[Chain], gpus: int, batches: Batches | None = None) -> int:
+    """Ticks below which no schedule ends, whichever of the ``batches`` it takes; 0 without chains."""
     kinds = Counter(chains)
-    low = max((chain.release + chain.shortest for chain in kinds), default=0)
+    ways = {chain: ((1, chain), *(batches or {}).get(chain, ())) for chain in kinds}
+    low = max((chain.release + min(way.shortest for _, way in ways[chain]) for chain in kinds), default=0)
 
     def possible(horizon: int) -> bool:
-        first = min(chain.release for chain in kinds)
-        area = sum(count * chain.least_area(horizon - chain.release) for chain, count in kinds.items())
+        first, area = min(chain.release for chain in kinds), 0.0
+        for chain, count in kinds.items():
+            area += count * min(way.least_area(horizon - chain.release) / size for size, way in ways[chain])
         return area <= gpus * (horizon - first) * (1 + 1e-12)
 
     if not kinds or possible(low):

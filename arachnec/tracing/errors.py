@@ -140,8 +140,8 @@ class CannotRecord(Diagnostic):
 def cannot_on_meta(refusal: UserError) -> bool:
     """Whether a model was refused only because it was on the meta device: one with values may be taken."""
     return all(
-        isinstance(found, CannotRecord) and any(said in found.reason for said in ("meta", "unsupported scalarType"))
-        for found in refusal.diagnostics
+        isinstance(refused, CannotRecord) and any(said in refused.reason for said in ("meta", "unsupported scalarType"))
+        for refused in refusal.diagnostics
     )
 
 

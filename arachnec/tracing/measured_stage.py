@@ -100,12 +100,12 @@ def _fitted(values: Sequence[float], points: Sequence[dict[sympy.Symbol, int]]) 
     """Linear in the tokens where that is close, else with their squares; what adds nothing is left out."""
     moved = {B, *(symbol for symbol in (S, T) if len({point[symbol] for point in points}) > 1)}
     for terms in (LINEAR, QUADRATIC):
-        found = closest([term for term in terms if term.free_symbols <= moved], values, points)
-        at = [float(found.subs(point)) for point in points]
+        fitted = closest([term for term in terms if term.free_symbols <= moved], values, points)
+        at = [float(fitted.subs(point)) for point in points]
         if all(abs(a - value) <= CLOSE * value for a, value in zip(at, values, strict=True)):
             break
     largest = max(points, key=lambda point: point[B] * point[S])
-    parts = [part for part in sympy.Add.make_args(found) if float(part.subs(largest)) > 1e-9 * max(values)]
+    parts = [part for part in sympy.Add.make_args(fitted) if float(part.subs(largest)) > 1e-9 * max(values)]
     return sympy.Add(*parts)
 
 
@@ -188,9 +188,9 @@ class _Blocks:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, _ = flatten_call(block, args, kwargs)
             self.seen(path, leaves)
-            made = {id(x) for x in self._made}
+            outputs = {id(x) for x in self._made}
             tensors = [x for x in leaves if isinstance(x, Tensor)]
-            given = [x for x in tensors if id(x) in made] or (tensors[:1] if not self._made else [])
+            given = [x for x in tensors if id(x) in outputs] or (tensors[:1] if not self._made else [])
             self.current = len(self.inputs)
             self.inputs.append(sum(x.numel() * x.element_size() for x in given))
 

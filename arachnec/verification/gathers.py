@@ -211,9 +211,9 @@ def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:
     return tuple(sorted(resident_ranks(module, module.cluster, module.stage(stage))))
 
 
-def _alike(rank: int, expected: Steps, program: Program, found: Steps) -> Iterator[Diagnostic]:
+def _alike(rank: int, expected: Steps, program: Program, steps: Steps) -> Iterator[Diagnostic]:
     """The first difference between two members of a cell."""
-    for (a, one), (b, _) in zip(expected, found, strict=False):
+    for (a, one), (b, _) in zip(expected, steps, strict=False):
         if a is b:
             continue
         for word in LISTS:

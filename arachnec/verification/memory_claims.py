@@ -51,14 +51,30 @@ class _Need:
 def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
     cost = CostModel(values.module)
     needs: dict[tuple[str, str], _Need] = {}
+    handed = _handed(values, cost)
     for program in values.module.programs:
         for step in program.instructions:
+            if step.op == "receive":
+                need = _Need(handed.get((step.target, program.rank), 0.0), 0.0)
+                yield from _too_low(program.rank, step, values.cascades[step.target], need)
             if step.op not in OPS:
                 continue
             key = step.op, step.target
             if key not in needs:
                 needs[key] = _need(cost, step.op, values.cascades[step.target])
             yield from _too_low(program.rank, step, values.cascades[step.target], needs[key])
+
+
+def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int], float]:
+    """GiB of each value that a rank may receive, by the cascade that made it and the rank that reads it."""
+    sizes: dict[tuple[str, int], float] = {}
+    for consumer in values.module.cascades:
+        for producer in (values.cascades[name] for name in consumer.inputs if name in values.cascades):
+            whole = producer.phase is Phase.ENCODE or consumer.phase is Phase.DENOISE
+            size = cost.handed(producer, consumer) / (1 if whole else consumer.side)
+            for rank in consumer.ranks:
+                sizes[producer.name, rank] = max(size, sizes.get((producer.name, rank), 0.0))
+    return sizes
 
 
 def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:

@@ -18,6 +18,7 @@ from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.explain_pipeline import pipeline_sentences
+from arachnec.views.explain_sparse import sparse_sentences
 from arachnec.views.format import ms, ranges
 from arachnec.views.host_memory import host_sentences
 from arachnec.views.timeline import COMPUTE, Timeline, planned
@@ -64,6 +65,7 @@ def explain(module: Module) -> tuple[Section, ...]:
         Section("Recomputation", tuple(_recomputation(module, cost))),
         Section("Communication", tuple(_communication(module, cost))),
         *(Section("Host memory", tuple(host)) for host in [host_sentences(module, cost)] if host),
+        *(Section("Sparse attention", tuple(sparse)) for sparse in [sparse_sentences(module)] if sparse),
         idle,
     )
 

@@ -1,17 +1,22 @@
-"""Small random programs that are right: clips, encoders, degrees, grids, uneven shards, recomputation, buckets."""
+"""Small random programs that are right: clips, encoders, degrees, grids, uneven shards, recomputation, buckets.
+
+Every instruction claims exactly the memory that its stage says."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, Reduce
+from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.programs import lower
-from tests.passes.plans import DIT, cluster, module_of, timed
+from tests.passes.plans import DIT, cluster, linear, module_of, timed
 
 TOKENS = (400, 1560, 7800, 32760)
 LAYERS = 3
+SAVED: dict[str, Value] = {"saved": linear(2e-4, "GiB"), "saved_recompute": linear(5e-5, "GiB")}
 
 
 def random_program(rng: random.Random, ranks: int = 4, most: int = 6) -> Module:
@@ -41,7 +46,15 @@ def random_program(rng: random.Random, ranks: int = 4, most: int = 6) -> Module:
         train = timed(f"t{number}", Phase.TRAIN, number, tokens, inputs, (start, end), own)
         cascades.append(train.with_attrs(**_split(rng, len(own), tokens)))
     module = _with_layers(module_of(pod, clips, cascades), rng)
-    return lower(module)
+    stages = tuple(replace(s, attrs=s.attrs.updated(**SAVED)) if s.trained else s for s in module.stages)
+    cost = CostModel(replace(module, stages=stages))
+    exact = tuple(_holding_what_it_needs(cost, cascade) for cascade in module.cascades)
+    return lower(replace(module, stages=stages, cascades=exact))
+
+
+def _holding_what_it_needs(cost: CostModel, cascade: Cascade) -> Cascade:
+    blocks = recomputed_blocks(cascade.attrs.get("recompute"), cost.stages[cascade.stage])
+    return cascade.with_attrs(memory=Quantity(cost.memory(cascade, cascade.width, blocks, cascade.side), "GiB"))
 
 
 def _split(rng: random.Random, degree: int, tokens: int) -> dict[str, Value]:

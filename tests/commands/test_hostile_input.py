@@ -111,6 +111,7 @@ def test_the_inputs_that_are_damaged_are_right(name: str, tmp_path: Path) -> Non
 
 REFUSED = {
     "digits of a range": ("module.cascade", f'module @a attributes {{ level = "traced", x = [0..{HUGE}] }} {{}}'),
+    "digits of a list": ("module.cascade", f'module @a attributes {{ level = "traced", x = [0, {HUGE}] }} {{}}'),
     "digits of a dimension": (
         "module.cascade",
         f'module @a attributes {{ level = "traced" }} {{ graph @g (%0 : f32[{HUGE}]) -> () [] }}',

@@ -69,14 +69,24 @@ def test_without_a_name_arguments_are_those_of_the_own_adamw() -> None:
     ("text", "line", "expected"),
     [
         ("lr = 1\nlearning_rate = 3", 2, "learning_rate"),
-        ("\nlr = 'fast'", 2, "`lr` is 'fast': expected `float`"),
+        ("\nlr = 'fast'", 2, "`lr` is 'fast': it must be a number"),
+        ("shuffle = 1", 1, "it must be true or false"),
+        ("[logging]\njsonl = 3", 2, "it must be a text, in quotes"),
+        ("[logging]\njsonl = ' '", 2, "`logging.jsonl` is ' ': it is empty"),
+        ("[optimizer]\nname = 'AdamW'\neps = inf", 3, "`optimizer.eps` is inf: it is not finite"),
+        ("[[groups]]\nmatch = '*'\nbetas = [0.9, nan]", 3, "it is not finite"),
+        ("clip_norm = inf", None, "clip-norm = inf cannot be trained with"),
+        ("lr = nan", None, "lr = nan cannot be trained with"),
+        ("ema = nan", None, "ema = nan cannot be trained with"),
+        ("accumulate = 1000000000", None, "accumulate = 1000000000 cannot be trained with"),
+        ("[validation]\nevery = 0", None, "validation.every = 0 cannot be trained with"),
         ("lr = -1.0", None, "lr = -1.0 cannot be trained with"),
         ("[optimizer]\nname = 'SGD'\nlr = 1.0", 3, "a key of its own"),
         ("[schedule]\nT_max = 3", 2, "no scheduler takes it"),
         ("[[groups]]\nlr = 3.0", 1, "no parameter"),
         ("groups = 3", 1, "a list of tables"),
         ("optimizer = 3", 1, "is a table"),
-        ("[schedule]\nwarmup = 'long'", 2, "expected `int`"),
+        ("[schedule]\nwarmup = 'long'", 2, "it must be a whole number"),
         ("lr = ", 1, "not TOML"),
     ],
 )
@@ -87,6 +97,13 @@ def test_a_mistake_is_one_message_at_its_line(tmp_path: Path, text: str, line: i
     assert expected in diagnostic.text(diagnostic.title)
     assert diagnostic.text(diagnostic.help)
     assert line is None or (diagnostic.span is not None and diagnostic.span.line == line)
+
+
+def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
+    for key, right in (("LR", "lr"), ("Clip_Norm", "clip_norm")):
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, f"{key} = 1.0")
+        assert caught.value.diagnostics[0].text("{suggestion}") == f"did you mean `{right}`?"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,20 @@ def _sample(kind: str) -> st.SearchStrategy[Value]:
 
 
 # Of stages: what the rest of a module would have to agree with.
-UNSAID: dict[str, None] = dict.fromkeys(("degrees", "most_clips", "graphs", "cell", "host"))
+UNSAID: dict[str, None] = dict.fromkeys(
+    (
+        "degrees",
+        "most_clips",
+        "graphs",
+        "cell",
+        "host",
+        "density",
+        "division",
+        "sparse_speed",
+        "query_group",
+        "key_block",
+    )
+)
 
 
 @st.composite
@@ -168,6 +181,8 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
                     ulysses=degree // ring,
                     shards=None,
                     side=None,
+                    sparse=None,
+                    heads=None,
                 )
             )
             before = (cascades[-1].name,) if phase is Phase.TRAIN else ()

@@ -12,7 +12,7 @@ from torch import nn
 
 from arachnec.ir.diagnostic import UserError, render_all
 from arachnec.models.adapters import original_names
-from arachnec.models.initial_weights import config_differences, demand_fit, folded, initial_weights
+from arachnec.models.initial_weights import config_differences, demand_fit, folded, initial_weights, read_config
 from arachnec.models.weight_files import OnlyPickles, weight_files, write_weights
 
 
@@ -131,3 +131,19 @@ def test_a_model_file_is_held_against_a_folder_without_its_values(tmp_path: Path
     demand_fit(stored(tmp_path, dict(nn.Linear(2, 2).state_dict())), path)
     with pytest.raises(UserError, match="not the model's: more"):
         demand_fit(stored(tmp_path, {**nn.Linear(2, 2).state_dict(), "more": torch.ones(1)}), path)
+
+
+@pytest.mark.parametrize(("text", "told"), [("[1]", "a JSON list, not an object"), ("{", "is not JSON")])
+def test_a_config_that_is_no_object_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=told):
+        read_config(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert read_config(tmp_path / "empty") == {}
+
+
+@pytest.mark.parametrize(("name", "told"), [("notes.txt", r"it is no \.safetensors file"), ("model.pt", "is a pickle")])
+def test_a_file_that_is_no_safetensors_is_refused(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match=told):
+        weight_files(tmp_path / name)

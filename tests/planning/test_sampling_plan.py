@@ -144,7 +144,7 @@ def decoded(order: list[int], picks: tuple[tuple[int, int], ...], chains: int) -
 
 def test_models_lie_apart_where_no_rank_holds_both() -> None:
     rows = [request(number, SHAPES[0]) for number in range(3)]
-    module = traced(rows, [SwitchForecast.fixed(3)] * 3, memory=31)
+    module = traced(rows, [SwitchForecast.fixed(3)] * 3, memory=30)
     planned = Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(module)
     on = {name: {r for c in planned.cascades if c.stage == name for r in c.ranks} for name in ("large", "small")}
     assert not on["large"] & on["small"]
@@ -166,6 +166,20 @@ def test_equal_requests_are_batched_and_take_their_steps_together() -> None:
         traced(rows, [SwitchForecast.fixed(3)] * 5)
     )
     assert {c.batch for c in module.cascades if c.phase is Phase.DENOISE} == {1, 2}
+
+
+def test_the_search_batches_equal_requests_where_that_saves_work() -> None:
+    """Tiny requests, whose forwards are mostly launches: eight of them are two batches, and the bound knows of them."""
+    rows = [request(number, (1, 32, 32)) for number in range(8)]
+    module = Pipeline.parse("segment,annotate").run(traced(rows, [SwitchForecast.fixed(3)] * 8, gpus=2))
+    ends = {}
+    for batch in (1, 4):
+        passes = f"schedule-sampling{{steps=5,batch={batch}}},place,lower,check"
+        planned = Pipeline.parse(passes).run(module)
+        ends[batch] = quantity(planned.attrs["makespan"])
+        assert ends[batch] >= quantity(planned.attrs["bound"]) * (1 - 1e-6)
+        assert max(c.batch for c in planned.cascades) == batch
+    assert ends[4] < 0.8 * ends[1]
 
 
 def test_a_stage_that_samples_is_its_parameters_alone() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from arachnec.cluster.topology import mix_of, with_measured
+from arachnec.cluster.topology import mix_of, with_measured, with_slowdowns
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Clip, Cluster, Module
@@ -79,7 +79,8 @@ class PlannedClip(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """The plan of an iteration, on links of these GB/s between two ranks where others than the cluster's were measured.
+    """The plan of an iteration, on links of these GB/s between two ranks where others than the cluster's were measured,
+    and on ranks that are so many times slower.
 
     ``version`` counts the measurements that plans were made for. ``clips`` are those of the iteration; without, they
     are those that the executable has for it."""
@@ -87,6 +88,7 @@ class Question(msgspec.Struct, frozen=True):
     iteration: int
     version: int = 0
     links: list[tuple[int, int, float]] = []
+    slowed: list[tuple[int, float]] = []
     clips: list[PlannedClip] | None = None
 
 
@@ -129,15 +131,18 @@ class IterationPlanner:
         number: int,
         links: Mapping[tuple[int, int], float] | None = None,
         clips: Sequence[PlannedClip] | None = None,
+        slowed: Mapping[int, float] | None = None,
     ) -> Module:
-        """The lowered module of one iteration, on ``links`` as they were measured; of the executable's own ``clips``
-        where none are given. Raises ``UserError`` for what cannot be planned on so many ranks."""
+        """The lowered module of one iteration, on ``links`` and ranks as they were measured; of the executable's own
+        ``clips`` where none are given. Raises ``UserError`` for what cannot be planned on so many ranks."""
         model = self._model
         if clips is not None:
             model = replace(model, clips=tuple(clip.clip(number) for clip in clips))
         iteration = iteration_of(model, number)
         if links and iteration.cluster is not None:
             iteration = replace(iteration, cluster=with_measured(iteration.cluster, links))
+        if slowed and iteration.cluster is not None:
+            iteration = replace(iteration, cluster=with_slowdowns(iteration.cluster, slowed))
         return self._pipeline.run_iteration_part(iteration)
 
     @cached_property
@@ -230,8 +235,11 @@ def key_of(message: Question | Answer) -> tuple[int, int]:
 def answer(planner: IterationPlanner, question: Question) -> Answer:
     links = {(a, b): speed for a, b, speed in question.links}
     try:
-        return Answer(*key_of(question), text=print_module(planner.plan(question.iteration, links, question.clips)))
+        module = planner.plan(question.iteration, links, question.clips, dict(question.slowed))
+        return Answer(*key_of(question), text=print_module(module))
     except UserError as error:
+        if question.slowed:  # a run goes on with the plan for equal ranks
+            return answer(planner, msgspec.structs.replace(question, slowed=[]))
         return Answer(*key_of(question), error="\n".join(render(d) for d in error.diagnostics))
 
 

@@ -49,7 +49,7 @@ def dealt_out_model(
     With ``copies`` the shards of stages that are ``in_host`` lie there. What no stage deals out is whole on the ranks
     whose ``own`` it is. Of all else nothing is kept. ``init`` and ``UserError`` as in ``streamed_model``. Collective.
     """
-    made: dict[str, _Shards] = {}
+    shards_of: dict[str, _Shards] = {}
     kept: dict[str, Tensor] = {}
 
     def taking(model: nn.Module) -> Take:
@@ -58,10 +58,10 @@ def dealt_out_model(
             named = {n: left.pop(n) for n in list(left) if stage.parameters is None or n in stage.parameters}
             if dist.get_rank() in stage.ranks:
                 layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
-                made[stage.name] = _Shards(layouts, device, copies if stage.in_host else None)
+                shards_of[stage.name] = _Shards(layouts, device, copies if stage.in_host else None)
 
         def take(name: str, value: Tensor) -> None:
-            for shards in made.values():
+            for shards in shards_of.values():
                 shards.take(name, value)
             if name in left and (own is None or name in own):
                 kept[name] = value.clone()
@@ -75,7 +75,7 @@ def dealt_out_model(
             shards.flat(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots})
             for layout, shard in zip(shards.layouts, shards.values, strict=True)
         ]
-        for name, shards in made.items()
+        for name, shards in shards_of.items()
     }
     for name, parameter in parameters.items():
         here = kept.pop(name, None)

@@ -250,14 +250,14 @@ class _Walk:
         message = self._message(self.staged.before(cascade))
         whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
-            objective, made = self.staged.forward(
+            objective, handed_on = self.staged.forward(
                 cascade, context.model, context.model_file, kwargs, target, message, share, whole
             )
         if objective is not None:
             self._leave_out(cascade, max(1, len(instruction.peers)))
             self.run.shares[cascade.name] = objective.detach()
-        if made is not None:
-            self.run.values[cascade.name] = context.runtime.to_host(made)
+        if handed_on is not None:
+            self.run.values[cascade.name] = context.runtime.to_host(handed_on)
 
     def _message(self, name: str | None) -> Tensor | None:
         """What another stage handed on, on the device."""
@@ -277,13 +277,16 @@ class _Walk:
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
+        if self._needs_no_backward(cascade):
+            self.run.losses.pop(cascade.name)
+            return
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 message = self._message(self.staged.before(cascade))
-                made = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
-            if made is not None:
-                self.run.values[cascade.name] = self.context.runtime.to_host(made)
+                handed_on = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
+            if handed_on is not None:
+                self.run.values[cascade.name] = self.context.runtime.to_host(handed_on)
             return
         with (
             self._sharded(instruction, cascade),
@@ -291,6 +294,12 @@ class _Walk:
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
+
+    def _needs_no_backward(self, cascade: Cascade) -> bool:
+        """Whether only the loss is wanted, and nothing but gradients waits for the backward: a layer that was gathered
+        or lies in host memory, and a stage that hands on, need it to run."""
+        whole = self.context.cells is None and self.context.host_copies is None
+        return self.iteration.share.measures and whole and cascade.phase is not Phase.BACKWARD
 
     def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
         """The all-reduces that start inside a backward: none before an update's last iteration."""
@@ -369,8 +378,8 @@ class _Walk:
     @cached_property
     def _reduces_inside(self) -> dict[str, list[Instruction]]:
         """The all-reduces that start inside the backward of a cascade."""
-        steps, found = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
-        return {steps[index].target: [steps[number] for number in numbers] for index, numbers in found.items()}
+        steps, overlapped = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
+        return {steps[index].target: [steps[number] for number in numbers] for index, numbers in overlapped.items()}
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]

@@ -22,13 +22,15 @@ from arachnec.runtime.handoffs import TensorSpec
 @dataclass(frozen=True)
 class Share:
     """What an iteration is of an optimizer step over several: whether it ``begins`` it, whether it ``ends`` it with the
-    update, and the part of the step's ``clips`` that are its own. Of those before ``left_out`` were set aside."""
+    update, and the part of the step's ``clips`` that are its own. Of those before ``left_out`` were set aside. One that
+    ``measures`` is run for its loss alone."""
 
     begins: bool = True
     ends: bool = True
     part: float = 1.0
     clips: int = 0  # 0: the iteration's own
     left_out: int = 0
+    measures: bool = False
 
 
 WHOLE = Share()

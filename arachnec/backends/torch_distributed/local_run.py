@@ -14,6 +14,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.executable.train_file import located
+from arachnec.executable.validation import demand_same_manifests
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.launch.local_ranks import RankCrashed, launch
@@ -35,7 +36,9 @@ def run_here(
     """
     executable = read_executable(folder)
     try:
-        demand_torch_takes(options.training(executable.training))
+        training = options.training(executable.training)
+        demand_torch_takes(training)
+        demand_same_manifests(executable, training)
     except UserError as error:
         raise located(error, options.train) from None
     for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):

@@ -54,7 +54,7 @@ OPTIONS = (
         click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
         for phase, what in (
             ("start", "that reading weights, a checkpoint or compiling may take; default: from the plan's bytes"),
-            ("plan", "that a step may wait for its plan; default: 600"),
+            ("plan", "that a step may wait for its plan; default: from what planning took when it was compiled"),
             ("step", "that a step may take; default: ten times the planned or the slowest step, at least 60"),
             ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
         )

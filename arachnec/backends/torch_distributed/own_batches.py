@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.backends.training_trace import demand_optimizer_fits, training_trace
+from arachnec.backends.training_trace import demand_optimizer_fits, training_trace, validation_of
 from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
@@ -109,5 +109,6 @@ def _compiled(
         model=model,
         training=training,
         source=None if model_file.module is None else source_of(model_file),
+        validation=validation_of(trace, clips, training),
     )
     return start, ToldBatches(start, source, trace.tokens)

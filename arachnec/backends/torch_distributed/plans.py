@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -35,9 +35,17 @@ from arachnec.passes.check import Check
 from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text
 
-PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and how often the links were measured anew
+PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and which of the measurements its plan was made for
 KEPT = 256
 CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class MeasuredSpeeds:
+    """What plans are made for where it is not as the cluster says: GB/s of links, how many times slower ranks are."""
+
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    slowed: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,12 @@ class Plans:
         batches: Batches | None = None,
         *,
         more_state: float = 0.0,
+        replans: bool = False,
     ) -> None:
-        """``more_state`` is GiB that this run's options take on every rank, beyond what is planned."""
+        """``more_state`` is GiB that this run's options take on every rank, beyond what is planned. With ``replans``
+        the batches are not those of the executable."""
         self._more_state = more_state
-        self._rank = rank
+        self._rank, self._world = rank, world
         self._executable = executable
         self.batches = batches or ManifestBatches(executable)
         traced = executable.traced.cluster
@@ -76,7 +86,8 @@ class Plans:
         self._steps: dict[int, Future[Planned | None]] = {}
         self._programs: dict[PlanKey, Module] = {}
         self._asked: set[PlanKey] = set()
-        self._links: list[tuple[int, Mapping[tuple[int, int], float]]] = []  # from which step on, and the speeds
+        self._speeds = [MeasuredSpeeds()]  # by version: 0 is the cluster as it was given
+        self._versions: list[tuple[int, int]] = []  # from which step on, and the version
         program = executable.program
         fits = program.cluster is not None and program.cluster.world == world
         self._compiled = print_module(program) if fits else None
@@ -84,12 +95,20 @@ class Plans:
         self._compiled_key = shapes_key(self._compiled_clips)
         # where links choose the grouping, plans follow what is measured of them
         self.follows_links = "grouping" in program.attrs
-        replans = self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
-        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if replans else None
-        self._planner = BackgroundPlanner(executable.folder, world) if rank == 0 and replans else None
+        replans = replans or self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
+        self._group: dist.ProcessGroup | None = None
+        self._planner: BackgroundPlanner | None = None
+        if replans:
+            self._plan_anew()
         self._draws = ThreadPoolExecutor(1, "draws")
         self._thread = ThreadPoolExecutor(1, "plans")
         self._closing = False
+
+    def _plan_anew(self) -> None:
+        """Have plans made in the background, of batches that have none. Collective."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            self._planner = BackgroundPlanner(self._executable.folder, self._world) if self._rank == 0 else None
 
     def get(self, step: int) -> Planned | None:
         """A step's batch and program, waited for if need be; None where the batches have ended.
@@ -110,14 +129,28 @@ class Plans:
         """Have a step drawn, planned and proved in the background, after what was asked for before."""
         if step in self._steps:
             return
-        version = sum(step >= since for since, _ in self._links)  # 0 is the cluster as it was given
+        version = next((number for since, number in reversed(self._versions) if step >= since), 0)
         draws = self._rank == 0 or not self.batches.told
         drawing = self._draws.submit(self._drawn, step, version) if draws else None
         self._steps[step] = self._thread.submit(self._planned, step, version, drawing)
 
-    def follow(self, links: Mapping[tuple[int, int], float], step: int) -> None:
+    def follow_links(self, links: Mapping[tuple[int, int], float], step: int) -> None:
         """Plan for links of these GB/s from ``step`` on. All ranks say the same, before they ask for that step."""
-        self._links.append((step, links))
+        self._follow(replace(self._latest, links=links), step)
+
+    def follow_ranks(self, slowed: Mapping[int, float], step: int) -> None:
+        """Plan for ranks that are so many times slower from ``step`` on; none where all are as planned. Collective."""
+        self._plan_anew()
+        self._follow(replace(self._latest, slowed=dict(slowed)), step)
+
+    @property
+    def _latest(self) -> MeasuredSpeeds:
+        return self._speeds[self._versions[-1][1] if self._versions else 0]
+
+    def _follow(self, speeds: MeasuredSpeeds, step: int) -> None:
+        if speeds not in self._speeds:
+            self._speeds.append(speeds)
+        self._versions.append((step, self._speeds.index(speeds)))
         self.prepare(step)
 
     def close(self) -> None:
@@ -184,9 +217,10 @@ class Plans:
 
     def _question(self, drawn: Drawn, key: PlanKey) -> Question:
         version = key[1]
-        links = self._links[version - 1][1] if version else {}
+        speeds = self._speeds[version]
+        links = [(a, b, speed) for (a, b), speed in speeds.links.items()]
         clips = [PlannedClip.of(clip) for clip in drawn.planned]
-        return Question(drawn.number, version, [(a, b, speed) for (a, b), speed in links.items()], clips)
+        return Question(drawn.number, version, links, sorted(speeds.slowed.items()), clips)
 
     def _is_compiled(self, key: PlanKey) -> bool:
         return key == (self._compiled_key, 0) and self._compiled is not None

@@ -46,6 +46,7 @@ class StepReport(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     not_finite: list[ClipNote] = []  # the clips whose loss was not finite
     lr: float = 0.0  # learning rate of the optimizer's first group
     set_aside: list[ClipNote] = []  # the clips that could not be used; the loss is the mean of the others
+    validation_loss: float | None = None  # behind this step, where it was due
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="event", tag="note"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +15,7 @@ from arachnec.backends.torch_distributed.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
+from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.runtime.agreement import gather
@@ -64,7 +65,7 @@ class StepAccount:
         unused = {note.clip for note in aside}
         names = [own.clips[clip.id].id for clip in own.module.clips]
         self._seen.append(AuditLine(own.step, [name for name in names if name not in unused], False, notes, aside))
-        self._tell_slow(own.module, everyone[:, 2].tolist())
+        self._watch_ranks(own.module, everyone[:, 2].tolist())
         if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
             self._end_step(own.step // self.batches, finite, norm)
         step_ms = float(everyone[:, 1].max())
@@ -106,11 +107,15 @@ class StepAccount:
         if not finite:
             self._tell_skipped(step, cause_of_skip(notes, norm))
 
-    def _tell_slow(self, module: Module, busy: Sequence[float]) -> None:
-        self._slow, slow = self._slow.after(report.planned_busy_ms(module, len(busy)), busy)
-        for rank, factor in slow.items():
-            text = f"rank {rank} computes {factor:.1f} times as slowly as the others: see to its host and device"
-            events.emit(report.Note(text))
+    @property
+    def slowed(self) -> Mapping[int, float]:
+        """Ranks that plans are to count as so many times slower, from now on."""
+        return self._slow.planned
+
+    def _watch_ranks(self, module: Module, busy: Sequence[float]) -> None:
+        assert module.cluster is not None
+        planned = report.planned_busy_ms(module, len(busy))
+        self._slow = self._slow.after(planned, busy, slowdowns_of(module.cluster))
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self.most_skipped:

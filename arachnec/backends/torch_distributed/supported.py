@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.module_index import label
 from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
 
 
@@ -28,6 +29,14 @@ class SeveralTrainedStages(Diagnostic):
     label: ClassVar[str] = "the second one"
     help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
     stages: str
+
+
+@dataclass(frozen=True)
+class SparseIsPlannedOnly(Diagnostic):
+    title: ClassVar[str] = "{cascade} attends to chosen keys, which this back end cannot do yet"
+    label: ClassVar[str] = "`sparse` layers"
+    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` compile without `sparsify`"
+    cascade: str
 
 
 # A forward runs the whole model to its loss in a cascade of phase `train`, and in one of phase `forward` a stage of a
@@ -54,6 +63,9 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
     if len(trained) > 1 and len({stage.attrs.get("part_of", stage.name) for stage in trained}) > 1:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
         problems.append(SeveralTrainedStages(trained[1].span, names))
+    sparse = next((cascade for cascade in module.cascades if "sparse" in cascade.attrs), None)
+    if sparse is not None:
+        problems.append(SparseIsPlannedOnly(sparse.attrs.span("sparse") or sparse.span, label(sparse)))
     parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
     phases = {cascade.name: cascade.phase for cascade in module.cascades}
     apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}

@@ -36,14 +36,16 @@ from arachnec.backends.torch_distributed.stage_cascades import StageCascades
 from arachnec.backends.torch_distributed.step_account import Measured, StepAccount
 from arachnec.backends.torch_distributed.step_limits import StepLimits
 from arachnec.backends.torch_distributed.step_log import StepLog
+from arachnec.backends.torch_distributed.validation import MEASURES, Validation, ValidationLoss, undisturbed
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
-from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.folder import MODEL, Executable, planning_ms
+from arachnec.executable.mixed_batches import MixedBatches
 from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.training_options import bad_value
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
@@ -55,6 +57,7 @@ from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
+from arachnec.runtime.slow_ranks import notes_of_slow
 from arachnec.runtime.step_progress import StepProgress
 
 
@@ -95,16 +98,23 @@ class Trainer:
         agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
         model_file = model_file or executable.model_file()
         self._executable = executable
+        fits = executable.program.cluster is not None and executable.program.cluster.world == world
+        self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
         if training.shuffle and batches is not None:
             raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+        mixed = bool(training.mix.manifests)
+        if mixed and batches is not None:
+            raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
         drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
-        self._plans = Plans(executable, rank, world, drawn, more_state=more_state)
+        drawn = MixedBatches(executable, training) if mixed else drawn
+        self._plans = Plans(executable, rank, world, drawn, more_state=more_state, replans=mixed)
         resumed = newest_checkpoint(options) if batches is None else resumed
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
         self._each = training.accumulate  # batches of an optimizer step
+        self._validation = Validation.of(executable, training, rank, world, more_state)
         self._planned = self._plan(self.done * self._each)
         assert self._planned is not None, "a run has a first batch"
         first = self._planned.module
@@ -118,6 +128,7 @@ class Trainer:
             init=options.init,
             follows_links=self._plans.follows_links,
         )
+        self._slowed: Mapping[int, float] = {}
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -200,7 +211,32 @@ class Trainer:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
         self._watch_links(number)
-        return report.accumulated(number, reports, sum(counts)) if reports else None
+        self._follow_ranks(number)
+        if not reports:
+            return None
+        took = report.accumulated(number, reports, sum(counts))
+        due = self._validation is not None and self._validation.due(number + 1)
+        return msgspec.structs.replace(took, validation_loss=self._validate(number)) if due else took
+
+    def _validate(self, number: int) -> float | None:
+        """The loss of the validation manifest behind an optimizer step."""
+        assert self._validation is not None
+        self._enter(
+            f"the plan of the validation behind step {number}",
+            self.timeouts.of_plan(self._planning_ms),
+            "--plan-timeout",
+        )
+        loss = ValidationLoss()
+        with undisturbed(self.model, self.device):
+            for planned in self._validation.planned():
+                limit = self._limits.of_step(planned)
+                self._enter(f"the validation behind step {number}", limit, "--step-timeout")
+                self._prepare(planned.module, MEASURES)
+                loss.add(self._context, planned, self._received(planned))
+        drop_gradients(self._context.parameters)
+        told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
+        events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
+        return loss.mean
 
     def _iterate(
         self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None
@@ -245,7 +281,17 @@ class Trainer:
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow(watch.planned, (number + 1) * self._each + 2)
+            self._plans.follow_links(watch.planned, (number + 1) * self._each + 2)
+
+    def _follow_ranks(self, number: int) -> None:
+        """Where ranks have become slow, or are no longer: plan anew, as for links. All ranks have seen the same."""
+        slowed = self._account.slowed
+        if slowed != self._slowed:
+            step = (number + 1) * self._each + 2
+            for note in notes_of_slow(self._slowed, slowed, step // self._each):
+                events.emit(report.Note(note))
+            self._slowed = slowed
+            self._plans.follow_ranks(slowed, step)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
@@ -276,7 +322,7 @@ class Trainer:
 
     def _plan(self, number: int) -> Planned | None:
         """The batch and program of step ``number``; the next one's is made meanwhile. None where there is no batch."""
-        self._enter(f"the plan of step {number}", self.timeouts.of_plan(), "--plan-timeout")
+        self._enter(f"the plan of step {number}", self.timeouts.of_plan(self._planning_ms), "--plan-timeout")
         started = time.perf_counter()
         planned = self._plans.get(number)
         self._plans.prepare(number + 1)
@@ -330,6 +376,8 @@ class Trainer:
     def close(self) -> None:
         """End the planner and the threads."""
         self._plans.close()
+        if self._validation is not None:
+            self._validation.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._context.threads.close()

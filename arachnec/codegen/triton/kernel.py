@@ -71,9 +71,9 @@ class Launcher:
         widest = self.chosen(numbers)
         source = self.sources[widest]
         counts = [numbers[position] for position in self._rows]
-        groups, each = _product(counts[: self.groups]), _product(counts[self.groups :])
-        run = max(1, -(-each // max(1, PROGRAMS // max(groups, 1))))
-        programs = groups * -(-each // run)
+        groups, rows_of_sum = _product(counts[: self.groups]), _product(counts[self.groups :])
+        run = max(1, -(-rows_of_sum // max(1, PROGRAMS // max(groups, 1))))
+        programs = groups * -(-rows_of_sum // run)
         tiling, like = source.tiling, (*read, *stored)[0]
         width = source.space.outer_size * source.space.inner_size
         double = any(x.dtype == torch.float64 for x in read)
@@ -87,7 +87,7 @@ class Launcher:
             with on_device_of(like):
                 self.kernel(widest)[grid](
                     *tensors, *partials, *strides, *(numbers[position] for position in self._numbers[widest]),
-                    groups * each, each, run,
+                    groups * rows_of_sum, rows_of_sum, run,
                     P=tiling.p, Q=tiling.q, DENSE=is_dense(tensors), num_warps=tiling.warps,
                 )  # fmt: skip
         runs = programs // max(groups, 1)

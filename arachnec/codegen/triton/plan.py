@@ -101,8 +101,8 @@ def _stage(graph: fx.Graph, name: str, *, materialised: bool) -> Stage:
     wholes += [(level[node], node, node, None) for node in stores if node not in ends]
     wholes += [(before(node), node.all_input_nodes[0], node, node) for node in sums]
     pieces: list[tuple[int, Target]] = []
-    for at, value, made, total in wholes:
-        pieces += [(at, target) for target in _pieces(value, total, ends - {made})]
+    for at, value, end, total in wholes:
+        pieces += [(at, target) for target in _pieces(value, total, ends - {end})]
     launchers = [launcher for at in sorted({at for at, _ in pieces}) for launcher in _launchers(
         [target for other, target in pieces if other == at], ends, sizes, name)]  # fmt: skip
     last: dict[fx.Node, int] = {}
@@ -113,7 +113,7 @@ def _stage(graph: fx.Graph, name: str, *, materialised: bool) -> Stage:
             last[target.sum] = count
             by_sum.setdefault(target.sum, []).append(target)
     totals = sorted(
-        ((ColumnSum(found, sizes), last[node]) for node, found in by_sum.items()), key=lambda found: found[1]
+        ((ColumnSum(targets, sizes), last[node]) for node, targets in by_sum.items()), key=lambda pair: pair[1]
     )
     laid = tuple((n, tuple(sizes.position(s) for s in shape_of(value_of(n))), _order(value_of(n))) for n in stores)
     kept = tuple(dict.fromkeys([*stores, *sums]))

@@ -13,14 +13,20 @@ _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # is the last one follows from the schedule.
 _END = "place,bucket{reverse=false},lower,check"
 _OUR_END = "place,bucket,lower,check"
-# Plans as another does, so comparing it says nothing.
-NOT_COMPARED = frozenset({"fused"})
+# Attention over chosen keys is another computation: asked for by name, never a default.
+CHANGES_NUMERICS = frozenset({"sparse", "dsv"})
+# `fused` plans as another does, so comparing it says nothing.
+NOT_COMPARED = frozenset({"fused"}) | CHANGES_NUMERICS
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
     "default": f"{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
     # ours, and the memory-bound operations of every block run as few kernels: apart, until the kernels ran on a GPU
     "fused": f"fuse,{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    # ours, and every layer that is faster so attends to chosen keys; heads are cut where ranks would wait for one
+    "sparse": f"sparsify,{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    # DSV: sparse, whole heads dealt out longest first, one degree for all, the one that is best for these clips
+    "dsv": f"sparsify{{division=heads}},{_STATE},partition,annotate,schedule-static,{_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains
     "data-parallel": f"{_EQUAL},schedule-static{{policy=data-parallel}},{_END}",
     # micro-batches of equal token count, the one degree for all that is best for them

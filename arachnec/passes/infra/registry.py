@@ -20,6 +20,7 @@ from arachnec.passes.infra.base import Pass
 
 BUILTIN = {
     "choose-layout": "arachnec.passes.choose_layout:ChooseLayout",
+    "sparsify": "arachnec.passes.sparsify:Sparsify",
     "partition": "arachnec.passes.partition:Partition",
     "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
     "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",

@@ -11,6 +11,7 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -18,7 +19,8 @@ from typing import ClassVar, Literal
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
-from arachnec.ir.sampling import arrival_of, models_of, planned_steps
+from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
+from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
@@ -31,12 +33,15 @@ from arachnec.planning.sampling.policies import (
     shared_pools,
     wrap_arounds,
 )
+from arachnec.planning.sampling.segments import batched
 from arachnec.solver.budget import Clock
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length
 from arachnec.solver.problem import TICKS, Choice, Job, Problem
 from arachnec.solver.search import solve
 
 CLOSE = 1e-3  # of the bound, from which on nothing else is tried
+BATCHES = (2, 4, 8)  # sizes that are tried
+SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
@@ -55,32 +60,44 @@ class FitsNoRank(Diagnostic):
 @dataclass(frozen=True)
 class NotThisWay(Diagnostic):
     title: ClassVar[str] = "`{policy}` cannot run these requests on {gpus}: {reason}"
-    help: ClassVar[str] = "leave `policy` out, or use devices with more memory"
+    help: ClassVar[str] = "use more devices, devices with more memory, or another policy than `{policy}`"
     policy: str
     gpus: str
     reason: str
 
 
 def planned(
-    module: Module, clock: Clock, *, policy: Policy = "search", objective: Objective = "makespan", seed: int = 0
+    module: Module,
+    clock: Clock,
+    *,
+    policy: Policy = "search",
+    objective: Objective = "makespan",
+    batch: int = 1,
+    seed: int = 0,
 ) -> Module:
     """The module at level ``scheduled``, each cascade with the ranks that the plan chose as ``assigned``.
 
-    Raises UserError where a request fits no rank.
+    The search tries batches of up to ``batch`` equal requests where that saves work. Raises UserError where a request
+    fits no rank.
     """
     cost = CostModel(module)
-    alone = request_chains(module, Rates(cost, down=True))
-    if isinstance(alone, Cascade):
-        raise UserError(fits_no_rank(alone, cost))
-    bound = least_makespan([request.chain for request in alone], cost.cluster.world)
-    plans = list(_plans(module, cost, alone, bound, policy))
+    most = batch if policy == "search" and saves_by_batches(module, cost) else 1
+    costs = [cost, *(CostModel(batched(module, size)) for size in BATCHES if size <= most)]
+    alone = [request_chains(own.module, Rates(own, down=True)) for own in costs]
+    if isinstance(alone[0], Cascade):
+        raise UserError(fits_no_rank(alone[0], cost))
+    sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
+    bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
+    fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
+    plans = [plan for own in (fitting if sizes else [cost]) for plan in _plans(own, bound, policy)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    placed = None if best is None else placed_segments(module, best.cascades(module), cost)
+    chosen, gpus = cost.module if best is None else best.rates.cost.module, cost.cluster.world
+    cost = cost if best is None else best.rates.cost
+    placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
-        placed = _improved(module, cost, alone, placed, clock, seed)
+        placed = _improved(chosen, cost, placed, clock, seed)
     if placed is None:
-        reason = "some request fits no group of ranks"
-        raise UserError(NotThisWay(None, policy, counted(cost.cluster.world, "GPU"), reason))
+        raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
     return replace(
         module,
@@ -93,6 +110,39 @@ def planned(
             proved=makespan <= bound / TICKS * (1 + 1e-9),
         ),
     )
+
+
+def saves_by_batches(module: Module, cost: CostModel) -> bool:
+    """Whether pairs of equal requests would save a part of all work worth a try, as one rank does it."""
+    kinds = Counter(shape_of(cascade) for cascade in module.cascades if len(cascade.clips) == 1)
+    first = {shape_of(cascade): cascade for cascade in reversed(module.cascades)}
+    total = saved = 0.0
+    for shape, count in kinds.items():
+        alone, pair = first[shape], replace(first[shape], batch=2)
+        ms = cost.time(alone, 1, side=1)
+        total += count * ms
+        saved += count // 2 * (2 * ms - cost.time(pair, 1, side=1)) if "switch" not in alone.attrs else 0.0
+    return saved > SAVED * total
+
+
+def _batches(
+    alone: Sequence[RequestChain], others: Sequence[list[RequestChain]]
+) -> dict[Chain, list[tuple[int, Chain]]]:
+    """Of chains of one request, those of batches of them that need less work a request; none where none does."""
+    single = {request.requests[0]: request.chain for request in alone if len(request.requests) == 1}
+    sizes: dict[Chain, dict[int, Chain]] = {}
+    for request in (request for requests in others for request in requests if len(request.requests) > 1):
+        own, size = single.get(request.requests[0]), len(request.requests)
+        if own is not None and request.chain.least_area(math.inf) < size * own.least_area(math.inf) * (1 - SAVED):
+            sizes.setdefault(own, {})[size] = request.chain
+    return {chain: list(ways.items()) for chain, ways in sizes.items()}
+
+
+def _reason(cost: CostModel, policy: Policy) -> str:
+    """Why no way was found, where each stage alone fits some rank."""
+    if policy in ("replica", "one-degree"):
+        return "some request does not fit beside all of the stages"
+    return f"a rank of {cost.cluster.memory:.4g} GiB does not hold what has to lie together on so few"
 
 
 def is_close(placed: Sequence[Cascade] | None, bound: int) -> bool:
@@ -136,29 +186,31 @@ class Plan:
         ]
         return math.fsum(latencies) / len(latencies) if objective == "mean-latency" else percentile(latencies, 0.95)
 
-    def cascades(self, module: Module) -> list[Cascade]:
-        return with_pieces(module, self.requests, self.pieces, self.rates)
+    def cascades(self) -> list[Cascade]:
+        return with_pieces(self.rates.cost.module, self.requests, self.pieces, self.rates)
 
 
-def _plans(module: Module, cost: CostModel, alone: list[RequestChain], bound: int, policy: Policy) -> Iterator[Plan]:
+def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
     """What policies make of the chains, one way after another."""
+    module = cost.module
     gpus, node = cost.cluster.world, cost.cluster.gpus
+    fits_together = False
     if policy != "two-pools":
-        together = _everywhere(cost, alone)
+        together = _everywhere(module, cost)
         requests = request_chains(module, together)
+        fits_together = not isinstance(requests, Cascade)
         if not isinstance(requests, Cascade):
             for pieces in _together([request.chain for request in requests], gpus, node, bound, policy):
-                plan = Plan(requests, pieces, together)
-                yield plan
-                if policy == "search" and length(plan.pieces) <= bound * (1 + CLOSE):
+                yield Plan(requests, pieces, together)
+                if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
                     return
     if policy in ("search", "two-pools"):
-        yield from _pools(module, cost, gpus, node)
+        yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
 
 
-def _everywhere(cost: CostModel, requests: Sequence[RequestChain]) -> Rates:
+def _everywhere(module: Module, cost: CostModel) -> Rates:
     """Rates where every rank holds all stages."""
-    return Rates(cost, {cascade.stage for request in requests for cascade in request.cascades})
+    return Rates(cost, {cascade.stage for cascade in module.cascades})
 
 
 def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy: Policy) -> Iterator[list[Piece]]:
@@ -177,13 +229,12 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
 def _improved(
     module: Module,
     cost: CostModel,
-    alone: list[RequestChain],
     placed: list[Cascade] | None,
     clock: Clock,
     seed: int,
 ) -> list[Cascade] | None:
     """The portfolio over whole segments, on the ranks that ``place`` finds for it, where that is shorter."""
-    rates = _everywhere(cost, alone)
+    rates = _everywhere(module, cost)
     requests = request_chains(module, rates)
     if isinstance(requests, Cascade) or any(request.chain.release for request in requests) or not clock.any_left():
         return placed
@@ -241,17 +292,27 @@ def _ready(cascade: Cascade, named: Mapping[str, Cascade]) -> float:
     return max((named[name].end for name in cascade.inputs if name in named), default=0.0)
 
 
-def _pools(module: Module, cost: CostModel, gpus: int, node: int) -> Iterator[Plan]:
-    """The first model and what comes before it on some ranks, the second and what comes behind it on the others."""
-    second = models_of(module)[1:]
-    behind = {c.stage for c in module.cascades if c.phase is Phase.DECODE} | set(second)
-    before = {c.stage for c in module.cascades} - behind
-    halves = Halves(cost, before=frozenset(before), behind=frozenset(behind))
+def _pools(module: Module, cost: CostModel, gpus: int, node: int, *, models_only: bool) -> Iterator[Plan]:
+    """The first stages of the chains on some ranks, the others on the rest, by where the chain is parted.
+
+    With ``models_only`` it is parted between the models alone.
+    """
+    models = models_of(module)
+    encoders, decoders = ([c.stage for c in module.cascades if c.phase is phase] for phase in CODING)
+    order = list(dict.fromkeys((*encoders, *models, *decoders)))
+    for place in range(1, len(order)) if gpus > 1 else ():
+        before, behind = frozenset(order[:place]), frozenset(order[place:])
+        parted = models[0] in before and models[-1] in behind and len(models) > 1
+        if parted or not models_only:
+            yield from _two_pools(module, cost, Halves(cost, before=before, behind=behind), gpus, node)
+
+
+def _two_pools(module: Module, cost: CostModel, halves: Halves, gpus: int, node: int) -> Iterator[Plan]:
     requests = request_chains(module, halves)
-    if gpus < 2 or not second or isinstance(requests, Cascade):
+    if isinstance(requests, Cascade):
         return
     borders = [
-        next((k for k, cascade in enumerate(request.cascades) if cascade.stage in behind), len(request.cascades))
+        next((k for k, c in enumerate(request.cascades) if c.stage in halves.behind), len(request.cascades))
         for request in requests
     ]
     pieces = shared_pools([request.chain for request in requests], gpus, node, borders)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
-from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, steps_taken
+from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, segment_of, steps_taken
 from arachnec.ir.sampling_rules import is_uncertain
 from arachnec.ir.stage_sizes import is_encoder, most_clips
 from arachnec.ir.values import Attributes
@@ -72,9 +72,8 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
     names = models_of(module)
     if not names or not module.clips or any("steps" not in clip.attrs for clip in module.clips):
         raise UserError(NoRequests(module.span, module.name))
-    limit = min([batch, *(most for name in names if (most := most_clips(module.stage(name))) is not None)])
     cascades: list[Cascade] = []
-    for group in batches(module.clips, limit):
+    for group in batches(module.clips, batch_limit(module, batch)):
         cascades += chain(module, group, list(segments_of(group[0], len(names), length, longest)))
     return replace(module, level=Level.PARTITIONED, cascades=tuple(cascades))
 
@@ -105,6 +104,27 @@ def batches(requests: Sequence[Clip], most: int) -> list[list[Clip]]:
             rows.append([])
         rows[-1].append(clip)
     return sorted((group for rows in groups.values() for group in rows), key=lambda group: group[0].id)
+
+
+def batched(module: Module, most: int) -> Module:
+    """A segmented module with equal requests, each alone so far, in batches of at most so many."""
+    second, clips = models_of(module)[1:], {clip.id: clip for clip in module.clips}
+    own: dict[int, list[Cascade]] = {}
+    for cascade in module.cascades:
+        if len(cascade.clips) == 1:
+            own.setdefault(cascade.clips[0], []).append(cascade)
+    cascades = [cascade for cascade in module.cascades if len(cascade.clips) > 1]
+    for group in batches([clips[number] for number in own], batch_limit(module, most)):
+        first = own[group[0].id]
+        segments = [Segment(*segment_of(c), after=c.stage in second) for c in first if c.phase is Phase.DENOISE]
+        cascades += first if len(group) == 1 else chain(module, group, segments)
+    return replace(module, cascades=tuple(cascades))
+
+
+def batch_limit(module: Module, most: int) -> int:
+    """How many requests a batch may have, as far as the models allow it."""
+    limits = (most_clips(module.stage(name)) for name in models_of(module))
+    return min([most, *(limit for limit in limits if limit is not None)])
 
 
 def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment]) -> list[Cascade]:

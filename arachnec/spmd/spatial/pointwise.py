@@ -115,6 +115,6 @@ def stack(operator: Any, items: Sequence[Tensor], dim: int = 0) -> Tensor:
 def alike(operator: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Tensor:
     """What makes of one tensor one of the same shape: a copy, a cast, zeros."""
     kwargs.pop("memory_format", None)
-    made = x.like(operator(x.local, *args, **kwargs))
-    made.copied = x.copied and operator.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias)
-    return made
+    result = x.like(operator(x.local, *args, **kwargs))
+    result.copied = x.copied and operator.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias)
+    return result

@@ -66,9 +66,9 @@ class SplitTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, spread: Layout, sharing: Sharing, copied: bool = False) -> SplitTensor:
         assert tuple(local.shape) == spread.local_shape(sharing.peers.index), (local.shape, spread)
-        made: SplitTensor = Tensor._make_wrapper_subclass(cls, spread.shape, dtype=local.dtype, device=local.device)
-        made.local, made.spread, made.sharing, made.copied = local, spread, sharing, copied
-        return made
+        tensor: SplitTensor = Tensor._make_wrapper_subclass(cls, spread.shape, dtype=local.dtype, device=local.device)
+        tensor.local, tensor.spread, tensor.sharing, tensor.copied = local, spread, sharing, copied
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SplitTensor({tuple(self.shape)}, here {tuple(self.local.shape)})"

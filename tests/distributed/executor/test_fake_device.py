@@ -51,7 +51,7 @@ MODEL = """
 import torch
 from arachnec.models.diffusers import wan
 
-model = wan.text_to_video("Wan2.1-T2V-1.3B", num_layers=4, dtype=torch.bfloat16)
+model = wan.text_to_video("Wan2.1-T2V-1.3B", num_layers=LAYERS, dtype=torch.bfloat16)
 build, sample, loss = model.build, model.sample, model.loss
 """
 WITH_ENCODER = """
@@ -119,7 +119,8 @@ def steps(folder: Path, everything: bool = False) -> dict[int, Seen]:
     are small; then Ulysses alone.
     """
     device = fake_device.register(0, RANKS)  # before the first backward, which asks once for the devices there are
-    (folder / "model.py").write_text(MODEL + (WITH_ENCODER if everything else ""))
+    model = f"LAYERS = {4 if everything else 2}\n" + MODEL + (WITH_ENCODER if everything else "")
+    (folder / "model.py").write_text(model)
     (folder / "small.toml").write_text(CLUSTER)
     (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for clip in CLIPS))
     compiled = compile(

@@ -8,7 +8,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.launch.environment import SETTINGS, prepare_environment, table
-from arachnec.launch.timeouts import LONGER, START_S, STEP_S, Timeouts
+from arachnec.launch.timeouts import LONGER, PLAN_S, START_S, STEP_S, Timeouts
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,6 +48,8 @@ def test_limits_follow_from_the_plan() -> None:
     assert limits.of_step(planned_ms=20_000.0, longest_ms=50_000.0) == LONGER * 50.0
     assert limits.of_step(planned_ms=100.0, longest_ms=0.0, first=700.0) == STEP_S + 700.0
     assert limits.of_step(planned_ms=100.0, longest_ms=0.0, applies=False) > STEP_S
+    assert limits.of_plan(planning_ms=2000.0) == STEP_S + LONGER * 2.0
+    assert limits.of_plan() == PLAN_S  # not known, or planned for other ranks
 
 
 def test_limits_can_be_given() -> None:

@@ -1,0 +1,186 @@
+"""What attention over chosen keys takes beside attention over all: shares of the stage's pairs of tokens.
+
+Of a sparse layer the terms in S^2 are split by head and scaled by its density. The terms in S*T stay: captions are
+always kept, and their own queries are dense. Prediction and choice are work of their own, once: a recomputed forward
+and the backward use the lists of the first forward. A layer waits for the rank that has most of its heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from arachnec.ir.head_density import LayerDensity, group_count, layer_densities
+from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.stage_sizes import count_in, formula_in, squared
+from arachnec.sparsity.head_shares import Division, balanced, imbalance, longest_first
+
+GIB = 2**30
+LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
+ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD)
+NO_SPEEDS = (1.0, 1.0, 1.0)
+WORTH = 0.98  # a layer is sparse where it takes less than this of the dense time: never slower by rounding
+
+
+@dataclass(frozen=True)
+class SparseLoad:
+    """Of all sparse layers of a cascade on the ranks of one clip; shares are of the whole, on the heaviest rank."""
+
+    pairs: float  # of the stage's pairs of tokens, those that sparse layers would compute densely, all ranks
+    forward: float  # of the stage's pairs of tokens, as time of dense kernels
+    backward: float
+    choice: float  # layers, each counted by its heaviest rank
+    received: float  # attentions' traffic: layers, each counted by the rank that gets most
+    layers: int
+
+
+NO_LOAD = SparseLoad(0.0, 0.0, 0.0, 0.0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class SparseLoads:
+    """The loads of these stages' sparse layers, each computed once."""
+
+    stages: Mapping[str, Stage]
+    _densities: dict[str, Mapping[int, LayerDensity]] = field(default_factory=dict, repr=False, compare=False)
+    _loads: dict[tuple[object, ...], SparseLoad] = field(default_factory=dict, repr=False, compare=False)
+
+    def of(self, stage: str, layers: tuple[int, ...], tokens: int, degree: int) -> SparseLoad:
+        """Of the ``layers`` of a clip of so many tokens on ``degree`` ranks."""
+        if not layers:
+            return NO_LOAD
+        groups = coarse_groups(group_count(self.stages[stage], tokens))
+        key = stage, layers, groups, degree
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = self._load(stage, layers, groups, degree)
+        return load
+
+    def _load(self, name: str, layers: tuple[int, ...], groups: int, degree: int) -> SparseLoad:
+        stage, table = self.stages[name], self.densities(name)
+        ahead, back, _ = speeds(stage)
+        pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
+        for layer in layers:
+            density = table[layer]
+            weights = head_weights(stage, density)
+            division = divided(stage, density, groups, degree)
+            heaviest = imbalance(division, weights, groups) / degree
+            pairs += density.share
+            dense += density.share * density.mean * heaviest
+            choice += heaviest
+            received += most_received(division, density.heads, groups)
+        return SparseLoad(pairs, dense / ahead, dense / back, choice, received, len(layers))
+
+    def densities(self, stage: str) -> Mapping[int, LayerDensity]:
+        table = self._densities.get(stage)
+        if table is None:
+            table = self._densities[stage] = layer_densities(self.stages[stage])
+        return table
+
+
+def divided(stage: Stage, density: LayerDensity, groups: int, degree: int) -> Division:
+    """The heads of a layer over the ranks of a clip, as the stage's ``division`` says."""
+    weights = head_weights(stage, density)
+    if stage.attrs.get("division") == "heads":
+        return longest_first(weights, groups, degree)
+    return balanced(weights, groups, degree)
+
+
+def head_weights(stage: Stage, density: LayerDensity) -> tuple[float, ...]:
+    """The work of each head, forward and backward, prediction and choice: in units of its dense forward.
+
+    The choice counts by its part in S^2. That part and a dense head grow alike, so the weights, and with them the
+    division, are those of all lengths.
+    """
+    ahead, back, choosing = speeds(stage)
+    again = 2.0 if stage.trained else 0.0  # a dense backward over its forward, in FLOPs
+    choice, whole = squared(formula_in(stage, "choice")), squared(formula_in(stage, "flops")) * density.share
+    extra = choice / whole / choosing if whole else 0.0
+    return tuple(head * (1 / ahead + again / back) + extra for head in density.heads)
+
+
+def most_received(division: Division, densities: tuple[float, ...], groups: int) -> float:
+    """Of a layer's queries, keys, values and output, the share that the rank with most of them gets or makes."""
+    heads = len(densities)
+    shares = []
+    for own in division:
+        queries = math.fsum(share.groups / groups for share in own)
+        keys = math.fsum(blocks_sent(densities[share.head], share.groups) for share in own)
+        shares.append((queries + keys) / (2 * heads))
+    return max(shares)
+
+
+def blocks_sent(density: float, groups: int) -> float:
+    """The share of a head's key blocks that some of so many query groups chose, if each chose by itself.
+
+    Neighbours choose alike, so it is at most this.
+    """
+    return 1 - (1 - density) ** groups if density < 1 else 1.0
+
+
+def speeds(stage: Stage) -> tuple[float, float, float]:
+    """Sparse kernels over dense ones, in FLOPs a second: forward, backward, and prediction and choice."""
+    values = stage.attrs.get("sparse_speed", NO_SPEEDS)
+    assert isinstance(values, tuple)
+    ahead, back, choosing = (value for value in values if isinstance(value, int | float))
+    return float(ahead), float(back), float(choosing)
+
+
+def coarse_groups(groups: int) -> int:
+    """A power of two, so that lengths share their divisions: for costs alone, by a little too uneven."""
+    return 1 << (groups.bit_length() - 1)
+
+
+def faster_sparse(stage: Stage, tokens: int, text: int) -> tuple[int, ...]:
+    """The layers that take less time sparse than dense, for clips of this length: on one rank, one clip, forward and
+    backward. So the answer is the same in every plan."""
+    table = layer_densities(stage)
+    forward, backward = (squared(formula_in(stage, name)) * tokens**2 for name in ("forward", "backward"))
+    ahead, back, _ = speeds(stage)
+    choosing = choice_time(stage, tokens, text)
+    return tuple(
+        layer
+        for layer, density in table.items()
+        if density.share * density.mean * (forward / ahead + backward / back) + choosing
+        < WORTH * density.share * (forward + backward)
+    )
+
+
+def with_sparse_layers(cascades: Iterable[Cascade], stages: Iterable[Stage]) -> tuple[Cascade, ...]:
+    """The cascades, each with the layers that it runs ``sparse``. One that is scheduled keeps what it says."""
+    densities = {stage.name: stage for stage in stages if "density" in stage.attrs}
+    lengths: dict[tuple[str, int, int], tuple[int, ...]] = {}
+    chosen = []
+    for cascade in cascades:
+        if cascade.stage not in densities or cascade.phase not in ATTENDS or "degree" in cascade.attrs:
+            chosen.append(cascade)
+            continue
+        key = cascade.stage, cascade.tokens, cascade.text
+        if key not in lengths:
+            lengths[key] = faster_sparse(densities[cascade.stage], cascade.tokens, cascade.text)
+        chosen.append(cascade.with_attrs(sparse=lengths[key] or None))
+    return tuple(chosen)
+
+
+def choice_time(stage: Stage, tokens: int, text: int) -> float:
+    """ms of prediction and choice of one sparse layer, one clip, one rank, by what a FLOP of attention takes."""
+    choice, flops = formula_in(stage, "choice"), squared(formula_in(stage, "flops"))
+    if choice is None or not flops:
+        return 0.0
+    rate = squared(formula_in(stage, "forward")) / flops
+    return choice(B=1, S=tokens, T=text) * rate / speeds(stage)[2]
+
+
+def lists_gib(stage: Stage, layers: tuple[int, ...], tokens: int, batch: int) -> float:
+    """GiB of the lists of these layers, all ranks together; kept from the forward to the end of the backward."""
+    group, block = count_in(stage, "query_group"), count_in(stage, "key_block")
+    if not layers or not group or not block:
+        return 0.0
+    table = layer_densities(stage)
+    groups, blocks = math.ceil(tokens / group), math.ceil(tokens / block)
+    entries = math.fsum(
+        math.fsum(math.ceil(density * blocks) for density in table[layer].heads) + len(table[layer].heads)
+        for layer in layers
+    )
+    return batch * groups * entries * LIST_ENTRY / GIB

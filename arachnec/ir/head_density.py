@@ -1,0 +1,75 @@
+"""Which layers of a stage attend to chosen keys, and to how many. In: the attribute ``density``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from arachnec.ir.nodes import Cascade, Stage, integers
+from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.values import Value
+
+
+@dataclass(frozen=True)
+class LayerDensity:
+    """Of one layer. A layer that lists none attends to all keys."""
+
+    share: float  # of the pairs of tokens that all attentions of the stage compute
+    heads: tuple[float, ...]  # for each head the share of keys that a query attends to
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.heads) / len(self.heads)
+
+
+def layer_densities(stage: Stage) -> Mapping[int, LayerDensity]:
+    """The layers that can be sparse, by number; empty for a stage that is dense."""
+    rows = stage.attrs.get("density", ())
+    assert isinstance(rows, tuple)
+    table: dict[int, LayerDensity] = {}
+    for row in rows:
+        assert isinstance(row, tuple)
+        layers, share, heads = row
+        density = LayerDensity(_number(share), tuple(map(_number, heads)))  # type: ignore[arg-type]
+        table |= dict.fromkeys(integers(layers), density)
+    return dict(sorted(table.items()))
+
+
+def density_rows(layers: Mapping[int, LayerDensity]) -> tuple[Value, ...]:
+    """The attribute: layers of equal density in one row, by their first."""
+    alike: dict[LayerDensity, list[int]] = {}
+    for layer, density in sorted(layers.items()):
+        alike.setdefault(density, []).append(layer)
+    return tuple((tuple(numbers), density.share, density.heads) for density, numbers in alike.items())
+
+
+def part_densities(
+    layers: Mapping[int, LayerDensity], begin: int, end: int, pairs: float
+) -> Mapping[int, LayerDensity]:
+    """Those of layers ``begin`` to ``end`` - 1, numbered from 0, which compute ``pairs`` of the pairs of all."""
+    return {
+        layer - begin: LayerDensity(density.share / pairs, density.heads)
+        for layer, density in layers.items()
+        if begin <= layer < end
+    }
+
+
+def sparse_layers(cascade: Cascade) -> tuple[int, ...]:
+    """The layers in which a cascade attends to chosen keys."""
+    return integers(cascade.attrs.get("sparse", ()))
+
+
+def group_count(stage: Stage, tokens: int) -> int:
+    """Query groups of a clip of so many tokens, at least 1; there are more where groups do not divide its sides."""
+    return math.ceil(tokens / (count_in(stage, "query_group") or tokens or 1)) or 1
+
+
+def total_share(layers: Iterable[LayerDensity]) -> float:
+    """The share of the pairs of tokens that these layers compute."""
+    return math.fsum(layer.share for layer in layers)
+
+
+def _number(value: Value) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,178 @@
+"""Rules about sparse attention: densities that are shares of keys, layers that there are, rows of their shape.
+
+That every group of every head is computed once is proved by ``check`` (``arachnec.verification.heads``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import layer_densities, sparse_layers, total_share
+from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
+from arachnec.ir.printer import number, symbol
+
+DIVISIONS = ("groups", "heads")
+
+
+@dataclass(frozen=True)
+class WrongDensity(Diagnostic):
+    title: ClassVar[str] = "{node} has {what} in `density`"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "a row is `[layers, share of the stage's pairs of tokens, density of each head]`"
+    node: str
+    what: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class WrongSparsity(Diagnostic):
+    title: ClassVar[str] = "{node} says `{name} = {value}`"
+    label: ClassVar[str] = "expected {expected}"
+    node: str
+    name: str
+    value: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class NotSparse(Diagnostic):
+    title: ClassVar[str] = "{node} runs layer {layer} of `{stage}` sparse, which has no density there"
+    label: ClassVar[str] = "layer {layer}"
+    help: ClassVar[str] = "leave the layer out of `sparse`, or give `{stage}` its `density`"
+    node: str
+    layer: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class WrongHeads(Diagnostic):
+    title: ClassVar[str] = "{node} has {what} in `heads`"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "leave `heads` and `groups` out, and `lower` divides the heads"
+    node: str
+    what: str
+    expected: str
+
+
+Problems = Iterator[Diagnostic]
+
+
+def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
+    for stage in index.module.stages:
+        if "density" in stage.attrs:
+            yield from _density(stage)
+        yield from _settings(stage)
+
+
+def _density(stage: Stage) -> Problems:
+    rows = stage.attrs["density"]
+    assert isinstance(rows, tuple)
+    span, node = stage.attrs.span("density") or stage.span, label(stage)
+    layers = [layer for row in rows for layer in integers(row[0])]  # type: ignore[index]
+    twice = next((layer for layer, count in Counter(layers).items() if count > 1), None)
+    if twice is not None:
+        yield WrongDensity(span, node, f"layer {twice} twice", "every layer in one row")
+        return
+    known = len(layers_of(stage))
+    outside = next((layer for layer in layers if not 0 <= layer < known), None)
+    if outside is not None:
+        yield WrongDensity(span, node, f"layer {outside}", f"layers from 0 to {known - 1}")
+        return
+    table = layer_densities(stage)
+    heads = stage.attrs.get("heads")
+    for layer, density in table.items():
+        wrong = next((value for value in density.heads if not 0 < value <= 1), None)
+        if wrong is not None:
+            yield WrongDensity(span, node, f"{number(wrong)} for a head of layer {layer}", "shares above 0, to 1")
+            return
+        if not density.heads or (isinstance(heads, int) and len(density.heads) != heads):
+            expected = f"one for each of {heads} heads" if isinstance(heads, int) else "one for each head"
+            yield WrongDensity(span, node, f"{len(density.heads)} densities for layer {layer}", expected)
+            return
+        if not density.share > 0:
+            yield WrongDensity(span, node, f"the share {number(density.share)} for layer {layer}", "a share above 0")
+            return
+    if total_share(table.values()) > 1 + 1e-6:
+        total = number(round(total_share(table.values()), 6))
+        yield WrongDensity(span, node, f"shares of {total} together", "1 or less")
+
+
+def _settings(stage: Stage) -> Problems:
+    attrs, node = stage.attrs, label(stage)
+    for name in ("query_group", "key_block", "predictors"):
+        value = attrs.get(name)
+        if isinstance(value, int) and value < (0 if name == "predictors" else 1):
+            yield WrongSparsity(attrs.span(name) or stage.span, node, name, str(value), "one token or more")
+    division = attrs.get("division", DIVISIONS[0])
+    if division not in DIVISIONS:
+        span = attrs.span("division") or stage.span
+        yield WrongSparsity(span, node, "division", f'"{division}"', '"groups" or "heads"')
+    speeds = attrs.get("sparse_speed", (1.0, 1.0, 1.0))
+    assert isinstance(speeds, tuple)
+    if len(speeds) != 3 or not all(isinstance(speed, int | float) and speed > 0 for speed in speeds):
+        span = attrs.span("sparse_speed") or stage.span
+        shown = ", ".join(str(speed) for speed in speeds)
+        yield WrongSparsity(span, node, "sparse_speed", f"[{shown}]", "three numbers above 0")
+
+
+def sparse_layers_have_densities(index: ModuleIndex) -> Problems:
+    for cascade in index.module.cascades:
+        stage = index.stages.get(cascade.stage)
+        if stage is None or "sparse" not in cascade.attrs:
+            continue
+        table = layer_densities(stage)
+        wrong = next((layer for layer in sparse_layers(cascade) if layer not in table), None)
+        if wrong is not None:
+            span = cascade.attrs.span("sparse") or cascade.span
+            yield NotSparse(span, label(cascade), wrong, symbol(stage.name))
+
+
+def head_rows_fit_the_degree(index: ModuleIndex) -> Problems:
+    if index.module.level < Level.PLACED:
+        return
+    for cascade in index.module.cascades:
+        if "heads" in cascade.attrs:
+            yield from _heads(cascade, index.stages.get(cascade.stage))
+
+
+def _heads(cascade: Cascade, stage: Stage | None) -> Problems:
+    node, span = label(cascade), cascade.attrs.span("heads") or cascade.span
+    rows = cascade.attrs["heads"]
+    assert isinstance(rows, tuple)
+    if integer(cascade.attrs.get("groups", 0)) < 1:
+        yield WrongHeads(span, node, "no number of groups", "`groups`, 1 or more, beside it")
+        return
+    layers = sorted(layer for row in rows for layer in integers(row[0]))  # type: ignore[index]
+    wanted = sorted(sparse_layers(cascade))
+    if layers != wanted:
+        yield WrongHeads(span, node, f"layers {_listed(layers)}", f"those that are `sparse`: {_listed(wanted)}")
+        return
+    table = layer_densities(stage) if stage is not None else {}
+    for row in rows:
+        assert isinstance(row, tuple)
+        numbers, places, cut = map(integers, row)
+        count = len(table[numbers[0]].heads) if numbers and numbers[0] in table else len(places)
+        if len(places) != count:
+            yield WrongHeads(span, node, counted(len(places), "place"), f"one for each of {count} heads")
+            return
+        if len(cut) % 4:
+            yield WrongHeads(span, node, f"parts of {len(cut)} numbers", "head, place, first group, end: four a part")
+            return
+        used = [place for place in places if place != -1] + list(cut[1::4])
+        outside = next((place for place in used if not 0 <= place < cascade.degree), None)
+        if outside is not None:
+            yield WrongHeads(span, node, f"place {outside}", f"0 to {cascade.degree - 1}, for degree {cascade.degree}")
+            return
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "") if layers else "none"
+
+
+SPARSE_RULES = (densities_are_shares_of_keys, sparse_layers_have_densities, head_rows_fit_the_degree)

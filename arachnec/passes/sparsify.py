@@ -1,0 +1,97 @@
+"""``sparsify``: layers attend to chosen keys (DSV, arXiv 2502.07590). It changes numerics, so no default has it.
+
+Attention over a clip's video tokens, self- or joint, is marked with the density of every head; costs, plans and the
+proof follow. Attention to captions stays dense, and so does what cannot be sparse (``planning.sparse_stages``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Level, Module, Stage
+from arachnec.ir.stage_sizes import count_in
+from arachnec.passes.infra.base import Pass, Scope
+from arachnec.planning.sparse_stages import Choice, sparse_stage
+from arachnec.sparsity.density_file import read_densities
+
+CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measured on a CPU, assumed for GPUs
+CELL = 8  # neighbouring tokens that are scored as one
+
+
+@dataclass(frozen=True)
+class OutOfRange(Diagnostic):
+    title: ClassVar[str] = "`sparsify{{{option}={value}}}`: expected {expected}"
+    help: ClassVar[str] = "{option}: {meaning}"
+    option: str
+    value: str
+    expected: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Sparsify(Pass):
+    """Marks the layers whose attention over video tokens takes chosen keys only.
+
+    ``file`` has densities that a run measured; without it every head is taken to have ``density``. Keys are chosen for
+    ``group`` queries at a time (by default what suits the device) in blocks of ``block``, by a predictor of ``rank``,
+    until they hold ``mass`` of the attention. ``division`` is "groups" where heads may be cut between ranks, "heads"
+    where they stay whole. The speeds are those of sparse kernels over dense ones, in FLOPs a second.
+    """
+
+    needs: ClassVar[Level] = Level.TRACED
+    gives: ClassVar[Level] = Level.TRACED
+    scope: ClassVar[Scope] = Scope.MODEL
+
+    file: str | None = None
+    density: float = 0.1
+    group: int | None = None
+    block: int = 64
+    rank: int = 16
+    mass: float = 0.9
+    division: Literal["groups", "heads"] = "groups"
+    forward_speed: float = 0.8
+    backward_speed: float = 0.8
+    choice_speed: float = 0.1
+
+    def run(self, module: Module) -> Module:
+        self._demand(module)
+        device = str(module.cluster.attrs.get("device")) if module.cluster else "cpu"
+        group = self.group or (CPU_GROUP if device == "cpu" else GPU_GROUP)
+        speed = self.forward_speed, self.backward_speed, self.choice_speed
+        choice = Choice(group, self.block, CELL, self.rank, self.mass, self.division, speed)
+        stages = tuple(self._marked(stage, module, choice) for stage in module.stages)
+        return replace(module, stages=stages)
+
+    def _marked(self, stage: Stage, module: Module, choice: Choice) -> Stage:
+        if not stage.trained or not count_in(stage, "attentions"):
+            return stage
+        if self.file is None:
+            return sparse_stage(stage, module.graphs, self.density, choice)
+        measured = read_densities(self.file)
+        measured.demand_of(str(stage.attrs.get("source")), len(layers_of(stage)), count_in(stage, "heads"))
+        return sparse_stage(stage, module.graphs, measured.layers, choice)
+
+    def _demand(self, module: Module) -> None:
+        """Raises UserError for an option that says nothing."""
+        sizes = [
+            count_in(stage, "hidden") // count_in(stage, "heads")
+            for stage in module.stages
+            if count_in(stage, "hidden") and count_in(stage, "heads")
+        ]
+        size = min(sizes, default=self.rank)
+        checks = (
+            ("density", self.density, 0 < self.density <= 1, "above 0, to 1", "share of keys that a query attends to"),
+            ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
+            ("rank", self.rank, 1 <= self.rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
+            ("group", self.group or 1, (self.group or 1) >= 1, "1 or more", "queries whose keys are chosen together"),
+            ("block", self.block, self.block >= 1, "1 or more", "keys that are chosen together"),
+            ("forward_speed", self.forward_speed, self.forward_speed > 0, "above 0", "1 for as fast as dense"),
+            ("backward_speed", self.backward_speed, self.backward_speed > 0, "above 0", "1 for as fast as dense"),
+            ("choice_speed", self.choice_speed, self.choice_speed > 0, "above 0", "1 for as fast as dense"),
+        )
+        for option, value, right, expected, meaning in checks:
+            if not right:
+                raise UserError(OutOfRange(None, option, f"{value:g}", expected, meaning))

@@ -1,0 +1,201 @@
+"""Which attentions of a traced stage can attend to chosen keys, and what the stage then says. No model is named.
+
+An attention is found by its lengths: queries and keys both grow with the clip's tokens. What it attends to is followed
+by symbol, never by size. All others stay dense, each with its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import LayerDensity, density_rows
+from arachnec.ir.nodes import Graph, GraphOp, Stage, TensorType, formula, integers
+from arachnec.ir.stage_sizes import count_in, formula_in, gib, squared
+from arachnec.ir.values import Formula, Quantity, Symbol, Term
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+SOFTMAXES = ("aten.softmax.int", "aten._softmax.default")
+TERA, GIB = 10**12, 2**30
+PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
+DENSE_FORM = "is written as products and a softmax, not as one attention"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How keys are chosen: tokens of a query group, a key block and a scored cell, and the predictor's rank."""
+
+    group: int
+    block: int
+    cell: int
+    rank: int
+    mass: float
+    division: str
+    speed: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class ClassAttention:
+    """The one attention over video tokens of a block class: its heads and their size."""
+
+    heads: int
+    size: int
+
+
+def sparse_stage(
+    stage: Stage, graphs: Sequence[Graph], densities: Mapping[int, tuple[float, ...]] | float, choice: Choice
+) -> Stage:
+    """The stage with densities for the layers that can be sparse, and with reasons why other attentions are dense.
+
+    ``densities`` by layer, or one for all heads.
+    """
+    blocks = block_names(stage)
+    known = {graph.name: graph for graph in graphs}
+    attentions, reasons = _by_class(stage, blocks, known)
+    layers = {}
+    for number, kind in enumerate(layer_classes(stage, blocks)):
+        attention = attentions.get(kind)
+        own = (
+            (densities,) * (attention.heads if attention else 0)
+            if isinstance(densities, float)
+            else densities.get(number)
+        )
+        if attention is not None and own is None:
+            reasons.append((blocks[kind], f"layer {number} is not in the sparsity file"))
+        elif attention is not None and own:
+            layers[number] = LayerDensity(pair_share(stage, kind), own)
+    dense = tuple(dict.fromkeys(reasons))
+    if not layers:
+        return replace(stage, attrs=stage.attrs.updated(dense=dense or None))
+    attention = next(iter(attentions.values()))
+    predictors = 2 * attention.heads * attention.size * choice.rank * len(layers)
+    state = Quantity(gib(stage.attrs.get("state")) + PREDICTOR_BYTES * predictors / GIB, "GiB")
+    return replace(
+        stage,
+        attrs=stage.attrs.updated(
+            state=state,
+            density=density_rows(layers),
+            dense=dense or None,
+            query_group=choice.group,
+            key_block=choice.block,
+            mass=choice.mass,
+            predictor_rank=choice.rank,
+            predictors=predictors,
+            division=choice.division,
+            choice=choice_flops(attention, choice),
+            sparse_speed=choice.speed,
+        ),
+    )
+
+
+def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
+    """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells."""
+    heads, size, rank, cell = attention.heads, attention.size, choice.rank, choice.cell
+    linear = 2 * heads * size + 4 * heads * size * rank / cell
+    square = 2 * heads * rank / cell**2
+    pairs = Term(square / TERA, (("B", 1), ("S", 2)))
+    return Formula((pairs, Term(linear / TERA, (("B", 1), ("S", 1)))), "TFLOP")
+
+
+def block_names(stage: Stage) -> tuple[str, ...]:
+    """The stage's block classes, in their order."""
+    blocks = stage.attrs.get("blocks", ())
+    assert isinstance(blocks, tuple)
+    return tuple(pair[0].name for pair in blocks if isinstance(pair, tuple) and isinstance(pair[0], Symbol))
+
+
+def layer_classes(stage: Stage, blocks: Sequence[str]) -> tuple[int, ...]:
+    """The block class of every layer; of a stage that does not say it, of one class alone."""
+    if "classes" in stage.attrs:
+        return integers(stage.attrs["classes"])
+    return (0,) * len(layers_of(stage)) if len(blocks) == 1 else ()
+
+
+def pair_share(stage: Stage, kind: int) -> float:
+    """The share of the stage's pairs of tokens that a layer of this class computes."""
+    every, blocks = squared(formula_in(stage, "flops")), stage.attrs.get("block_flops")
+    if isinstance(blocks, tuple) and every:
+        return squared(formula(blocks[kind])) / every
+    return 1 / max(1, count_in(stage, "attentions"))
+
+
+def _by_class(
+    stage: Stage, blocks: Sequence[str], graphs: Mapping[str, Graph]
+) -> tuple[dict[int, ClassAttention], list[tuple[str, str]]]:
+    """For every block class that can be sparse its attention, and why others are dense: attention, reason."""
+    attentions: dict[int, ClassAttention] = {}
+    reasons: list[tuple[str, str]] = []
+    for kind, name in enumerate(blocks):
+        found, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
+        reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]
+        if len(found) > 1:
+            reasons.append((name, "has several attentions over the clip's tokens"))
+        elif found and attentions and found[0] != next(iter(attentions.values())):
+            reasons.append((name, "has heads of another number or size than the first blocks"))
+        elif found:
+            attentions[kind] = found[0]
+    return attentions, reasons
+
+
+def _recorded(stage: Stage, kind: int) -> list[ClassAttention]:
+    """Without graphs: as many attentions over tokens as the tracer counted in the class."""
+    counts = stage.attrs.get("block_attentions")
+    count = integers(counts)[kind] if counts is not None else 1 if "attentions" in stage.attrs else 0
+    heads, hidden = count_in(stage, "heads"), count_in(stage, "hidden")
+    return [ClassAttention(heads, hidden // heads)] * count if heads and hidden else []
+
+
+def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
+    """The attentions over the clip's tokens, and for each other one its name and why it is dense."""
+    types: dict[str, TensorType | None] = {item.name: item.type for item in graph.inputs}
+    types |= {op.name: op.type for op in graph.ops}
+    found, reasons = [], []
+    for op in graph.ops:
+        if (
+            op.target in SOFTMAXES
+            and op.type is not None
+            and len(op.type.dims) > 1
+            and all(map(_grows, op.type.dims[-2:]))
+        ):
+            reasons.append((op.name, DENSE_FORM))
+        if op.target != ATTENTION:
+            continue
+        shapes = [types.get(operand) for operand in op.operands[:3]]
+        why = next(_reasons(op, shapes, stage), None)
+        query = shapes[0]
+        if why is not None:
+            reasons.append((op.name, why))
+        elif query is not None:
+            heads, size = query.dims[-3], query.dims[-1]
+            assert isinstance(heads, int) and isinstance(size, int)
+            found.append(ClassAttention(heads, size))
+    return found, reasons
+
+
+def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> Iterator[str]:
+    """Why an attention cannot be sparse; nothing where it can."""
+    if len(shapes) < 3 or any(shape is None or len(shape.dims) < 4 for shape in shapes):
+        yield "has no dimensions of batch, heads, tokens and features"
+        return
+    query, key, value = (shape.dims for shape in shapes if shape is not None)
+    if not _grows(key[-2]):
+        yield f"its keys are no tokens of the clip: {key[-2]}"
+    elif not _grows(query[-2]):
+        yield f"its queries are no tokens of the clip: {query[-2]}"
+    elif any(map(_grows, (*query[:-2], *key[:-2]))):
+        yield "every token attends to a part of the clip only"
+    elif query[-3] != key[-3] or not isinstance(query[-3], int) or not isinstance(query[-1], int):
+        yield "its heads share keys"
+    elif value[-1] != query[-1]:
+        yield "its values have another size than its keys"
+    elif op.attrs.get("is_causal") is True:
+        yield "it is causal"
+    elif count_in(stage, "heads") not in (0, query[-3]):
+        yield f"it has {query[-3]} heads, and others of the stage {count_in(stage, 'heads')}"
+
+
+def _grows(size: int | str) -> bool:
+    """Whether a dimension grows with the tokens of a clip."""
+    return isinstance(size, str) and re.search(r"\bS\b", size) is not None

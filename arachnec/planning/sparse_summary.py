@@ -1,0 +1,72 @@
+"""What a plan makes of a sparse stage, in numbers. In: a module. Out: a summary for every stage with densities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from arachnec.cost.sparse_attention import ATTENDS, head_weights
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.head_division import parts_by_layer
+from arachnec.ir.nodes import Cascade, Module, Stage, integer
+
+
+@dataclass(frozen=True)
+class SparseSummary:
+    """Of one stage and its cascades."""
+
+    stage: Stage
+    layers: int  # of the stage, all
+    sparse: int  # that have densities
+    density: float  # mean over heads and sparse layers, predicted
+    least: float
+    most: float
+    chosen: tuple[Cascade, ...]  # cascades that run some layer sparse
+    dense: tuple[Cascade, ...]  # those that run none
+    imbalance: float  # the heaviest rank's heads over the mean, the worst layer of all cascades; 1 without ranks
+
+
+def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
+    """Of the stages with densities, in the order of the module."""
+    summaries = []
+    for stage in module.stages:
+        table = layer_densities(stage)
+        if not table:
+            continue
+        heads = [density for layer in table.values() for density in layer.heads]
+        cascades = [c for c in module.cascades if c.stage == stage.name and c.phase in ATTENDS]
+        worst = max((worst_imbalance(cascade, stage) for cascade in distinct_divisions(cascades)), default=1.0)
+        summaries.append(
+            SparseSummary(
+                stage,
+                len(layers_of(stage)),
+                len(table),
+                math.fsum(heads) / len(heads),
+                min(heads),
+                max(heads),
+                tuple(cascade for cascade in cascades if sparse_layers(cascade)),
+                tuple(cascade for cascade in cascades if not sparse_layers(cascade)),
+                worst,
+            )
+        )
+    return tuple(summaries)
+
+
+def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:
+    """One cascade for every division of heads."""
+    yield from {cascade.attrs["heads"]: cascade for cascade in cascades if "heads" in cascade.attrs}.values()
+
+
+def worst_imbalance(cascade: Cascade, stage: Stage) -> float:
+    """The heaviest rank's heads over the mean, in the layer where that is most; 1 for a cascade without ``heads``."""
+    table, groups = layer_densities(stage), integer(cascade.attrs.get("groups", 1))
+    ratios = [1.0]
+    for layer, parts in parts_by_layer(cascade).items():
+        weights = head_weights(stage, table[layer])
+        loads = [0.0] * cascade.degree
+        for part in parts:
+            loads[part.place] += weights[part.head] * (part.stop - part.start) / groups
+        ratios.append(max(loads) * len(loads) / math.fsum(loads))
+    return max(ratios)

@@ -1,0 +1,103 @@
+"""A sparsity file: the densities that a run measured, as JSON. In: a path. Out: a density for every layer and head.
+
+::
+
+    {"model": "WanTransformer3DModel", "layers": [{"layer": 0, "heads": [0.05, 0.31]},
+                                                  {"layer": 1, "heads": [0.4, 0.2]}]}
+
+A density is the share of keys that a query of the head attends to. Layers that are not listed stay dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+LARGEST_FILE = 64 * 2**20  # bytes
+EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
+
+
+@dataclass(frozen=True)
+class BadSparsityFile(Diagnostic):
+    title: ClassVar[str] = "the sparsity file `{path}` cannot be read: {reason}"
+    help: ClassVar[str] = "a file looks like {example}"
+    path: str
+    reason: str
+    example: str = EXAMPLE
+
+
+@dataclass(frozen=True)
+class OfAnotherModel(Diagnostic):
+    title: ClassVar[str] = "the sparsity file `{path}` is of another model: {what}"
+    help: ClassVar[str] = "measure this model's own densities, or give one for all heads: `sparsify{{density=0.1}}`"
+    path: str
+    what: str
+
+
+class _Layer(msgspec.Struct, forbid_unknown_fields=True):
+    layer: int
+    heads: list[float]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    layers: list[_Layer]
+
+
+@dataclass(frozen=True)
+class Densities:
+    """What a sparsity file says."""
+
+    path: str
+    model: str
+    layers: Mapping[int, tuple[float, ...]]
+
+    def demand_of(self, model: str, layers: int, heads: int) -> None:
+        """Raises UserError where this is not of a model of so many layers and heads."""
+        if self.model != model:
+            raise UserError(OfAnotherModel(None, self.path, f"of `{self.model}`, and this is `{model}`"))
+        outside = next((layer for layer in self.layers if not 0 <= layer < layers), None)
+        if outside is not None:
+            raise UserError(
+                OfAnotherModel(None, self.path, f"it has layer {outside}, and this one has 0 to {layers - 1}")
+            )
+        for layer, densities in self.layers.items():
+            if len(densities) != heads:
+                what = f"layer {layer} has {len(densities)} heads there, and {heads} here"
+                raise UserError(OfAnotherModel(None, self.path, what))
+
+
+def read_densities(path: str | Path) -> Densities:
+    """Raises UserError for a file that is not there, is no such JSON, lists a layer twice, or has a density that is no
+    share of the keys."""
+    file = Path(path)
+
+    def refusal(reason: str) -> UserError:
+        return UserError(BadSparsityFile(None, str(path), reason))
+
+    if not file.is_file():
+        raise refusal("there is no such file")
+    if file.stat().st_size > LARGEST_FILE:
+        raise refusal(f"it is larger than {LARGEST_FILE >> 20} MiB")
+    try:
+        told = msgspec.json.decode(file.read_bytes(), type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise refusal(str(error)) from None
+    layers: dict[int, tuple[float, ...]] = {}
+    for row in told.layers:
+        if row.layer in layers:
+            raise refusal(f"layer {row.layer} is listed twice")
+        if not row.heads:
+            raise refusal(f"layer {row.layer} lists no heads; leave out a layer that stays dense")
+        wrong = next((density for density in row.heads if not 0 < density <= 1), None)
+        if wrong is not None:
+            head = row.heads.index(wrong)
+            raise refusal(f"head {head} of layer {row.layer} has the density {wrong:g}, which is not above 0 and to 1")
+        layers[row.layer] = tuple(row.heads)
+    return Densities(str(path), told.model, layers)

@@ -1,0 +1,125 @@
+"""Rule 1, inside sparse attention: every query group of every head is computed once, by one rank of the clip.
+
+A group that is left out gives its queries no output, one that is computed twice counts twice in the gradients of its
+keys. Both show in no shape: the tensors are made whole before they are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+from arachnec.analysis.uses import Values
+from arachnec.cost.sparse_attention import ATTENDS
+from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.head_density import sparse_layers
+from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.module_index import label
+from arachnec.ir.nodes import Cascade, integer
+from arachnec.ir.span import Span
+
+
+@dataclass(frozen=True)
+class HeadsNotDivided(Diagnostic):
+    title: ClassVar[str] = "{cascade} is sparse on {degree} ranks, and does not say which of them computes which heads"
+    label: ClassVar[str] = "has no `heads`"
+    help: ClassVar[str] = "lower the placed module again: `lower` divides the heads"
+    cascade: str
+    degree: int
+
+
+@dataclass(frozen=True)
+class GroupsNotComputed(Diagnostic):
+    title: ClassVar[str] = (
+        "no rank of {cascade} computes query groups {first} to {last} of head {head} in layer {layer}"
+    )
+    label: ClassVar[str] = "has {groups} groups"
+    help: ClassVar[str] = (
+        "give them to a place in `heads`; a part is head, place, first group, and the end behind the last"
+    )
+    cascade: str
+    first: int
+    last: int
+    head: int
+    layer: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class GroupsComputedTwice(Diagnostic):
+    title: ClassVar[str] = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
+    label: ClassVar[str] = "at places {one} and {other}"
+    help: ClassVar[str] = "the keys' gradients would count them twice: take them from one of the places"
+    cascade: str
+    first: int
+    last: int
+    head: int
+    layer: int
+    one: int
+    other: int
+
+
+@dataclass(frozen=True)
+class GroupsOutside(Diagnostic):
+    title: ClassVar[str] = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
+    label: ClassVar[str] = "has heads 0 to {heads} of {groups} groups"
+    help: ClassVar[str] = "a part is head, place, first group, and the end behind the last"
+    cascade: str
+    start: int
+    stop: int
+    head: int
+    layer: int
+    place: int
+    heads: int
+    groups: int
+
+
+def check_heads(values: Values) -> Iterator[Diagnostic]:
+    for cascade in values.module.cascades:
+        if not sparse_layers(cascade) or cascade.phase not in ATTENDS:
+            continue
+        if "heads" not in cascade.attrs:
+            if cascade.degree > 1:
+                yield HeadsNotDivided(cascade.span, label(cascade), cascade.degree)
+            continue
+        counts = _head_counts(cascade)
+        for layer, parts in parts_by_layer(cascade).items():
+            yield from _layer(cascade, layer, parts, counts[layer])
+
+
+def _head_counts(cascade: Cascade) -> dict[int, int]:
+    rows = cascade.attrs["heads"]
+    assert isinstance(rows, tuple)
+    return {layer: len(row[1]) for row in rows for layer in row[0]}  # type: ignore[index, arg-type, misc, union-attr]
+
+
+def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int) -> Iterator[Diagnostic]:
+    span, name = _span(cascade), label(cascade)
+    groups = integer(cascade.attrs["groups"])
+    for part in parts:
+        if not (0 <= part.head < heads and 0 <= part.start < part.stop <= groups):
+            where = part.start, part.stop, part.head, layer, part.place
+            yield GroupsOutside(span, name, *where, heads - 1, groups)
+            return
+    by_head = {
+        head: sorted(own, key=lambda part: part.start)
+        for head, own in groupby(sorted(parts, key=lambda part: part.head), key=lambda part: part.head)
+    }
+    for head in range(heads):
+        done, owner = 0, -1
+        for part in by_head.get(head, []):
+            if part.start > done:
+                yield GroupsNotComputed(span, name, done, part.start - 1, head, layer, groups)
+            elif part.start < done:
+                last = min(done, part.stop) - 1
+                yield GroupsComputedTwice(span, name, part.start, last, head, layer, owner, part.place)
+            if part.stop > done:
+                done, owner = part.stop, part.place
+        if done < groups:
+            yield GroupsNotComputed(span, name, done, groups - 1, head, layer, groups)
+
+
+def _span(cascade: Cascade) -> Span | None:
+    return cascade.attrs.span("heads") or cascade.span

@@ -1,0 +1,42 @@
+"""Random programs that `check` accepts, executed: the right loss and gradients, and equal weights on all ranks.
+
+python benchmarks/trust/random_runs.py --programs 200 -o benchmarks/results/random_runs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+from arachnec.equivalence.compare import demand_equivalent
+from arachnec.ir.diagnostic import UserError
+from arachnec.passes.check import checked
+from benchmarks.trust.random_programs import random_program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    worst, wrong, started = 0.0, [], time.time()
+    for number in range(options.programs):
+        module = checked(random_program(random.Random(f"{options.seed}/{number}"), ranks=4))
+        try:
+            worst = max(worst, demand_equivalent(module).worst)
+        except UserError as error:
+            wrong.append({"program": number, "why": str(error)[:300]})
+            print(json.dumps(wrong[-1]), flush=True)
+    wall = round(time.time() - started)
+    result = {"programs": options.programs, "seed": options.seed, "worst": worst, "wrong": wrong, "wall_s": wall}
+    print(json.dumps(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

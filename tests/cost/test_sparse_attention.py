@@ -1,0 +1,151 @@
+"""Costs of sparse attention: by density and heaviest rank, dense where that is faster, the same in every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.analysis.uses import Values
+from arachnec.cluster.file import parse_cluster
+from arachnec.cost.communication import volumes
+from arachnec.cost.model import CostModel
+from arachnec.cost.sparse_attention import (
+    SparseLoads,
+    blocks_sent,
+    faster_sparse,
+    lists_gib,
+    with_sparse_layers,
+)
+from arachnec.ir.head_division import parts_by_layer
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
+from arachnec.lowering.head_division import with_heads
+from arachnec.verification.heads import check_heads
+
+TOKENS = 40_000
+PAIRS, EACH = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
+EVEN = ((0.1,) * 4,) * 2
+
+
+def formula(unit: str, pairs: float, each: float = 0.0, fixed: float = 0.0) -> Formula:
+    return Formula((Term(pairs, PAIRS), Term(each, EACH), Term(fixed)), unit)
+
+
+def stage(densities: tuple[tuple[float, ...], ...] = EVEN, **changed: Value | None) -> Stage:
+    """Two layers of four heads; of a dense forward each layer's pairs take 800 ms at 40,000 tokens."""
+    values: dict[str, Value | None] = {
+        "layers": (("blocks.0", 1), ("blocks.1", 1)),
+        "heads": 4,
+        "attentions": 2,
+        "flops": formula("TFLOP", 1e-6),
+        "forward": formula("ms", 1e-6, 1e-3, 2.0),
+        "backward": formula("ms", 2e-6, 2e-3, 4.0),
+        "traffic": Formula((Term(1e-4, EACH),), "GiB"),
+        "state": Quantity(1.0, "GiB"),
+        "density": tuple(((layer,), 0.5, heads) for layer, heads in enumerate(densities)),
+        "query_group": 256,
+        "key_block": 64,
+        "sparse_speed": (1.0, 1.0, 1.0),
+        **changed,
+    }
+    return Stage("dit", True, Attributes.of(**values))
+
+
+def clip(tokens: int = TOKENS, **attrs: Value) -> Cascade:
+    return Cascade("0", Phase.TRAIN, "dit", (0,), 1, tokens, 0, attrs=Attributes.of(**attrs))
+
+
+def model(of: Stage, cluster: str = "2x8:h100-80g") -> CostModel:
+    return CostModel(Module("m", Level.COSTED, parse_cluster(cluster), stages=(of,), cascades=(clip(),)))
+
+
+def test_the_pairs_of_sparse_layers_take_their_density() -> None:
+    cost = model(stage())
+    linear = 3 * (1e-3 * TOKENS + 2)
+    assert cost.time(clip(), 1) == pytest.approx(3 * 1600 + linear)
+    assert cost.time(clip(sparse=(1,)), 1) == pytest.approx(3 * (800 + 80) + linear)
+    assert cost.time(clip(sparse=(0, 1)), 1) == pytest.approx(3 * 160 + linear)
+
+
+def test_slower_kernels_and_the_choice_of_keys_are_terms_of_their_own() -> None:
+    linear = 3 * (1e-3 * TOKENS + 2)
+    cost = model(stage(sparse_speed=(0.5, 0.25, 0.1), choice=formula("TFLOP", 1e-9)))
+    ahead, back = 160 / 0.5, 320 / 0.25
+    chosen = 2 * 1e-9 * TOKENS**2 / 0.1  # a TFLOP takes 1 ms here
+    assert cost.time(clip(sparse=(0, 1)), 1) == pytest.approx(ahead + back + chosen + linear)
+    again = cost.time(clip(sparse=(0, 1)), 1, recompute=2) - cost.time(clip(sparse=(0, 1)), 1)
+    assert again == pytest.approx(ahead + linear / 3), "lists are never chosen again"
+
+
+def test_a_cascade_waits_for_the_rank_with_the_heaviest_heads() -> None:
+    uneven = ((0.7, 0.1, 0.1, 0.1), (0.7, 0.1, 0.1, 0.1))
+    whole = model(stage(uneven, division="heads", traffic=None)).time(clip(sparse=(0, 1)), 4, ulysses=4)
+    cut = model(stage(uneven, division="groups", traffic=None)).time(clip(sparse=(0, 1)), 4, ulysses=4)
+    assert whole - cut == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
+
+
+def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
+    dense = volumes(ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1)
+    loads = SparseLoads({"dit": stage()})
+    even = volumes(
+        ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1,
+        sparse=loads.of("dit", (0, 1), TOKENS, 4),
+    )  # fmt: skip
+    assert even.traded == 0
+    assert even.dealt == pytest.approx(dense.traded, rel=1e-3), "whole heads by number send the same"
+    # all four ranks take keys of the one heavy head
+    heavy = SparseLoads({"dit": stage(((0.9, 0.01, 0.01, 0.01),) * 2)}).of("dit", (0, 1), TOKENS, 4)
+    assert heavy.received > loads.of("dit", (0, 1), TOKENS, 4).received
+
+
+def test_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
+    assert blocks_sent(0.1, 1) == pytest.approx(0.1)
+    assert blocks_sent(0.1, 10) == pytest.approx(1 - 0.9**10)
+    assert blocks_sent(1.0, 3) == 1.0
+
+
+def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> None:
+    slow = stage(choice=formula("TFLOP", 1e-9, 1e-3))
+    assert faster_sparse(slow, TOKENS, 0) == (0, 1)
+    assert faster_sparse(slow, 200, 0) == ()
+    mixed = stage(((0.1,) * 4, (1.0,) * 4))
+    assert faster_sparse(mixed, TOKENS, 0) == (0,), "a layer that needs all keys stays dense"
+
+
+def test_a_scheduled_cascade_keeps_its_path() -> None:
+    short, kept = with_sparse_layers((clip(), clip(degree=2)), [stage()])
+    assert short.attrs["sparse"] == (0, 1)
+    assert "sparse" not in kept.attrs
+
+
+def test_lists_are_held_until_the_backward_and_shared_by_the_ranks() -> None:
+    of = stage()
+    lists = lists_gib(of, (0, 1), TOKENS, 1)
+    groups, blocks = 157, 625
+    assert lists == pytest.approx(2 * 4 * groups * (63 + 1) * 4 / 2**30)
+    assert blocks * 0.1 <= 63
+    cost = model(of)
+    assert cost.memory(clip(sparse=(0, 1)), 2) - cost.memory(clip(), 2) == pytest.approx(lists / 2)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4).map(tuple), min_size=2, max_size=2),
+    st.integers(2, 8),
+    st.integers(300, 50_000),
+    st.sampled_from(["groups", "heads"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_lower_divides_check_proves(
+    densities: list[tuple[float, ...]], degree: int, tokens: int, division: str
+) -> None:
+    of = stage(tuple(densities), division=division)
+    (divided,) = with_heads((clip(tokens, sparse=(0, 1), degree=degree),), (of,))
+    module = Module("m", Level.LOWERED, parse_cluster("1x8:h100-80g"), stages=(of,), cascades=(divided,))
+    assert not list(check_heads(Values(module)))
+    assert set(parts_by_layer(divided)) == {0, 1}
+    moved = replace(divided, attrs=divided.attrs.updated(groups=int(divided.attrs["groups"]) + 1))  # type: ignore[arg-type]
+    whole = all(not row[2] for row in divided.attrs["heads"])  # type: ignore[union-attr, index]
+    assert whole or list(check_heads(Values(replace(module, cascades=(moved,)))))

@@ -1,0 +1,58 @@
+"""Sparsity files: what is wrong is one message that names the file, the layer and the head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.sparsity.density_file import read_densities
+
+
+def write(path: Path, layers: object, **changed: object) -> Path:
+    file = path / "sparsity.json"
+    file.write_text(json.dumps({"model": "Dit", "layers": layers, **changed}))
+    return file
+
+
+def test_densities_are_by_layer_and_head(tmp_path: Path) -> None:
+    told = read_densities(write(tmp_path, [{"layer": 2, "heads": [0.1, 1.0]}]))
+    assert told.layers == {2: (0.1, 1.0)}
+    told.demand_of("Dit", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([{"layer": 0, "heads": [0.1, 0.0]}], "head 1 of layer 0 has the density 0"),
+        ([{"layer": 0, "heads": [1.01]}], "head 0 of layer 0 has the density 1.01"),
+        ([{"layer": 0, "heads": [0.1]}, {"layer": 0, "heads": [0.1]}], "layer 0 is listed twice"),
+        ([{"layer": 0, "heads": []}], "layer 0 lists no heads"),
+        ([{"layer": 0, "head": [0.1]}], r"\$.layers\[0\]"),
+        ("all", "Expected `array`"),
+    ],
+)
+def test_a_file_that_says_no_densities_is_refused(tmp_path: Path, layers: object, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        read_densities(write(tmp_path, layers))
+
+
+def test_text_that_is_no_json_and_other_keys_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains unknown field `steps`"):
+        read_densities(write(tmp_path, [], steps=3))
+    file = tmp_path / "broken.json"
+    file.write_text('{"model": NaN')
+    with pytest.raises(UserError, match="cannot be read"):
+        read_densities(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "heads", "what"),
+    [("Other", 1, 1, "of `Dit`, and this is `Other`"), ("Dit", 0, 1, "it has layer 0"), ("Dit", 1, 2, "1 heads there")],
+)
+def test_a_file_of_another_model_is_refused(tmp_path: Path, model: str, layers: int, heads: int, what: str) -> None:
+    told = read_densities(write(tmp_path, [{"layer": 0, "heads": [0.1]}]))
+    with pytest.raises(UserError, match=what):
+        told.demand_of(model, layers, heads)
