@@ -25,6 +25,7 @@ from arachnec.kernels.sparse.predictor import (
     kept_blocks,
     measured_sparsity,
     moved,
+    needed_blocks,
     predicted_scores,
     score_loss,
     true_scores,
@@ -40,25 +41,24 @@ ROWS = 64  # queries whose rows of scores a predictor learns from in a step
 
 @dataclass(frozen=True)
 class LayerState:
-    """What is known of a layer before a step: measured sparsity of its heads, and whether it runs sparse."""
+    """What is known of a layer before a step: measured sparsity of its heads, the share of key blocks that a group of
+    queries needs, and whether it runs sparse."""
 
     site: Site
     projections: Projections
     sparsities: tuple[float, ...]
+    densities: tuple[float, ...]
     sparse: bool = False
-
-    @property
-    def densities(self) -> tuple[float, ...]:
-        return tuple(1 - sparsity for sparsity in self.sparsities)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the heads that were computed here, [heads] each: loss, sparsity, the attention that the chosen blocks of one
-    group hold and its share of the best choice's; and the gradients of the projections."""
+    """Of the heads that were computed here, [heads] each: loss, sparsity, the share of blocks that one group needs, the
+    attention that its chosen blocks hold and that share of the best choice's; and the projections' gradients."""
 
     loss: Tensor
     sparsity: Tensor
+    needed: Tensor
     held: Tensor
     of_best: Tensor
     gradients: tuple[Tensor, Tensor]
@@ -178,9 +178,11 @@ class OfBlock:
                 lists = self._chosen(state, by, query, key, cubes, here)
             video = len(cubes.blocks) - 1 - cubes.captions
             chosen = chosen_blocks(lists, video + cubes.captions)[:, :, group, :video]
-            held, of_best = held_mass(true_scores(of_group, keys, scale), chosen, cubes.blocks[: video + 1])
+            scores = true_scores(of_group, keys, scale)
+            held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
+            needed = needed_blocks(scores, cubes.blocks[: video + 1])
             sparsity = measured_sparsity(true)
-        return Measured(loss.detach(), sparsity, held, of_best, (of_query, of_key))
+        return Measured(loss.detach(), sparsity, needed, held, of_best, (of_query, of_key))
 
 
 def add_predictors(
@@ -200,15 +202,18 @@ def add_predictors(
             query, key = (nn.Parameter(x.to(device)) for x in (start.query, start.key))
             module.register_parameter(f"sparse_query_{site.number}", query)
             module.register_parameter(f"sparse_key_{site.number}", key)
-            layers[path, site.number] = LayerState(site, Projections(query, key), (0.0,) * site.heads)
+            layers[path, site.number] = LayerState(
+                site, Projections(query, key), (0.0,) * site.heads, (1.0,) * site.heads
+            )
     return layers
 
 
 def after(state: LayerState, measured: Measured) -> LayerState:
     """What is known of a layer after a step that measured all its heads. Waits for the device."""
     sparsities = moved(state.sparsities, measured.sparsity.tolist())
+    densities = moved(state.densities, measured.needed.tolist())
     sparse = turns_sparse(float(measured.loss.mean()), float(measured.of_best.mean()))
-    return replace(state, sparsities=sparsities, sparse=sparse)
+    return replace(state, sparsities=sparsities, densities=densities, sparse=sparse)
 
 
 class _Beside(torch.autograd.Function):

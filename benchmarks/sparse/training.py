@@ -183,7 +183,8 @@ def train(way: str, steps: int, like: Run | None) -> Run:
                         "loss": round(sparse.measured[path, n].loss.mean().item(), 4),
                         "held": round(sparse.measured[path, n].held.mean().item(), 4),
                         "of_best": round(sparse.measured[path, n].of_best.mean().item(), 4),
-                        "density": [round(x, 3) for x in state.densities],
+                        "sparsity": [round(x, 3) for x in state.sparsities],
+                        "needed": [round(x, 3) for x in state.densities],
                         "computed": None
                         if (lists := sparse.lists[path, n]) is None
                         else [round(x, 3) for x in density(lists, len(cubes.blocks) - 1).mean(0).tolist()],

@@ -209,7 +209,7 @@ def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, s
     arguments, grid = case.arguments(step.size), step.grid
     assert grid is not None
     measured = sequence.sparsify(rank=4)
-    layers = {at: replace(s, sparse=True, sparsities=(0.7,) * s.site.heads) for at, s in measured.items()}
+    layers = {at: replace(s, sparse=True, densities=(0.3,) * s.site.heads) for at, s in measured.items()}
     shard = groups.shard(step.ranks, uneven(case.tokens(step.size), degree), step.ulysses, step.ring)
     alone = SparseCascade(layers, grid, "0/0/a", weight=1.0)
     with sequence.use(None, sparse=alone):

@@ -88,7 +88,7 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
 ) -> None:
     sequence, layers = joint
     sparse = {
-        layer: replace(state, sparse=True, sparsities=(0.6,) * state.site.heads) for layer, state in layers.items()
+        layer: replace(state, sparse=True, densities=(0.4,) * state.site.heads) for layer, state in layers.items()
     }
     first = SparseCascade(sparse, GRID, "0/0/a", weight=1.0)
     output, gradients = step(sequence, first)
@@ -111,6 +111,7 @@ def test_a_layer_s_state_follows_what_was_measured(joint: tuple[SequenceModel, d
         measured = cascade.measured[layer]
         following = after(state, measured)
         assert following.sparsities == pytest.approx([0.1 * x for x in measured.sparsity.tolist()])
+        assert following.densities == pytest.approx([0.9 + 0.1 * x for x in measured.needed.tolist()])
         assert not following.sparse
         good = replace(measured, loss=measured.loss * 0, of_best=measured.of_best * 0 + 1)
         assert after(state, good).sparse

@@ -60,7 +60,7 @@ def attention_forward(
             column = begin + split * KEYS + tl.arange(0, KEYS)
             column_inside = column < end
             k = _rows(key + shift, order, column, column_inside, columns, D, D)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
             if MASKED:
                 scores += _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
             scores = tl.where(column_inside[None, :], scores, float("-inf"))
@@ -70,7 +70,7 @@ def attention_forward(
             decay = tl.exp2(top - safe)
             v = _rows(value + shift, order, column, column_inside, columns, D, D)
             total = total * decay + tl.sum(weights, 1)
-            result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
             top = new_top
     sees = total > 0.0
     result = result / tl.where(sees, total, 1.0)[:, None]
@@ -84,12 +84,12 @@ def attention_forward(
 @triton.jit
 def _slopes(q, k, v, grad, row_lse, row_delta, bias, column_inside, scale, MASKED: tl.constexpr):
     """Weights, and gradients of the scaled scores."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
     if MASKED:
         scores += bias
     weights = tl.exp2(scores - row_lse[:, None] * LOG2E)
     weights = tl.where(column_inside[None, :], weights, 0.0)
-    inner = tl.dot(grad, tl.trans(v), input_precision="ieee")
+    inner = tl.dot(grad, tl.trans(v), input_precision="tf32x3")
     return weights, weights * (inner - row_delta[:, None]) * scale
 
 
@@ -128,7 +128,7 @@ def query_gradients(
             if MASKED:
                 bias = _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
             _, slopes = _slopes(q, k, v, g, row_lse, row_delta, bias, column_inside, scale, MASKED)
-            result += tl.dot(slopes.to(k.dtype), k, input_precision="ieee")
+            result += tl.dot(slopes.to(k.dtype), k, input_precision="tf32x3")
     at = of_query + shift + token[:, None] * D + columns[None, :]
     tl.store(at, result.to(of_query.dtype.element_ty), mask=row_inside[:, None] & (columns < D)[None, :])
 
@@ -169,8 +169,8 @@ def key_gradients(
             if MASKED:
                 bias = _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
             weights, slopes = _slopes(q, k, v, g, row_lse, row_delta, bias, column_inside, scale, MASKED)
-            dv += tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="ieee")
-            dk += tl.dot(tl.trans(slopes.to(q.dtype)), q, input_precision="ieee")
+            dv += tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="tf32x3")
+            dk += tl.dot(tl.trans(slopes.to(q.dtype)), q, input_precision="tf32x3")
     token = tl.load(order + column, mask=column_inside, other=0)
     inside = column_inside[:, None] & (columns < D)[None, :]
     at = shift + token[:, None] * D + columns[None, :]
