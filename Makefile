@@ -6,7 +6,7 @@ PART ?=
 # Dozens of processes import the same sources: they are compiled once, whatever the environment says.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo demo-finetune test fuzz parts golden bench lint format docs clean
+.PHONY: help demo demo-finetune demo-generate test fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,6 +25,9 @@ demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos
 
 demo-finetune: $(READY) ## fine-tune a pretrained folder, with LoRA and whole, into files that Diffusers loads
 	$(BIN)/python -m examples.finetune.run
+
+demo-generate: $(READY) ## train a tiny pair of models on clips of real videos, and sample videos with both
+	$(BIN)/python -m examples.generate.run
 
 test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
 	$(PYTEST) -n 2 $(addprefix tests/,$(PART))

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from arachnec import ir, passes
     from arachnec.backends.torch_distributed.engine import Engine
     from arachnec.data.clip import VideoClip
+    from arachnec.data.parquet_clips import ParquetClips
     from arachnec.driver import compile, trace
 
-__all__ = ["Engine", "VideoClip", "__version__", "compile", "ir", "passes", "trace"]
+__all__ = ["Engine", "ParquetClips", "VideoClip", "__version__", "compile", "ir", "passes", "trace"]
 HOMES = {
     "Engine": "arachnec.backends.torch_distributed.engine",
+    "ParquetClips": "arachnec.data.parquet_clips",
     "VideoClip": "arachnec.data.clip",
     "compile": "arachnec.driver",
     "trace": "arachnec.driver",

@@ -49,12 +49,18 @@ def command(
     from arachnec.data.manifest import read_manifest
     from arachnec.ir.diagnostic import counted
     from arachnec.models.file import load_model_file
+    from arachnec.models.initial_weights import encoder_folder
 
     model_file, manifest = load_model_file(model), read_manifest(data)
     wanted = [name.strip() for name in encoders.split(",") if name.strip()]
     names = encoders_named(model_file, wanted, manifest.clips)
     machine = parse_cluster(cluster) if cluster is not None else _this_machine()
     encoding = Encoding(model_file, names, machine, init, seed)
+    drawn = [name for name in names if init is None or not encoder_folder(init, name).is_dir()]
+    if drawn:
+        click.echo(
+            f"note: the weights of {', '.join(drawn)} are those that encoders() makes, not read by --init", err=True
+        )
     cached = cache(encoding, manifest, output, batch=batch, tell=_show)
     if as_json:
         json.dump(cached.report, sys.stdout, indent=2)

@@ -15,7 +15,6 @@ from arachnec.cost.compute import is_divided, passes_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.sparse_attention import NO_LOAD, SparseLoad, SparseLoads
 from arachnec.cost.strategy import Attention
-from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, branches_of, planned_steps
 from arachnec.ir.stage_sizes import count_in, evaluated, token_bytes
@@ -189,9 +188,7 @@ class Communication:
             forward=forward,
             backward=backward,
             output=token_bytes(stage, cascade.batch * cascade.tokens),
-            sparse=self.sparse.of(
-                cascade.stage, sparse_layers(cascade), cascade.tokens, attention.ulysses * attention.ring
-            ),
+            sparse=self.sparse.of(cascade, attention.ulysses * attention.ring),
         )
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
-from arachnec.cost.sparse_attention import SparseLoads, choice_time
+from arachnec.cost.sparse_attention import SparseLoads, choice_overhead, choice_time
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
@@ -107,7 +107,7 @@ class Compute:
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
         pairs = uneven(heads, attention.ulysses) / attention.ring
-        load = self.sparse.of(cascade.stage, sparse_layers(cascade), cascade.tokens, degree)
+        load = self.sparse.of(cascade, degree)
         dense = (sizes.pairwise - sizes.square * load.pairs) * pairs
         sparse = sizes.square * (load.backward if name == "backward" else load.forward)
         divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + dense + sparse
@@ -115,12 +115,11 @@ class Compute:
 
     def _choice(self, cascade: Cascade, degree: int) -> float:
         """ms of prediction and choice of the sparse layers, each of which waits for its heaviest rank."""
-        layers = sparse_layers(cascade)
-        if not layers:
+        if not sparse_layers(cascade):
             return 0.0
-        load = self.sparse.of(cascade.stage, layers, cascade.tokens, degree)
+        load = self.sparse.of(cascade, degree)
         one = choice_time(self.stages[cascade.stage], cascade.tokens, cascade.text)
-        return cascade.batch * one * load.choice
+        return cascade.batch * one * load.choice + choice_overhead(self.stages[cascade.stage]) * load.layers
 
     def _backward_sizes(self, cascade: Cascade) -> Sizes:
         """Of a whole backward, or of one part of a split one: as measured, or half of the products in each."""

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from arachnec.ir.head_density import LayerDensity, group_count, layer_densities
-from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.head_density import LayerDensity, group_count, layer_densities, sparse_layers
+from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
-from arachnec.sparsity.head_shares import Division, balanced, imbalance, longest_first
+from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
 
 GIB = 2**30
 LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
@@ -46,25 +47,31 @@ class SparseLoads:
     _densities: dict[str, Mapping[int, LayerDensity]] = field(default_factory=dict, repr=False, compare=False)
     _loads: dict[tuple[object, ...], SparseLoad] = field(default_factory=dict, repr=False, compare=False)
 
-    def of(self, stage: str, layers: tuple[int, ...], tokens: int, degree: int) -> SparseLoad:
-        """Of the ``layers`` of a clip of so many tokens on ``degree`` ranks."""
+    def of(self, cascade: Cascade, degree: int) -> SparseLoad:
+        """Of a clip of the cascade on ``degree`` ranks: as its ``heads`` say, or as they would be divided."""
+        layers = sparse_layers(cascade)
         if not layers:
             return NO_LOAD
-        groups = coarse_groups(group_count(self.stages[stage], tokens))
-        key = stage, layers, groups, degree
+        heads = cascade.attrs.get("heads") if cascade.attrs.get("degree") == degree else None
+        groups = coarse_groups(group_count(self.stages[cascade.stage], cascade.tokens))
+        key = cascade.stage, layers, groups, degree, heads
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = self._load(stage, layers, groups, degree)
+            given = {} if heads is None else given_divisions(cascade)
+            groups = groups if heads is None else integer(cascade.attrs["groups"])
+            load = self._loads[key] = self._load(cascade.stage, layers, groups, degree, given)
         return load
 
-    def _load(self, name: str, layers: tuple[int, ...], groups: int, degree: int) -> SparseLoad:
+    def _load(
+        self, name: str, layers: tuple[int, ...], groups: int, degree: int, given: Mapping[int, Division]
+    ) -> SparseLoad:
         stage, table = self.stages[name], self.densities(name)
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
         for layer in layers:
             density = table[layer]
             weights = head_weights(stage, density)
-            division = divided(stage, density, groups, degree)
+            division = given.get(layer) or divided(stage, density, groups, degree)
             heaviest = imbalance(division, weights, groups) / degree
             pairs += density.share
             dense += density.share * density.mean * heaviest
@@ -77,6 +84,16 @@ class SparseLoads:
         if table is None:
             table = self._densities[stage] = layer_densities(self.stages[stage])
         return table
+
+
+def given_divisions(cascade: Cascade) -> Mapping[int, Division]:
+    """For every sparse layer what the cascade's ``heads`` give to each rank of a clip."""
+
+    def at(parts: tuple[HeadPart, ...], place: int) -> tuple[Share, ...]:
+        return tuple(Share(part.head, part.start, part.stop) for part in parts if part.place == place)
+
+    layers = parts_by_layer(cascade)
+    return {layer: tuple(at(parts, place) for place in range(cascade.degree)) for layer, parts in layers.items()}
 
 
 def divided(stage: Stage, density: LayerDensity, groups: int, degree: int) -> Division:
@@ -138,7 +155,7 @@ def faster_sparse(stage: Stage, tokens: int, text: int) -> tuple[int, ...]:
     table = layer_densities(stage)
     forward, backward = (squared(formula_in(stage, name)) * tokens**2 for name in ("forward", "backward"))
     ahead, back, _ = speeds(stage)
-    choosing = choice_time(stage, tokens, text)
+    choosing = choice_time(stage, tokens, text) + choice_overhead(stage)
     return tuple(
         layer
         for layer, density in table.items()
@@ -170,6 +187,12 @@ def choice_time(stage: Stage, tokens: int, text: int) -> float:
         return 0.0
     rate = squared(formula_in(stage, "forward")) / flops
     return choice(B=1, S=tokens, T=text) * rate / speeds(stage)[2]
+
+
+def choice_overhead(stage: Stage) -> float:
+    """ms that prediction and choice of one sparse layer take for any clips: launches."""
+    value = stage.attrs.get("choice_overhead")
+    return 0.0 if value is None else quantity(value)
 
 
 def lists_gib(stage: Stage, layers: tuple[int, ...], tokens: int, batch: int) -> float:

@@ -186,7 +186,7 @@ def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
     try:
         names = [name.strip() for name in next(reader, [])]
         for column, name in enumerate(names):
-            _canonical(name, _named_span(path, lines[0], name), keys)
+            canonical_key(name, _named_span(path, lines[0], name), keys)
             if name in names[:column]:
                 raise UserError(RepeatedKey(_named_span(path, lines[0], name, names[:column].count(name)), name))
         for number, fields in enumerate(row for row in reader if row):
@@ -230,17 +230,21 @@ def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
         if name in table.column_names[:column]:
             raise UserError(RepeatedKey(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name))
     for number, values in enumerate(table.to_pylist()):
-        # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
-        present = {key: None if value != value else value for key, value in values.items()}
-        integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
-        yield normalised(Row(number, integral, path, number + 1, ""), keys)
+        yield parquet_row(path, number, values, keys)
+
+
+def parquet_row(path: Path, number: int, values: Mapping[str, Any], keys: RowKeys = CLIP_KEYS) -> Row:
+    # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
+    present = {key: None if value != value else value for key, value in values.items()}
+    integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
+    return normalised(Row(number, integral, path, number + 1, ""), keys)
 
 
 def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     """The row by canonical keys, without what is None. Raises ``UserError`` for an unknown or repeated key."""
     values: dict[str, Any] = {}
     for key, value in row.values.items():
-        name = _canonical(key, row.span(key), keys)
+        name = canonical_key(key, row.span(key), keys)
         if value is None:
             continue
         if name in values:
@@ -249,7 +253,7 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     return Row(row.number, values, row.file, row.line, row.text)
 
 
-def _canonical(key: str, span: Span, keys: RowKeys) -> str:
+def canonical_key(key: str, span: Span, keys: RowKeys) -> str:
     """The key's canonical name. Raises ``UserError`` for an unknown key."""
     name = keys.aliases.get(key, key)
     if name not in keys.keys:

@@ -63,7 +63,7 @@ class Switch:
         least = min(self.least, steps)
         return least, max(least, min(steps if self.most is None else self.most, steps))
 
-    def switches(self, distances: Sequence[float], step: int, steps: int) -> bool:
+    def switches(self, distances: Sequence[float | None], step: int, steps: int) -> bool:
         """Whether an adaptive request goes to its second model after ``step`` of its ``steps`` steps.
 
         ``distances`` are those of its predictions so far, as ``recorded`` has them.
@@ -75,14 +75,15 @@ class Switch:
 ONE_MODEL = Switch("fixed", 2**20)
 
 
-def switched_at(switch: Switch, distances: Sequence[float], steps: int) -> int:
+def switched_at(switch: Switch, distances: Sequence[float | None], steps: int) -> int:
     """K of an adaptive request, from the distances that were recorded for it: one for each step of the first model."""
     return next((step for step in range(steps) if switch.switches(distances, step, steps)), steps)
 
 
-def smoothed(distances: Sequence[float]) -> float:
-    """The mean of the last three distances; infinite while there is none. A step without a predecessor has none."""
-    known = [distance for distance in distances[-WINDOW:] if not math.isnan(distance)]
+def smoothed(distances: Sequence[float | None]) -> float:
+    """The mean of the last three distances; infinite while there is none. A step without a predecessor has none: NaN,
+    or None as a saved trace says it."""
+    known = [distance for distance in distances[-WINDOW:] if distance is not None and not math.isnan(distance)]
     return sum(known) / len(known) if known else math.inf
 
 

@@ -58,7 +58,7 @@ class Traced:
         stages: list[Stage] = [stage for stage in first.stages if not stage.trained]
         for name, trace in self.traces.items():
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
-            stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace)))
+            stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept()))
         sampler, names = self.sampling.sampler, self.sampling.names
         forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
         return sampling_module(
@@ -73,6 +73,10 @@ class Traced:
             else (),
             branches=sampler.branches,
         )
+
+    def _kept(self) -> int:
+        """Tensors of the latents' size that a request hands on beside them: the last prediction, the history."""
+        return 1 + self.sampling.schedule(self.requests[0]).longest_history() // LATENT_BYTES
 
     def _latent_bytes(self, trace: Trace) -> float:
         """Of one token."""

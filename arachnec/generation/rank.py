@@ -32,9 +32,10 @@ from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec, handoff_pairs
 from arachnec.runtime.process_groups import wanted_groups
-from arachnec.sampling.forward import both_branches, branch_of
-from arachnec.sampling.loop import Loop, Predict, Sampling, begin, guided
+from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
+from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, run
 from arachnec.sampling.state import packed, state_bytes, unpack
+from arachnec.spmd.specialisation import Specialisation
 
 
 @dataclass
@@ -108,6 +109,7 @@ class GenerationRank:
             elif step.op == "free":
                 handoffs.let_go(step.target)
                 self.values.pop(step.target, None)
+                self.loops = {number: own for number, own in self.loops.items() if own[0] != step.target}
         handoffs.finish()
         threads.close()
 
@@ -159,9 +161,7 @@ class GenerationRank:
         last = integers(cascade.attrs.get("steps", (0, 0)))[1]
         loops = self._loops(cascade)
         predict = self._predict(step, cascade, ranks, side)
-        for loop in loops:
-            agree = self._agreed(ranks) if loop.switched is None else float
-            loop.run(predict, last + 1, agree, cascade.stage)
+        run(loops, predict, last + 1, self._agreed(ranks), cascade.stage)
         for number, loop in zip(cascade.clips, loops, strict=True):
             self.loops[number] = cascade.name, loop
             done = loop.failed or loop.step == len(loop.schedule)
@@ -183,22 +183,24 @@ class GenerationRank:
             tokens = even_split(cascade.tokens, len(own)) if listed is None else integers(listed)
             shard = self.groups.shard(own, tokens, *grid(step))
         sampler = self.sampling.sampler
-        branch = branch_of(sampler, self.models)
+        (stage,) = (stage for stage in self.module.stages if stage.name == cascade.stage)
+        branches = branches_of(sampler, self.models, Specialisation.of(stage).clips)
 
-        def together(name: str, latents: Tensor, timestep: Tensor, request: Request) -> Tensor:
+        def together(name: str, points: Sequence[Point]) -> list[Tensor]:
             with self.models.sharing(name, shard):
-                return both_branches(sampler, branch)(name, latents, timestep, request)
+                return all_branches(sampler, branches)(name, points)
 
-        def apart(name: str, latents: Tensor, timestep: Tensor, request: Request) -> Tensor:
+        def apart(name: str, points: Sequence[Point]) -> list[Tensor]:
             conditional = own[0] == ranks[0]
             with self.models.sharing(name, shard):
-                prediction = branch(name, latents, timestep, request, conditional).float().contiguous()
-            group = self.groups.get(ranks)
-            other = torch.empty_like(prediction)
-            first, second = (prediction, other) if conditional else (other, prediction)
-            dist.broadcast(first, ranks[0], group=group)
-            dist.broadcast(second, ranks[len(own)], group=group)
-            return guided(first, second, sampler.scale(name, request))
+                predictions = branches(name, [BranchPoint(point, conditional) for point in points])
+            mine = torch.cat(predictions).float().contiguous()
+            other = torch.empty_like(mine)
+            first, second = (mine, other) if conditional else (other, mine)
+            dist.broadcast(first, ranks[0], group=self.groups.get(ranks))
+            dist.broadcast(second, ranks[len(own)], group=self.groups.get(ranks))
+            pairs = zip(first.chunk(len(points)), second.chunk(len(points)), points, strict=True)
+            return [guided(a, b, sampler.scale(name, point.request)) for a, b, point in pairs]
 
         return together if side == 1 else apart
 
@@ -229,7 +231,7 @@ class GenerationRank:
             id=str(request.id),
             steps=loop.step,
             switched=loop.switched,
-            distances=[0.0 if math.isnan(distance) else distance for distance in loop.distances],
+            distances=[distance if math.isfinite(distance) else None for distance in loop.distances],
             fingerprint=self.results.fingerprint(request),
             seconds=time.monotonic() - self.started,
             failed=failed,

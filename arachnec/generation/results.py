@@ -26,15 +26,15 @@ ABOUT = "request"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a request. ``switched`` is K; ``distances`` the curve of its guided predictions, from step 1 on.
+    """What became of a request. ``switched`` is K; ``distances`` how far its guided prediction moved before each step.
 
-    ``failed`` is None, or why it has no files. ``seconds`` is when its files were there, from the start of the run.
+    ``failed`` is None, or why it has no files. ``seconds`` is when its latents were there, from the start of the run.
     """
 
     id: str
     steps: int
     switched: int | None
-    distances: list[float]
+    distances: list[float | None]
     fingerprint: str
     seconds: float
     failed: str | None = None

@@ -106,9 +106,12 @@ def run_here(generation: Generation) -> dict[str, Any]:
         write_plan(generation.out, print_module(generation.module), generation.requests, generation.settings)
         (generation.out / PLAN / OUTCOMES).mkdir()
         world = len(generation.module.programs)
-        launch(world, [str(generation.out.absolute())], lambda line: None, worker=WORKER)
-    report = report_of(generation, world, time.monotonic() - started)
-    (generation.out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    try:
+        if world:
+            launch(world, [str(generation.out.absolute())], lambda line: None, worker=WORKER)
+    finally:  # a rank that died has taken the others along, but nothing that was finished
+        report = report_of(generation, world, time.monotonic() - started)
+        (generation.out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     failed = [row for row in report["requests"] if row["failed"]]
     if failed:
         raise UserError(*(NotFinite(None, row["id"], row["failed"]) for row in failed))

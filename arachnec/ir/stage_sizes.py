@@ -13,7 +13,7 @@ BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """The key under which cascades cost the same."""
-    measured = cascade.attrs.get("times"), cascade.attrs.get("per_clip"), cascade.attrs.get("sparse")
+    measured = tuple(cascade.attrs.get(name) for name in ("times", "per_clip", "sparse", "heads"))
     sampled = planned_steps(cascade), branches_of(cascade)
     sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
     return *sizes, *measured, bool(cascade.inputs), *sampled

@@ -143,6 +143,7 @@ STAGE = table("""
     predictor_rank  | int            | traced | optional | features by which keys are predicted, of each head
     division        | str            | traced | optional | over ranks: "groups" cuts heads, "heads" does not
     choice          | TFLOP formula  | traced | optional | predicting and choosing keys, one layer forward
+    choice_overhead | ms             | traced | optional | of that, what no size of the clip changes
     sparse_speed    | [float]        | traced | optional | over dense kernels: attention forward, backward, and choice
     predictors      | int            | traced | optional | parameters that predict which keys matter
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
@@ -339,7 +340,7 @@ FIGURES = (
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
 # How a sparse stage chooses keys. Its parts choose alike.
-CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "sparse_speed")
+CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
 
 # Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.

@@ -69,7 +69,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     ``attention`` is the kernel family for cascades that name none; None means the best of the cluster's device.
     Raises UserError for a plan that no order of instructions can follow.
     """
-    module = replace(module, cascades=with_heads(module.cascades, module.stages))
+    module = replace(module, cascades=with_heads(module))
     if module.cluster is None:
         raise UserError(NoCluster(module.span, module.name))
     order = global_order(module.cascades)

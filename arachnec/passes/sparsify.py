@@ -13,11 +13,14 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.stage_sizes import count_in
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage
 from arachnec.sparsity.density_file import read_densities
 
 CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measured on a CPU, assumed for GPUs
+# ms of prediction and choice of a layer for any clip: a head on a CPU, measured (benchmarks/sparse/cpu_speed.py), and
+# the launches of a layer on a GPU, assumed.
+CPU_OVERHEAD, GPU_OVERHEAD = 0.72, 0.05
 CELL = 8  # neighbouring tokens that are scored as one
 
 
@@ -37,8 +40,9 @@ class Sparsify(Pass):
 
     ``file`` has densities that a run measured; without it every head is taken to have ``density``. Keys are chosen for
     ``group`` queries at a time (by default what suits the device) in blocks of ``block``, by a predictor of ``rank``,
-    until they hold ``mass`` of the attention. ``division`` is "groups" where heads may be cut between ranks, "heads"
-    where they stay whole. The speeds are those of sparse kernels over dense ones, in FLOPs a second.
+    until they hold ``mass`` of the attention, which takes ``overhead`` a layer for any clip. ``division`` is "groups"
+    where heads may be cut between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over
+    dense ones, in FLOPs a second.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -52,6 +56,7 @@ class Sparsify(Pass):
     rank: int = 16
     mass: float = 0.9
     division: Literal["groups", "heads"] = "groups"
+    overhead: Duration | None = None
     forward_speed: float = 0.8
     backward_speed: float = 0.8
     choice_speed: float = 0.1
@@ -61,13 +66,17 @@ class Sparsify(Pass):
         device = str(module.cluster.attrs.get("device")) if module.cluster else "cpu"
         group = self.group or (CPU_GROUP if device == "cpu" else GPU_GROUP)
         speed = self.forward_speed, self.backward_speed, self.choice_speed
-        choice = Choice(group, self.block, CELL, self.rank, self.mass, self.division, speed)
-        stages = tuple(self._marked(stage, module, choice) for stage in module.stages)
+        choice = Choice(group, self.block, CELL, self.rank, self.mass, self.division, GPU_OVERHEAD, speed)
+        stages = tuple(self._marked(stage, module, choice, device) for stage in module.stages)
         return replace(module, stages=stages)
 
-    def _marked(self, stage: Stage, module: Module, choice: Choice) -> Stage:
+    def _marked(self, stage: Stage, module: Module, choice: Choice, device: str) -> Stage:
         if not stage.trained or not count_in(stage, "attentions"):
             return stage
+        if self.overhead is not None:
+            choice = replace(choice, overhead=self.overhead)
+        elif device == "cpu":
+            choice = replace(choice, overhead=CPU_OVERHEAD * count_in(stage, "heads"))
         if self.file is None:
             return sparse_stage(stage, module.graphs, self.density, choice)
         measured = read_densities(self.file)

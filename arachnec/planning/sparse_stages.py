@@ -33,6 +33,7 @@ class Choice:
     rank: int
     mass: float
     division: str
+    overhead: float  # ms of prediction and choice of one layer that no size of the clip changes
     speed: tuple[float, float, float]
 
 
@@ -85,6 +86,7 @@ def sparse_stage(
             predictors=predictors,
             division=choice.division,
             choice=choice_flops(attention, choice),
+            choice_overhead=Quantity(choice.overhead, "ms"),
             sparse_speed=choice.speed,
         ),
     )

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from arachnec.cost.sparse_attention import ATTENDS, head_weights
+from arachnec.cost.sparse_attention import ATTENDS, given_divisions, head_weights
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import layer_densities, sparse_layers
-from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
+from arachnec.sparsity.head_shares import imbalance
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,6 @@ def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:
 def worst_imbalance(cascade: Cascade, stage: Stage) -> float:
     """The heaviest rank's heads over the mean, in the layer where that is most; 1 for a cascade without ``heads``."""
     table, groups = layer_densities(stage), integer(cascade.attrs.get("groups", 1))
-    ratios = [1.0]
-    for layer, parts in parts_by_layer(cascade).items():
-        weights = head_weights(stage, table[layer])
-        loads = [0.0] * cascade.degree
-        for part in parts:
-            loads[part.place] += weights[part.head] * (part.stop - part.start) / groups
-        ratios.append(max(loads) * len(loads) / math.fsum(loads))
-    return max(ratios)
+    divisions = given_divisions(cascade).items()
+    ratios = [imbalance(division, head_weights(stage, table[layer]), groups) for layer, division in divisions]
+    return max(ratios, default=1.0)

@@ -53,7 +53,9 @@ class SlowRanks:
         for rank, ms in enumerate(measured):
             now = self.planned.get(rank, 1.0)
             before = self.seen.get(rank, Seen())
-            slowdown = known.get(rank) if ms >= LEAST_MS or now > 1.0 else None
+            slowdown = known.get(rank)
+            if slowdown is not None and slowdown > now and ms < LEAST_MS:
+                slowdown = None  # of little work most is launching it
             own = _seen(before, now, slowdown, works=planned[rank] > 0)
             if len(own.slowdowns) >= own.needed:
                 following[rank] = median(own.slowdowns[-STEPS:])

@@ -1,51 +1,102 @@
-"""A model's prediction for a request on one rank: one forward, or with guidance two."""
+"""Models' predictions on one rank: forwards of requests' branches, together where their arguments allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from arachnec.data.requests import Request
 from arachnec.models.batch import prediction_of
 from arachnec.models.file import own_errors
 from arachnec.models.sampler_file import SamplerFile
-from arachnec.sampling.loop import Predict, guided
-
-Branch = Callable[[str, Tensor, Tensor, Request, bool], Tensor]
-"""The prediction of one branch: of (name, latents, timestep, request, conditional)."""
+from arachnec.sampling.loop import Point, Predict, guided
 
 
-def branch_of(sampler: SamplerFile, model: Callable[[str], nn.Module]) -> Branch:
-    """One forward on this rank; ``model`` gives the module by its name."""
+@dataclass(frozen=True)
+class BranchPoint:
+    """One branch of a step: what is predicted from, and whether it reads the caption or the negative prompt."""
 
-    def predict(name: str, latents: Tensor, timestep: Tensor, request: Request, conditional: bool) -> Tensor:
-        arguments = sampler.call(name, latents, timestep, request, conditional)
+    point: Point
+    conditional: bool
+
+
+Branches = Callable[[str, Sequence[BranchPoint]], list[Tensor]]
+"""The predictions of some branches by the model of a name, each ``[1, ...]``."""
+
+
+def branches_of(sampler: SamplerFile, model: Callable[[str], nn.Module], most: int | None = None) -> Branches:
+    """Forwards on this rank: one, where all arguments can be joined, of at most ``most`` branches; else one each."""
+
+    def forward(name: str, arguments: Mapping[str, Any]) -> Tensor:
         with own_errors(sampler.path, f"the forward of `{name}`", "sampler file"):
-            return prediction_of(model(name)(**on_device(arguments, latents.device)))
+            return prediction_of(model(name)(**arguments))
+
+    def predict(name: str, branches: Sequence[BranchPoint]) -> list[Tensor]:
+        arguments = [_arguments(sampler, name, branch.point, branch.conditional) for branch in branches]
+        together = joined(arguments) if len(branches) > 1 and (most is None or len(branches) <= most) else None
+        if together is None:
+            return [forward(name, one) for one in arguments]
+        return list(forward(name, together).chunk(len(branches)))
 
     return predict
 
 
-def both_branches(sampler: SamplerFile, branch: Branch) -> Predict:
-    """The guided prediction, one branch after the other."""
+def all_branches(sampler: SamplerFile, branches: Branches) -> Predict:
+    """The guided predictions of requests, from both branches where there are two."""
 
-    def predict(name: str, latents: Tensor, timestep: Tensor, request: Request) -> Tensor:
-        conditional = branch(name, latents, timestep, request, True)
-        scale = sampler.scale(name, request)
-        return guided(conditional, branch(name, latents, timestep, request, False) if scale > 1 else None, scale)
+    def predict(name: str, points: Sequence[Point]) -> list[Tensor]:
+        scales = [sampler.scale(name, point.request) for point in points]
+        asked = [
+            BranchPoint(point, conditional)
+            for point, scale in zip(points, scales, strict=True)
+            for conditional in ((True, False) if scale > 1 else (True,))
+        ]
+        predictions = iter(branches(name, asked))
+        return [guided(next(predictions), next(predictions) if scale > 1 else None, scale) for scale in scales]
 
     return predict
 
 
-def on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Tensors, also those in tuples, on the device."""
+def joined(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The arguments of one forward for several: joined along dim 0 where that is 1, passed once where all are equal.
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(map(moved, value))
-        return value.to(device) if isinstance(value, Tensor) else value
+    None where they are neither: captions of other lengths, requests of other sizes.
+    """
+    if any(call.keys() != calls[0].keys() for call in calls):
+        return None
+    together: dict[str, Any] = {}
+    for name, first in calls[0].items():
+        values = [call[name] for call in calls]
+        if isinstance(first, Tensor) and first.ndim and first.shape[0] == 1:
+            if any(not isinstance(v, Tensor) or v.shape != first.shape or v.dtype != first.dtype for v in values):
+                return None
+            together[name] = torch.cat(values)
+        elif all(_equal(first, value) for value in values[1:]):
+            together[name] = first
+        else:
+            return None
+    return together
 
-    return {name: moved(value) for name, value in arguments.items()}
+
+def _equal(first: Any, second: Any) -> bool:
+    (ours, spec), (theirs, other) = pytree.tree_flatten(first), pytree.tree_flatten(second)
+    if spec != other:
+        return False
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or not torch.equal(a, b):
+                return False
+        elif a is not b and a != b:
+            return False
+    return True
+
+
+def _arguments(sampler: SamplerFile, name: str, point: Point, conditional: bool) -> dict[str, Any]:
+    """On the latents' device, tensors in tuples too."""
+    arguments = sampler.call(name, point.latents, point.timestep, point.request, conditional)
+    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(point.latents.device), arguments)
+    return moved

@@ -7,7 +7,7 @@ generator, the last guided prediction, and the curve of its distances.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,18 @@ from arachnec.data.switch import ONE_MODEL, Switch
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.sampling.schedule import Schedule
 
-Predict = Callable[[str, Tensor, Tensor, Request], Tensor]
-"""The guided prediction of a model for one request: of (name, latents, timestep, request)."""
+
+@dataclass(frozen=True)
+class Point:
+    """What a step predicts from: the latents as the model is given them, the timestep, and whose they are."""
+
+    latents: Tensor
+    timestep: Tensor
+    request: Request
+
+
+Predict = Callable[[str, Sequence[Point]], list[Tensor]]
+"""The guided predictions of the model of a name, one for every point."""
 
 
 @dataclass(frozen=True)
@@ -75,33 +85,45 @@ class Loop:
         later = self.switched is not None and self.step > self.switched
         return self.switched or 0 if later and self.sampling.restart else 0
 
-    @torch.no_grad()
-    def take(self, predict: Predict, agree: Callable[[float], float] = float) -> None:
-        """Take one step. ``agree`` gives all ranks of the request one rank's distance, to decide alike."""
+    def takes(self, model: str | None, until: int | None = None) -> bool:
+        """Whether the next step is one before ``until``, and is this model's; of no name whichever's it is."""
+        end = len(self.schedule) if until is None else until
+        return self.step < end and not self.failed and model in (None, self.model)
+
+    def point(self) -> Point:
+        """What the next step predicts from."""
         if self.step == self.switched and self.sampling.restart and self.step:
             self.schedule.restart(self.step)
-        timestep = self.schedule.timesteps[self.step]
         model_input = self.schedule.model_input(self.latents, self.step)
-        prediction = predict(self.model, model_input, timestep, self.request)
-        self.distances.append(agree(relative_distance(prediction, self.previous)))
+        return Point(model_input, self.schedule.timesteps[self.step], self.request)
+
+    def advance(self, prediction: Tensor, agree: Callable[[float], float] = float) -> None:
+        """Take the next step. ``agree`` gives all ranks of the request one rank's distance, to decide alike."""
+        distance = relative_distance(prediction, self.previous)
+        self.distances.append(distance if self.switched is not None else agree(distance))
         self.previous = prediction
         self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
         self.step += 1
         if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
             self.switched = self.step
+        self.failed = not bool(torch.isfinite(self.latents).all())
 
-    def run(
-        self,
-        predict: Predict,
-        until: int | None = None,
-        agree: Callable[[float], float] = float,
-        model: str | None = None,
-    ) -> None:
-        """Take the steps before ``until``, or all that are left; with ``model`` those that are its own."""
-        end = len(self.schedule) if until is None else until
-        while self.step < end and not self.failed and model in (None, self.model):
-            self.take(predict, agree)
-            self.failed = not bool(torch.isfinite(self.latents).all())
+
+@torch.no_grad()
+def run(
+    loops: Sequence[Loop],
+    predict: Predict,
+    until: int | None = None,
+    agree: Callable[[float], float] = float,
+    model: str | None = None,
+) -> None:
+    """Take the steps of equal requests before ``until`` together, or all that are left; with ``model`` only its own."""
+    while active := [loop for loop in loops if loop.takes(model, until)]:
+        name = active[0].model
+        together = [loop for loop in active if loop.model == name]
+        predictions = predict(name, [loop.point() for loop in together])
+        for loop, prediction in zip(together, predictions, strict=True):
+            loop.advance(prediction, agree)
 
 
 def begin(sampling: Sampling, request: Request, device: torch.device | str = "cpu") -> Loop:

@@ -20,8 +20,8 @@ from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch
 from arachnec.models.diffusers import cogvideox, hunyuan_video, sampler, wan
 from arachnec.models.sampler_file import SamplerFile
-from arachnec.sampling.forward import both_branches, branch_of
-from arachnec.sampling.loop import Loop, Sampling, begin
+from arachnec.sampling.forward import all_branches, branches_of
+from arachnec.sampling.loop import Loop, Sampling, begin, run
 
 TEXT = 8  # tokens that prompts are padded to
 FLOW = {"num_train_timesteps": 1000}
@@ -181,7 +181,7 @@ def loop(file: SamplerFile, models: dict[str, nn.Module], request: Request, swit
 def ours(case: Case, models: dict[str, nn.Module], file: SamplerFile) -> Tensor:
     switch = ONE_MODEL if case.boundary is None else Switch("boundary", case.boundary)
     state = loop(file, models, case.request, switch)
-    state.run(both_branches(file, branch_of(file, models.__getitem__)))
+    run([state], all_branches(file, branches_of(file, models.__getitem__)))
     return state.latents
 
 

@@ -39,7 +39,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sparse_summary import sparse_summaries
 
 DENSITIES = (0.3, 0.2, 0.1, 0.05)
-MODELS = {"wan2_1_1_3b_vae": (8, 64), "wan2_1_14b": (16, 64), "hunyuanvideo": (16, 64)}
+MODELS = {"wan2_1_1_3b_vae": (8, 16, 32, 64), "wan2_1_14b": (32, 64), "hunyuanvideo": (16, 32, 64)}
 STATE, END = "shard-optimizer", "place,bucket,lower,check"
 OURS = f"{STATE},partition{{policy=dual}},annotate,schedule-z3{{steps=20}},{END}"
 DSV = f"{STATE},partition,annotate,schedule-static,place,bucket{{reverse=false}},lower,check"

@@ -87,18 +87,27 @@ def test_a_cascade_waits_for_the_rank_with_the_heaviest_heads() -> None:
     assert whole - cut == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
 
 
+def test_heads_that_are_given_cost_what_they_weigh_now() -> None:
+    """Heads that were divided by other densities, or by hand."""
+    even = model(stage(traffic=None)).module
+    (planned,) = with_heads(replace(even, cascades=(clip(sparse=(0, 1), degree=4),)))
+    now = model(stage(((0.7, 0.1, 0.1, 0.1),) * 2, traffic=None))
+    stale, again = (now.time(cascade, 4, ulysses=4) for cascade in (planned, clip(sparse=(0, 1), degree=4)))
+    assert stale - again == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
+
+
 def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
     dense = volumes(ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1)
     loads = SparseLoads({"dit": stage()})
     even = volumes(
         ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1,
-        sparse=loads.of("dit", (0, 1), TOKENS, 4),
+        sparse=loads.of(clip(sparse=(0, 1)), 4),
     )  # fmt: skip
     assert even.traded == 0
     assert even.dealt == pytest.approx(dense.traded, rel=1e-3), "whole heads by number send the same"
     # all four ranks take keys of the one heavy head
-    heavy = SparseLoads({"dit": stage(((0.9, 0.01, 0.01, 0.01),) * 2)}).of("dit", (0, 1), TOKENS, 4)
-    assert heavy.received > loads.of("dit", (0, 1), TOKENS, 4).received
+    heavy = SparseLoads({"dit": stage(((0.9, 0.01, 0.01, 0.01),) * 2)}).of(clip(sparse=(0, 1)), 4)
+    assert heavy.received > loads.of(clip(sparse=(0, 1)), 4).received
 
 
 def test_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
@@ -111,6 +120,10 @@ def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> N
     slow = stage(choice=formula("TFLOP", 1e-9, 1e-3))
     assert faster_sparse(slow, TOKENS, 0) == (0, 1)
     assert faster_sparse(slow, 200, 0) == ()
+    launches = stage(choice_overhead=Quantity(0.05, "ms"))
+    assert (faster_sparse(launches, 1000, 0), faster_sparse(launches, 150, 0)) == ((0, 1), ())
+    cost, chosen = model(launches), clip(sparse=(0, 1))
+    assert cost.time(chosen, 4) - model(stage()).time(chosen, 4) == pytest.approx(0.1)
     mixed = stage(((0.1,) * 4, (1.0,) * 4))
     assert faster_sparse(mixed, TOKENS, 0) == (0,), "a layer that needs all keys stays dense"
 
@@ -142,8 +155,10 @@ def test_what_lower_divides_check_proves(
     densities: list[tuple[float, ...]], degree: int, tokens: int, division: str
 ) -> None:
     of = stage(tuple(densities), division=division)
-    (divided,) = with_heads((clip(tokens, sparse=(0, 1), degree=degree),), (of,))
-    module = Module("m", Level.LOWERED, parse_cluster("1x8:h100-80g"), stages=(of,), cascades=(divided,))
+    cascade = clip(tokens, sparse=(0, 1), degree=degree)
+    module = Module("m", Level.LOWERED, parse_cluster("1x8:h100-80g"), stages=(of,), cascades=(cascade,))
+    (divided,) = with_heads(module)
+    module = replace(module, cascades=(divided,))
     assert not list(check_heads(Values(module)))
     assert set(parts_by_layer(divided)) == {0, 1}
     moved = replace(divided, attrs=divided.attrs.updated(groups=int(divided.attrs["groups"]) + 1))  # type: ignore[arg-type]

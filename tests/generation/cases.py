@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.data.requests import Request
-from arachnec.data.switch import Switch
+from arachnec.data.switch import Switch, parse_switch
 from arachnec.generation.plan import forecast
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
@@ -25,7 +25,8 @@ from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.check import checked
 from arachnec.planning.sampling.requests import sampling_module
 from arachnec.planning.sampling.segments import segmented
-from arachnec.sampling.forward import both_branches, branch_of
+from arachnec.sampling import loop as loops
+from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Sampling, begin
 from tests.distributed.executor_cases import BLOCK, TINY, cluster
 from tests.distributed.harness import run_ranks
@@ -100,6 +101,7 @@ def start(request, generator):
     latents = torch.randn(1, tokens(request), 4, generator=generator)
     return latents * (float("nan") if request.id == "b" else 1.0)
 """
+FIXED = parse_switch("fixed=3")
 REQUESTS = (
     Request("a", "fox", 3, 16, 16, steps=6, guidance=3.0, seed=1, text_tokens=4),
     Request("b", "a cat", 2, 16, 16, steps=5, guidance=2.0, seed=2, text_tokens=6),
@@ -182,7 +184,7 @@ def expected(sampling: Sampling, request: Request) -> Tensor:
             rows = [{"text": encoder(encoder.load(request.clip(c), "cpu"))} for c in (True, False)]  # type: ignore[operator]
         request = replace(request, encoded=rows[0], negative_encoded=rows[1])
     loop = begin(sampling, request)
-    loop.run(both_branches(sampler, branch_of(sampler, models.__getitem__)))
+    loops.run([loop], all_branches(sampler, branches_of(sampler, models.__getitem__, 1)))
     return loop.latents
 
 

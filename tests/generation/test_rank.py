@@ -11,6 +11,7 @@ from arachnec.data.switch import Switch, parse_switch
 from tests.generation.cases import (
     DECODER,
     ENCODER,
+    FIXED,
     NOT_A_NUMBER,
     REQUESTS,
     Forced,
@@ -23,7 +24,7 @@ from tests.generation.cases import (
 )
 
 pytest.importorskip("diffusers")
-FIXED = parse_switch("fixed=3")
+
 PLANS: dict[str, dict[str, dict[str, object]]] = {
     "every request on a rank": {"r1.0": {"ranks": (1,)}, "r1.1": {"ranks": (1,)}},
     "a rank for each model": {f"r{n}.1": {"ranks": (1,)} for n in range(3)},

@@ -68,3 +68,11 @@ def test_a_slow_rank_that_gets_no_work_is_tried_again() -> None:
 def test_a_slowdown_that_changes_is_followed() -> None:
     slower = [50.0, 1000.0, 50.0, 0.0]
     assert planned_after([SLOW] * STEPS + [slower] * 2 * STEPS).planned == {1: pytest.approx(10.0)}
+
+
+def test_a_slow_rank_with_little_left_to_do_is_not_called_slower_still() -> None:
+    """What launching costs stays, however little work a rank gets."""
+    watch = planned_after([SLOW] * STEPS)
+    for _ in range(100):
+        watch = watch.after([10.0, 1.0, 10.0, 0.0], [50.0, 40.0, 50.0, 0.0], watch.planned)
+    assert watch.planned == {1: pytest.approx(5.0)}

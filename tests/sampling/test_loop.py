@@ -9,8 +9,8 @@ import torch
 
 from arachnec.data.switch import Switch, parse_switch, switched_at
 from arachnec.ir.diagnostic import UserError
-from arachnec.sampling.forward import both_branches, branch_of
-from arachnec.sampling.loop import Loop, begin
+from arachnec.sampling.forward import all_branches, branches_of, joined
+from arachnec.sampling.loop import Loop, begin, run
 from arachnec.sampling.schedule import Schedule
 from arachnec.sampling.state import packed, state_bytes, unpack
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 REQUEST = replace(pipelines.REQUEST, guidance=3.0)
 PAIR = pipelines.sampler_file(pipelines.video_sampler(Case("wan", "unipc", 3.0, 0.875)))
 MODELS = pipelines.build(PAIR)
-PREDICT = both_branches(PAIR, branch_of(PAIR, MODELS.__getitem__))
+PREDICT = all_branches(PAIR, branches_of(PAIR, MODELS.__getitem__))
 
 
 def loop(rule: str, **options: Any) -> Loop:
@@ -32,7 +32,7 @@ def loop(rule: str, **options: Any) -> Loop:
 
 def ended(rule: str, **options: Any) -> Loop:
     state = loop(rule, **options)
-    state.run(PREDICT)
+    run([state], PREDICT)
     return state
 
 
@@ -69,7 +69,8 @@ def test_an_adaptive_switch_follows_from_its_recorded_trace() -> None:
     for value in sorted(free.distances[1:]):
         rule = f"adaptive={value * 1.01:.6f},least=2"
         state = ended(rule)
-        assert state.switched == switched_at(parse_switch(rule), state.distances, 6)
+        saved = [None, *state.distances[1:]]
+        assert state.switched == switched_at(parse_switch(rule), saved, 6)
         assert torch.equal(state.latents, ended(f"fixed={state.switched}").latents)
     assert ended("adaptive=9,least=2").switched == 2
 
@@ -78,9 +79,9 @@ def test_history_is_carried_over_the_switch_or_restarted() -> None:
     carried, restarted = ended("fixed=3"), ended("fixed=3", restart=True)
     assert not torch.equal(carried.latents, restarted.latents)
     by_hand = loop("fixed=3")
-    by_hand.run(PREDICT, until=3)
+    run([by_hand], PREDICT, 3)
     by_hand.schedule.restart(3)
-    by_hand.run(PREDICT)
+    run([by_hand], PREDICT)
     assert torch.equal(by_hand.latents, restarted.latents)
 
 
@@ -90,7 +91,9 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(schedule: Schedule, first: int, last: int, latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def stepped(
+    schedule: Schedule, first: int, last: int, latents: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     for step in range(first, last):
         latents = schedule.advance(latents.sin(), step, latents, generator)
     return latents
@@ -107,16 +110,29 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int)
         return schedule, torch.Generator().manual_seed(2)
 
     whole, generator = begun()
-    expected = run(whole, since, len(whole), noise, generator)
+    expected = stepped(whole, since, len(whole), noise, generator)
     for border in range(since, len(whole) + 1):
         before, generator = begun()
-        latents = run(before, since, border, noise, generator)
+        latents = stepped(before, since, border, noise, generator)
         before.demand_counted(since, border, latents)
         history = before.history(latents)
         after = Schedule(SCHEDULERS[name], 6)
         assert [tensor.dtype for tensor in history] == after.kept(since, border)
         after.restore(since, border, history)
-        assert torch.equal(run(after, border, len(after), latents, generator), expected), border
+        assert torch.equal(stepped(after, border, len(after), latents, generator), expected), border
+
+
+def test_equal_requests_take_their_steps_together_and_unequal_arguments_are_not_joined() -> None:
+    requests = [replace(REQUEST, id=number, seed=number) for number in range(2)]
+    states = [begin(loop("fixed=3").sampling, request) for request in requests]
+    run(states, PREDICT)
+    for request, state in zip(requests, states, strict=True):
+        alone = begin(state.sampling, request)
+        run([alone], PREDICT)
+        torch.testing.assert_close(state.latents, alone.latents, rtol=1e-5, atol=1e-6)
+    one, two = torch.zeros(1, 2), torch.ones(1, 3)
+    assert joined([{"x": one, "y": 1}, {"x": one, "y": 1}])["x"].shape == (2, 2)  # type: ignore[index]
+    assert joined([{"x": one}, {"x": two}]) is joined([{"y": 1}, {"y": 2}]) is joined([{"x": one}, {"y": one}]) is None
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -124,12 +140,12 @@ def test_a_request_is_handed_on_as_bytes_before_any_step(restart: bool) -> None:
     expected = ended("adaptive=0.1,least=2,most=3", restart=restart)
     for border in range(7):
         state = loop("adaptive=0.1,least=2,most=3", restart=restart)
-        state.run(PREDICT, until=border)
+        run([state], PREDICT, border)
         taken = begin(state.sampling, REQUEST)
         assert state_bytes(state) == state_bytes(taken)
         unpack(packed(state), taken)
         assert taken.model == state.model and taken.switched == state.switched
-        taken.run(PREDICT)
+        run([taken], PREDICT)
         assert torch.equal(taken.latents, expected.latents), border
         assert taken.distances[1:] == expected.distances[1:]
 
@@ -148,7 +164,7 @@ class Sum:
 
 def test_an_object_of_the_form_is_a_scheduler_and_one_that_cannot_be_handed_on_is_refused() -> None:
     schedule = Schedule(Sum, 4)
-    latents = run(schedule, 0, 2, torch.ones(1, 4), torch.Generator())
+    latents = stepped(schedule, 0, 2, torch.ones(1, 4), torch.Generator())
     with pytest.raises(UserError, match="Sum keeps other values after step 2"):
         schedule.demand_counted(0, 2, latents)
 
@@ -157,7 +173,7 @@ def test_too_many_steps_for_a_scheduler_are_refused_and_latents_that_are_no_numb
     with pytest.raises(UserError, match="cannot take 2000 steps"):
         Schedule(SCHEDULERS["v-ddim"], 2000)
     state = loop("fixed=2")
-    state.run(lambda *_: state.latents * (torch.nan if state.step == 1 else 1.0))
+    run([state], lambda *_: [state.latents * (torch.nan if state.step == 1 else 1.0)])
     assert state.failed and state.step == 2
 
 

@@ -15,7 +15,7 @@ from arachnec.backends.cascade_step import encode_loaded
 from arachnec.backends.torch_distributed.iteration import Iteration
 from arachnec.backends.torch_distributed.load_ahead import own_clips
 from arachnec.backends.torch_distributed.rank_context import RankContext
-from arachnec.backends.torch_distributed.set_aside import stand_in
+from arachnec.backends.torch_distributed.set_aside import no_numbers, stand_in
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Stage
@@ -61,16 +61,16 @@ class Encoding:
         return torch.cat(rows)
 
     def _together(self, cascade: Cascade, clips: Sequence[VideoClip], ranks: tuple[int, ...]) -> Tensor:
-        """One clip after the other, each by all of the ranks."""
-        context, stage = self.context, cascade.stage
+        """One clip after the other, each by all of the ranks: also one that cannot be read, because others wait."""
+        context, stage, rows = self.context, cascade.stage, []
         peers = Group(ranks, ranks.index(context.rank), context.groups.get(ranks))
-        return torch.cat(
-            [
-                context.divided.encode(context.model_file, stage, context.encoders[stage], loaded, peers)
-                for clip in clips
-                for loaded in (context.loads.take(self.iteration.step, stage, clip),)
-            ]
-        )
+        encoder = context.encoders[stage]
+        for clip in clips:
+            loaded = context.loads.take_readable(self.iteration.step, stage, clip)
+            given = no_numbers(encoder, clip, context.device) if loaded is None else loaded
+            row = context.divided.encode(context.model_file, stage, encoder, given, peers)
+            rows.append(torch.full_like(row, torch.nan) if loaded is None else row)
+        return torch.cat(rows)
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]

@@ -45,8 +45,18 @@ def is_unreadable(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return "; ".join(diagnostic.text(diagnostic.title) for diagnostic in error.diagnostics)
+        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.text(d.title) for d in error.diagnostics)
     return str(error) or type(error).__name__
+
+
+def no_numbers(encoder: nn.Module, clip: VideoClip, device: torch.device) -> Tensor:
+    """What ranks that share a clip's encoder put in for one that they cannot read. Of a rank that could, the result has
+    no numbers then either, so its step is skipped."""
+    load = encoder.load
+    assert callable(load)
+    shape = load(clip, torch.device("meta"))
+    dtype = shape.dtype if shape.dtype.is_floating_point else torch.float32
+    return torch.full(shape.shape, torch.nan, dtype=dtype, device=device)
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ smaller cubes lie within the larger ones, so that in the one order all of them a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int, int]  # frames, height, width, in tokens
+from arachnec.kernels.sparse.cube_sides import Grid as Grid
+from arachnec.kernels.sparse.cube_sides import cube_of as cube_of
+from arachnec.kernels.sparse.cube_sides import cut
 
 QUERIES, KEYS, CELL = 256, 64, 8  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
 
@@ -83,20 +84,10 @@ def token_cubes(
         starts[size] = _starts(counts)
     video = key.argsort()
     caption = torch.arange(captions) + (0 if captions_first else len(video))
-    extra = torch.tensor([end - first for first, end in _cut(0, captions, keys)], dtype=torch.int64)
+    extra = torch.tensor([end - first for first, end in cut(0, captions, keys)], dtype=torch.int64)
     blocks = torch.cat([starts[keys], starts[keys][-1] + _starts(extra)[1:]])
     order = torch.cat([video + (captions if captions_first else 0), caption])
     return TokenCubes(order, starts[queries].int(), blocks.int(), starts[cell].int(), len(extra))
-
-
-def cube_of(tokens: int, grid: Grid) -> Grid:
-    """The sides of a cube of at most so many tokens, as even as the grid lets it be: width and height grow first."""
-    sides = [1, 1, 1]
-    while True:
-        growing = [axis for axis in range(3) if sides[axis] < grid[axis]]
-        if not growing or 2 * math.prod(sides) > tokens:
-            return sides[0], sides[1], sides[2]
-        sides[min(growing, key=lambda axis: (sides[axis], -axis))] *= 2
 
 
 def _parts(length: int, sides: list[int]) -> list[Tensor]:
@@ -104,17 +95,10 @@ def _parts(length: int, sides: list[int]) -> list[Tensor]:
     parts = [(0, length)]
     numbers = []
     for side in sides:
-        parts = [inner for first, end in parts for inner in _cut(first, end, side)]
+        parts = [inner for first, end in parts for inner in cut(first, end, side)]
         lengths = torch.tensor([end - first for first, end in parts])
         numbers.append(torch.repeat_interleave(torch.arange(len(parts)), lengths))
     return [*numbers, torch.arange(length)]
-
-
-def _cut(first: int, end: int, side: int) -> Iterator[tuple[int, int]]:
-    """As few parts as hold at most ``side`` places each, and as even as they can be."""
-    count = -(-(end - first) // side)
-    for part in range(count):
-        yield first + (end - first) * part // count, first + (end - first) * (part + 1) // count
 
 
 def _starts(counts: Tensor) -> Tensor:

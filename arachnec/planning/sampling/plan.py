@@ -31,6 +31,7 @@ from arachnec.planning.sampling.policies import (
     one_degree,
     replica,
     shared_pools,
+    side_by_side,
     wrap_arounds,
 )
 from arachnec.planning.sampling.segments import batched
@@ -223,6 +224,9 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
         return
     if not any(chain.release for chain in chains):
         yield from wrap_arounds(chains, gpus, node, bound)
+        beside = side_by_side(chains, gpus, node, bound)
+        if beside is not None:
+            yield beside
     yield from in_order_of_length(chains, gpus, node)
 
 

@@ -68,6 +68,61 @@ def orders(chains: Sequence[Chain], pool: Pool) -> Iterator[list[int]]:
     yield sorted(numbers, key=lambda n: chains[n].release)
 
 
+def side_by_side(chains: Sequence[Chain], gpus: int, node: int, bound: int) -> list[Piece] | None:
+    """Every chain from the start on ranks of its own, as many as end it by a horizon; the least of these that fits.
+
+    Any degree will do, so that few requests on many ranks share them by their work. None for more chains than ranks.
+    """
+    if len(chains) > gpus:
+        return None
+    kinds = {chain: sorted({rate.degree for run in chain.runs for rate in run.rates}) for chain in set(chains)}
+    below, best = bound - 1, None
+    high = max((chain.ticks_at(1) for chain in kinds), default=0)
+    while below + 1 + bound // 1000 < high:
+        horizon = (below + high) // 2
+        widths = {chain: next((w for w in able if chain.ticks_at(w) <= horizon), None) for chain, able in kinds.items()}
+        firsts = None if None in widths.values() else _rows([widths[chain] or 1 for chain in chains], gpus, node)
+        if firsts is None:
+            below = horizon
+        else:
+            best, high = (firsts, dict(widths)), horizon
+    if best is None:
+        return None
+    pieces: list[Piece] = []
+    for number, (chain, first) in enumerate(zip(chains, best[0], strict=True)):
+        pool = Pool(first, best[1][chain] or 1, 1, (0,) * len(chains), tuple(len(c.runs) for c in chains))
+        pieces += in_pools(chains, [pool], [number])
+    return pieces
+
+
+def _rows(widths: Sequence[int], gpus: int, node: int) -> list[int] | None:
+    """The first rank of a group of each width, none on more nodes than it needs; None where they do not fit."""
+    free = [(start, min(node, gpus - start)) for start in range(0, gpus, node)]  # of every node its last ranks
+    firsts = [0] * len(widths)
+    for number in sorted(range(len(widths)), key=lambda n: -widths[n]):
+        width = widths[number]
+        if width > node:
+            count = -(-width // node)
+            whole = next(
+                (k for k in range(len(free) - count + 1) if all(size == node for _, size in free[k : k + count])), None
+            )
+            if whole is None:
+                return None
+            firsts[number] = free[whole][0]
+            left = count * node - width
+            for k in range(whole, whole + count):
+                free[k] = (free[k][0] + node, 0)
+            free[whole + count - 1] = (firsts[number] + width, left)
+            continue
+        able = [k for k, (_, size) in enumerate(free) if size >= width]
+        if not able:
+            return None
+        tightest = min(able, key=lambda k: free[k][1])
+        start, size = free[tightest]
+        firsts[number], free[tightest] = start, (start + width, size - width)
+    return firsts
+
+
 def wrap_arounds(chains: Sequence[Chain], gpus: int, node: int, bound: int) -> Iterator[list[Piece]]:
     """Wrap-around schedules over the widths whose blocks nest."""
     for widths in islice(nested_widths(node, gpus), 2):

@@ -66,3 +66,37 @@ def test_clips_that_ranks_share_train_as_in_a_plain_loop(tmp_path: Path) -> None
         loss, gradients = plain_loop(folder, CLIPS)
         assert abs(report["steps"][0]["loss"] - loss) <= 1e-6 * abs(loss)
         assert_same_gradients(folder / "g.safetensors", gradients)
+
+
+UNREADABLE = """
+
+read = Vae.load
+
+
+def load(self, clip, device):
+    if clip.id == "b" and device.type != "meta":
+        raise OSError("no such file")
+    return read(self, clip, device)
+
+
+Vae.load = load
+"""
+
+
+def test_a_clip_that_its_ranks_cannot_read_is_set_aside_and_nobody_waits(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(MODEL + ENCODER + FRAMES.replace("TILES", "False") + UNREADABLE)
+    module = traced(3, [CLIPS], encoder=True)
+    divided = [replace(s, attrs=s.attrs.updated(divides=3 if s.name == "vae" else None)) for s in module.stages]
+    module = replace(module, stages=tuple(divided))
+    clips, program = CLIPS, lowered(module, WORKS)
+    model_file = load_model_file(source)
+    write_executable(tmp_path, program=program, traced=module, pipeline="default", model_file=model_file, clips=clips)
+    report = train_on(3, tmp_path, save_gradients=tmp_path / "g.safetensors")
+    assert [note["clip"] for note in report["steps"][0]["set_aside"]] == ["b"]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "model.py").write_text(MODEL + ENCODER + FRAMES.replace("TILES", "False"))
+    loss, gradients = plain_loop(whole, [CLIPS[0], CLIPS[2]])
+    assert abs(report["steps"][0]["loss"] - loss) <= 1e-6 * abs(loss)
+    assert_same_gradients(tmp_path / "g.safetensors", gradients)

@@ -109,3 +109,18 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> N
     resumed = train_on(4, four, steps=1, checkpoint=kept, resume=True)
     through = train_on(2, two, steps=3)
     assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [("p=2", "schedule=1f1b"), ("p=4", "schedule=zb-v")])
+def test_an_update_of_several_batches_has_the_gradients_of_all_their_clips(
+    tmp_path: Path, stages: str, schedule: str
+) -> None:
+    training = Training(clip_norm=0.0, accumulate=2, lr=0.0)
+    passes = pipeline_of(stages, schedule)
+    folder = executable(tmp_path, 2, [CLIPS], passes, encoder=True, training=training)
+    report = train_on(2, folder, save_gradients=tmp_path / "g.safetensors", steps=2)
+    rows = [plain_loop(folder, CLIPS, step=number) for number in range(4)]
+    for number, step in enumerate(report["steps"]):
+        assert step["loss"] == pytest.approx((rows[2 * number][0] + rows[2 * number + 1][0]) / 2, rel=1e-12)
+    mean = {name: (value + rows[3][1][name]) / 2 for name, value in rows[2][1].items()}
+    assert_exact(tmp_path / "g.safetensors", mean)

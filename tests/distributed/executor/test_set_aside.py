@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.audit_log import lines_of
 from arachnec.backends.torch_distributed.load_ahead import TRIES, LoadAhead
-from arachnec.backends.torch_distributed.set_aside import LeftOut, is_unreadable, usable
+from arachnec.backends.torch_distributed.set_aside import LeftOut, is_unreadable, reason_of, usable
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.models.encoders import NoVideo
+from arachnec.models.encoders import NoVideo, VideoEncoder
 from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.distributed.executor_cases import (
     Work,
@@ -80,6 +81,18 @@ def test_a_step_of_which_no_clip_can_be_read_ends_the_run_by_name(tmp_path: Path
     folder = executable(tmp_path / "build", [CLIPS], PLAN, 2, encoder=True, more=more)
     with pytest.raises(RankError, match=r"no clip of step 0 can be used: clip \w: \w.mp4 is damaged"):
         train_on(2, folder, steps=2)
+
+
+def test_a_damaged_video_is_one_that_cannot_be_read_and_a_wrong_manifest_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    encoder = VideoEncoder(nn.Linear(1, 1))
+    with pytest.raises(UserError) as damaged:
+        encoder.load(replace(CLIPS[0], path=tmp_path / "a.mp4"), "cpu")
+    assert is_unreadable(damaged.value)
+    assert reason_of(damaged.value).startswith(f"the video `{tmp_path / 'a.mp4'}` cannot be decoded")
+    with pytest.raises(UserError) as without:
+        encoder.load(CLIPS[0], "cpu")
+    assert not is_unreadable(without.value)
 
 
 class Flaky(nn.Module):

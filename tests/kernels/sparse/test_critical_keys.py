@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from arachnec.kernels.sparse import critical_keys as module
 from arachnec.kernels.sparse.critical_keys import critical_keys
+from arachnec.kernels.sparse.cube_sides import group_count
 from arachnec.kernels.sparse.key_lists import checked_lists, chosen_blocks
 from arachnec.kernels.sparse.token_cubes import cube_of, token_cubes
 
@@ -95,3 +96,10 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
         token_cubes((0, 4, 4))
     with pytest.raises(ValueError, match="cells of 8 tokens"):
         token_cubes((1, 4, 4), queries=4)
+
+
+@given(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 12)), st.integers(8, 300), st.integers(8, 300))
+@settings(max_examples=60, deadline=None)
+def test_groups_are_counted_without_their_tokens(grid: tuple[int, int, int], queries: int, keys: int) -> None:
+    """A plan counts them before there is a tensor."""
+    assert group_count(grid, queries, keys) == len(token_cubes(grid, queries=queries, keys=keys).groups) - 1

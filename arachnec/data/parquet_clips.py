@@ -1,0 +1,90 @@
+"""A Parquet manifest of any length as a dataset: rows are read as they are drawn, and no list of them is built."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.manifest import clips_of_row
+from arachnec.data.rows import CLIP_KEYS, NoManifest, NoPyArrow, Row, UnreadableManifest, canonical_key, parquet_row
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Span
+
+WINDOW = 2**16  # rows that are shuffled with each other
+
+
+class ParquetClips:
+    """Gives the clips of a manifest one by one and again, for ``Engine(..., batch=N)``. A row's id is its number.
+
+    With a ``seed`` row groups come in another order in every round, and rows of a window in another one too; rows far
+    apart in one row group stay apart. It says where it stands, so a resumed run goes on from there.
+    """
+
+    def __init__(self, path: str | Path, seed: int | None = None) -> None:
+        """Reads the file's metadata alone. Raises ``UserError`` for no manifest, or an unknown column."""
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(NoManifest(None, str(path)))
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UserError(NoPyArrow(None, str(path))) from None
+        try:
+            self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
+        for column, name in enumerate(self._file.schema_arrow.names):
+            canonical_key(name, Span(f"{path} (column {column + 1})", 1, 1, 1, 1), CLIP_KEYS)
+        self._seed = seed
+        self._round = 0
+        self._rows = 0  # drawn of this round
+        self._copies = 0  # of the next row, drawn before
+        self._begun = False
+
+    @property
+    def rows(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"round": self._round, "rows": self._rows, "copies": self._copies}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._round, self._rows, self._copies = state["round"], state["rows"], state["copies"]
+        self._begun = False
+
+    def __iter__(self) -> Iterator[VideoClip]:
+        if self._begun or self._rows >= self.rows:
+            self._round, self._rows, self._copies = self._round + 1, 0, 0
+        self._begun = True
+        for row in self._from(self._rows):
+            clips = list(clips_of_row(row))
+            for clip in clips[self._copies :]:
+                self._copies += 1
+                if self._copies == len(clips):
+                    self._rows, self._copies = self._rows + 1, 0
+                yield clip
+
+    def _from(self, skipped: int) -> Iterator[Row]:
+        """The rows of this round behind so many."""
+        sizes = [self._file.metadata.row_group(number).num_rows for number in range(self._file.num_row_groups)]
+        first = [sum(sizes[:number]) for number in range(len(sizes))]
+        groups = list(range(len(sizes)))
+        if self._seed is not None:
+            random.Random(f"{self._seed}/{self._round}").shuffle(groups)
+        for group in groups:
+            if skipped >= sizes[group]:
+                skipped -= sizes[group]
+                continue
+            start = first[group]
+            for batch in self._file.iter_batches(batch_size=WINDOW, row_groups=[group]):
+                order = list(range(len(batch)))
+                if self._seed is not None:
+                    random.Random(f"{self._seed}/{self._round}/{start}").shuffle(order)
+                for place in order[skipped:]:
+                    (values,) = batch.slice(place, 1).to_pylist()
+                    yield parquet_row(self.path, start + place, values)
+                skipped = max(0, skipped - len(batch))
+                start += len(batch)

@@ -1,0 +1,122 @@
+"""A Parquet manifest of ten million rows: how long it takes to open, how much memory, and how fast it is drawn from.
+
+python benchmarks/data/size.py [--rows 10000000] [--output benchmarks/results/data_size.json]
+
+The manifest is written by this command, of random shapes and captions. It is opened and drawn from by a process of its
+own, whose largest resident memory counts. And for the plans of batches that are drawn so: how many find a plan that was
+made for an earlier batch with as many clips of each shape, among the last 256 plans, which is what a run keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from arachnec.backends.torch_distributed.plans import KEPT
+from arachnec.data.batch_source import BatchSource
+from arachnec.data.parquet_clips import ParquetClips
+
+RESULT = Path(__file__).parents[1] / "results" / "data_size.json"
+# frames, height, width, weight: stills, short and long clips, as public sets of video have them
+SHAPES = (
+    (1, 480, 832, 30), (17, 480, 832, 8), (33, 480, 832, 12), (49, 480, 832, 14), (81, 480, 832, 16),
+    (33, 832, 480, 5), (81, 832, 480, 5), (49, 640, 640, 4), (33, 720, 1280, 3), (81, 720, 1280, 2),
+    (129, 720, 1280, 1),
+)  # fmt: skip
+STATUS = Path("/proc/self/status")  # its VmHWM is the largest resident memory of this process, in KiB
+TEXT = 512  # tokens that captions are padded to
+CHUNK = 500_000
+BATCHES = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.open is not None:
+        print(json.dumps(opened(options.open)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clips.parquet"
+        write(path, options.rows)
+        row = [sys.executable, __file__, "--open", str(path)]
+        measured = json.loads(subprocess.run(row, capture_output=True, text=True, check=True).stdout)
+        measured |= {"rows": options.rows, "file_mib": round(path.stat().st_size / 2**20)}
+    hits = [hit_rate(clips, alike) for alike in (False, True) for clips in (4, 8, 16, 64)]
+    print(json.dumps(measured, indent=2))
+    print(f"{'clips':>6} {'shapes':>10} {'batches':>8} {'plans':>6} {'hits':>6}")
+    for line in hits:
+        shapes = "one" if line["of_one_shape"] else "mixed"
+        print(f"{line['clips']:>6} {shapes:>10} {line['batches']:>8} {line['plans']:>6} {line['hits']:>6.1%}")
+    options.output.write_text(json.dumps({"manifest": measured, "plans": hits}, indent=2) + "\n")
+
+
+def write(path: Path, rows: int) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    writer = None
+    for first in range(0, rows, CHUNK):
+        rng = random.Random(first)
+        count = min(CHUNK, rows - first)
+        shapes = rng.choices(SHAPES, [shape[3] for shape in SHAPES], k=count)
+        columns = {key: [shape[place] for shape in shapes] for place, key in enumerate(("frames", "height", "width"))}
+        captions = [f"a caption of clip {first + n}, as long as short ones are" for n in range(count)]
+        table = pyarrow.table({**columns, "text_tokens": [TEXT] * count, "caption": captions})
+        writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    if writer is not None:
+        writer.close()
+
+
+def opened(path: Path) -> dict[str, object]:
+    """What it takes to open the manifest, to draw the first batch of 64, and to draw on."""
+    started = time.perf_counter()
+    source = BatchSource(ParquetClips(path, seed=0), 64, repeat=True)
+    after_open = time.perf_counter()
+    source.draw()
+    first = time.perf_counter()
+    for _ in range(BATCHES):
+        source.draw()
+    ended = time.perf_counter()
+    (peak,) = (int(row.split()[1]) for row in STATUS.read_text().splitlines() if row.startswith("VmHWM"))
+    return {
+        "open_s": round(after_open - started, 3),
+        "first_batch_s": round(first - after_open, 3),
+        "batch_of_64_ms": round((ended - first) / BATCHES * 1e3, 3),
+        "peak_gib": round(peak / 2**20, 3),
+    }
+
+
+def hit_rate(clips: int, alike: bool) -> dict[str, object]:
+    """Of batches of so many clips, drawn one by one or each of one shape, those that need no plan."""
+    kept: OrderedDict[object, None] = OrderedDict()
+    hits, total = 0, 5000
+    for shapes in drawn(clips, total, alike):
+        key = tuple(sorted(Counter(shapes).items()))
+        hits += key in kept
+        kept[key] = None
+        kept.move_to_end(key)
+        if len(kept) > KEPT:
+            kept.popitem(last=False)
+    return {"clips": clips, "of_one_shape": alike, "batches": total, "plans": total - hits, "hits": hits / total}
+
+
+def drawn(clips: int, batches: int, alike: bool) -> Iterator[list[tuple[int, ...]]]:
+    rng, weights = random.Random(clips), [shape[3] for shape in SHAPES]
+    for _ in range(batches):
+        yield rng.choices(SHAPES, weights, k=1) * clips if alike else rng.choices(SHAPES, weights, k=clips)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The same latents for any plan, degree and other requests, and for every outcome of a switch through one program.
+
+    python -m benchmarks.sampling.invariance [FILE.json]
+
+A tiny pair of models, fp32, 50 steps, on gloo ranks of one machine. The reference is each request alone on one rank.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from arachnec.data.requests import Request
+from arachnec.data.switch import Switch, parse_switch
+from tests.generation.cases import Forced, expected, lowered, partitioned, run, sampling_of, written
+
+STEPS, WORLD = 50, 4
+REQUESTS = (
+    Request("a", "fox", 3, 16, 16, steps=STEPS, guidance=3.0, seed=1, text_tokens=4),
+    Request("b", "a cat", 2, 16, 16, steps=STEPS, guidance=2.0, seed=2, text_tokens=6),
+    Request("c", "dogs", 5, 16, 16, steps=STEPS, seed=3, text_tokens=5),
+)
+EVERY = [f"r{n}.{s}" for n in range(3) for s in range(2)]
+GUIDED = [f"r{n}.{s}" for n in range(2) for s in range(2)]
+PLANS: dict[str, Mapping[str, Mapping[str, object]]] = {
+    "one rank": {},
+    "a rank each": {f"r{n}.{s}": {"ranks": (n,)} for n in range(3) for s in range(2)},
+    "a rank for each model": {f"r{n}.1": {"ranks": (1,)} for n in range(3)},
+    "degree 2 (ulysses)": {name: {"ranks": (0, 1)} for name in EVERY},
+    "degree 3 (ring)": {name: {"ranks": (0, 1, 2), "ring": 3} for name in EVERY},
+    "degree 4 (ulysses, 3 heads)": {name: {"ranks": (3, 1, 0, 2)} for name in EVERY},
+    "degree 4 (ulysses 2 x ring 2)": {name: {"ranks": (0, 1, 2, 3), "ulysses": 2, "ring": 2} for name in EVERY},
+    "branches apart": {name: {"ranks": (0, 1), "side": 2} for name in GUIDED},
+    "branches apart, degree 2 each": {name: {"ranks": (0, 1, 2, 3), "side": 2} for name in GUIDED},
+}
+
+
+def difference(found: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest, relative to the largest number of the reference."""
+    return float((found - reference).abs().max() / reference.abs().max())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rule = parse_switch("fixed=17")
+        sampling = sampling_of(written(folder), rule)
+        references = {str(request.id): expected(sampling, request) for request in REQUESTS}
+        for plan, works in PLANS.items():
+            program = lowered(partitioned(sampling, REQUESTS, WORLD), works)
+            latents = {id: found for id, (_, found) in run(folder, program, rule, REQUESTS).items()}
+            worst = max(difference(found, references[id]) for id, found in latents.items() if found is not None)
+            rows.append({"what": plan, "relative_difference": worst})
+            print(f"{plan:34} {worst:.1e}", flush=True)
+        adaptive = Switch("adaptive", 0.1, least=0, most=STEPS)
+        module = partitioned(sampling_of(sampling.sampler, adaptive), REQUESTS[:1], 2, length=10)
+        ranks = ((0,), (1,), (0, 1))
+        program = lowered(module, {c.name: {"ranks": ranks[n % 3]} for n, c in enumerate(module.cascades)})
+        worst = 0.0
+        for outcome in range(STEPS + 1):
+            forced = Forced("adaptive", 0.1, least=0, most=STEPS, outcome=outcome)
+            told, found = run(folder, program, forced, REQUESTS[:1])["a"]
+            assert told.steps == STEPS and found is not None
+            fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
+            worst = max(worst, difference(found, expected(fixed, REQUESTS[0])))
+        rows.append({"what": f"every K from 0 to {STEPS} through one program", "relative_difference": worst})
+        print(f"{rows[-1]['what']:34} {worst:.1e}", flush=True)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

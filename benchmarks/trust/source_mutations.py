@@ -1,0 +1,128 @@
+"""One-token changes of the proofs, lowering, placement and cost: do the tests of that part notice?
+
+Drawn by seed: operators, comparisons, numbers, booleans, ``min`` for ``max``, ``and`` for ``or``. Each is made in a
+copy of the repository, and the tests of its part run there until the first that fails. A survivor is shown with its
+line.
+
+    python benchmarks/trust/source_mutations.py --sample 60 --seed 1 -o benchmarks/results/source_mutations.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import tokenize
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS: dict[str, tuple[str, ...]] = {
+    "verification": ("tests/verification", "tests/golden/test_golden.py", "tests/equivalence/test_broken_programs.py"),
+    "lowering": ("tests/lowering", "tests/verification", "tests/golden/test_golden.py"),
+    "planning": ("tests/planning", "tests/golden/test_golden.py"),
+    "cost": ("tests/cost", "tests/golden/test_golden.py", "tests/planning"),
+}
+OTHER = {
+    "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=",
+    "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "True": "False", "False": "True",
+    "any": "all", "all": "any", "0": "1", "1": "2", "2": "3", "1.0": "2.0", "0.0": "1.0",
+}  # fmt: skip
+SURVIVES, DIES, SLOW = "survives", "dies", "dies: too slow"
+
+
+@dataclass(frozen=True)
+class Change:
+    file: str
+    line: int
+    column: int
+    before: str
+    after: str
+    text: str  # the line as it was
+
+
+def files() -> list[Path]:
+    package = ROOT / "arachnec"
+    placement = sorted((package / "planning").glob("*placement*.py"))
+    return [*sorted((package / "verification").glob("*.py")), *sorted((package / "lowering").glob("*.py")), *placement,
+            *sorted((package / "cost").glob("*.py"))]  # fmt: skip
+
+
+def changes(file: Path) -> list[Change]:
+    """Every change of one token of code; none in imports, annotations of types, messages and docstrings."""
+    source = file.read_text()
+    tree = ast.parse(source)
+    kept_out: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.AnnAssign) and node.value is None):
+            kept_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.FunctionDef):
+            kept_out.update(range(node.lineno, node.body[0].lineno))
+    lines = source.splitlines()
+    return [
+        Change(str(file.relative_to(ROOT)), row, column, token.string, OTHER[token.string], lines[row - 1])
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        for row, column in (token.start,)
+        if token.type in (tokenize.OP, tokenize.NAME, tokenize.NUMBER) and token.string in OTHER and row not in kept_out
+    ]
+
+
+def applied(change: Change, root: Path) -> None:
+    path = root / change.file
+    rows = path.read_text().splitlines(keepends=True)
+    row = rows[change.line - 1]
+    rows[change.line - 1] = row[: change.column] + change.after + row[change.column + len(change.before) :]
+    path.write_text("".join(rows))
+
+
+def judged(change: Change, root: Path, seconds: float) -> str:
+    part = change.file.split("/")[1]
+    whole = (root / change.file).read_text()
+    applied(change, root)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *PARTS[part]]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return SLOW
+    finally:
+        (root / change.file).write_text(whole)
+    return SURVIVES if done.returncode == 0 else DIES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="until the tests of a part count as endless")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    every = [change for file in files() for change in changes(file)]
+    sample = random.Random(options.seed).sample(every, options.sample)
+    told = []
+    with tempfile.TemporaryDirectory(prefix="arachnec-mutations-") as folder:
+        root = Path(folder) / "repository"
+        shutil.copytree(
+            ROOT, root, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"), symlinks=True
+        )
+        for number, change in enumerate(sample, 1):
+            fate = judged(change, root, options.seconds)
+            told.append({"file": change.file, "line": change.line, "text": change.text.strip(),
+                         "change": f"{change.before} -> {change.after}", "fate": fate})  # fmt: skip
+            print(f"{number}/{len(sample)} {fate}: {change.file}:{change.line} {change.before} -> {change.after}: "
+                  f"{change.text.strip()[:90]}", flush=True)  # fmt: skip
+            if options.output:
+                died = sum(one["fate"] != SURVIVES for one in told)
+                result = {"seed": options.seed, "of": len(every), "made": len(told), "died": died, "changes": told}
+                options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""``arachnec generate``: one message and exit code 2 for every mistake, and no request sampled twice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from arachnec import cli
+from arachnec.generation import run as generation
+from arachnec.generation.plan import demand_latents, ordered
+from arachnec.generation.results import Outcome, Results
+from arachnec.generation.settings import Settings, StoredRequest
+from arachnec.ir.diagnostic import UserError, render
+from arachnec.sampling.loop import Sampling
+from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
+
+pytest.importorskip("diffusers")
+ROW = {"caption": "fox", "frames": 3, "height": 16, "width": 16, "steps": 4, "guidance": 2}
+
+
+def message(
+    folder: Path, capsys: pytest.CaptureFixture[str], *options: str, sampler: str = SAMPLER, **row: object
+) -> str:
+    (folder / "sampler.py").write_text(sampler)
+    (folder / "requests.jsonl").write_text(json.dumps({**ROW, **row}) + "\n")
+    words = ["generate", f"{folder}/sampler.py", "--data", f"{folder}/requests.jsonl", "-o", f"{folder}/out"]
+    assert cli.run([*words, "--cluster", "2:cpu", *options]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and "help: " in told and "Traceback" not in told
+    return told
+
+
+CLIP = "    clip = request.clip(conditional)\n"
+NO_NEGATIVE = SAMPLER.replace(CLIP, f"    if not conditional:\n        return None\n{CLIP}")
+WIDE = """
+
+class Wide(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+"""
+OTHER_CHANNELS = SAMPLER.replace('"small": lambda: Tiny()', '"small": lambda: Wide()') + WIDE
+FEW_STEPS = (
+    SAMPLER
+    + """
+
+def scheduler():
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler()
+"""
+)
+MISTAKES = {
+    "a boundary is a share": (["--switch", "boundary=1.5"], SAMPLER, {}, "a boundary lies in [0, 1]"),
+    "a rule has a kind": (["--switch", "adaptve=0.1"], SAMPLER, {}, "did you mean `adaptive=...`?"),
+    "the first model is one of the file": (["--first", "big"], SAMPLER, {}, "its models are large, small"),
+    "guidance needs a negative branch": ([], NO_NEGATIVE, {}, "request `0` has guidance 2.0, and `arguments` has no"),
+    "latents have the models' channels": (
+        [],
+        OTHER_CHANNELS,
+        {},
+        "the model `small` predicts 1 x 12 x 5 from",
+    ),
+    "a scheduler has so many steps": ([], FEW_STEPS, {"steps": 5000}, "cannot take 5000 steps"),
+    "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    options, sampler, row, part = MISTAKES[mistake]
+    assert part in message(tmp_path, capsys, *options, sampler=sampler, **row)
+
+
+def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path) -> None:
+    settings = Settings("sampler.py", ("large", "small"), "fixed=3")
+    results = Results(tmp_path, settings, "digest")
+    request = REQUESTS[0]
+    assert results.unfinished(REQUESTS) == REQUESTS
+    outcome = Outcome("a", 6, 3, [None, *[0.25] * 5], results.fingerprint(request), 1.0)
+    results.write(request, outcome, torch.ones(1, 3), None)
+    assert results.unfinished(REQUESTS) == REQUESTS[1:]
+    assert results.outcome(request) == outcome
+    assert results.unfinished([replace(request, arrival=9.0)]) == ()
+    for other in (replace(request, seed=9), replace(request, negative_prompt="x")):
+        assert results.unfinished([other]) == (other,)
+    for changed in (Results(tmp_path, settings, "other"), Results(tmp_path, replace_switch(settings), "digest")):
+        assert changed.unfinished([request]) == (request,)
+    results.latents(request).write_bytes(b"half")
+    assert results.unfinished([request]) == (request,)
+
+
+def replace_switch(settings: Settings) -> Settings:
+    import msgspec
+
+    return msgspec.structs.replace(settings, switch="fixed=4")
+
+
+def test_requests_are_stored_as_they_are_and_failures_are_told_behind_all_others(tmp_path: Path) -> None:
+    assert tuple(StoredRequest.of(request).request for request in REQUESTS) == REQUESTS
+    sampler = written(tmp_path)
+    assert ordered(sampler, "small") == ("small", "large")
+    demand_latents(Sampling(sampler, ("large", "small"), FIXED), REQUESTS[0])
+
+
+def test_a_request_without_a_result_ends_the_command_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = written(tmp_path)
+    settings = Settings(str(sampler.path), ("large", "small"), "fixed=3")
+    left = generation.Generation(sampler, settings, REQUESTS[:1], (), None, tmp_path, 0.0)
+    failed = Outcome("a", 2, None, [], left.results.fingerprint(REQUESTS[0]), 1.0, "its latents are no numbers")
+
+    def ranks_that_fail(path: Path, ignore_errors: bool) -> None:
+        (tmp_path / "plan" / "outcomes").mkdir(parents=True)
+        (tmp_path / "plan" / "outcomes" / "a.json").write_bytes(json_of(failed))
+
+    monkeypatch.setattr(generation.shutil, "rmtree", ranks_that_fail)
+    with pytest.raises(UserError) as caught:
+        generation.run_here(left)
+    assert "request `a` has no result: its latents are no numbers" in render(caught.value.diagnostics[0])
+    assert json.loads((tmp_path / "report.json").read_text())["requests"][0]["id"] == "a"
+
+
+def json_of(outcome: Outcome) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(outcome)
+
+
+def test_sampling_of_one_model_has_no_switch(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path), FIXED, "large")
+    assert sampling.bounds(sampling.schedule(REQUESTS[0])) == (6, 6)

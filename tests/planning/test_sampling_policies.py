@@ -1,0 +1,32 @@
+"""What others do and what the search begins with: schedules on ranks, each of every step once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.planning.sampling.policies import in_order_of_length, one_degree, replica, side_by_side, wrap_arounds
+from arachnec.solver.malleable import Chain, Rate, Run, least_makespan, length
+from tests.solver.test_malleable import chains, demand_schedule
+
+
+@given(chains, st.sampled_from([(4, 2), (4, 4), (6, 3), (8, 4)]))
+@settings(max_examples=60, deadline=None)
+def test_every_policy_gives_a_schedule_and_none_is_below_the_bound(of: list[Chain], cluster: tuple[int, int]) -> None:
+    gpus, node = cluster
+    bound = least_makespan(of, gpus)
+    beside = side_by_side(of, gpus, node, bound)
+    ways = [*wrap_arounds(of, gpus, node, bound), *in_order_of_length(of, gpus, node)]
+    for pieces in (*ways, beside, replica(of, gpus), one_degree(of, gpus)):
+        if pieces is not None:
+            demand_schedule(of, pieces, gpus)
+            assert length(pieces) >= bound
+
+
+@pytest.mark.parametrize(("works", "widths"), [((30, 10), [6, 2]), ((10, 10, 10, 10), [2, 2, 2, 2])])
+def test_few_requests_share_the_ranks_by_their_work(works: tuple[int, ...], widths: list[int]) -> None:
+    of = [Chain((Run(4, tuple(Rate(d, 60 * work // d) for d in range(1, 9))),)) for work in works]
+    pieces = side_by_side(of, 8, 8, least_makespan(of, 8))
+    assert pieces is not None
+    assert [piece.degree for piece in sorted(pieces, key=lambda piece: piece.chain)] == widths

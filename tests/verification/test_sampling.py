@@ -1,0 +1,76 @@
+"""`check` accepts a chain of segments exactly where, at every outcome of its switch, every step is taken once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.analysis.uses import Values
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
+from arachnec.ir.values import Attributes
+from arachnec.planning.sampling.segments import chain, segments_of
+from arachnec.verification.sampling import StepsLeft, WrongStep, check_sampling
+
+MODELS = ("large", "small")
+
+
+@st.composite
+def clips(draw: st.DrawFn) -> Clip:
+    steps = draw(st.integers(1, 12))
+    least = draw(st.integers(0, steps))
+    most = draw(st.integers(least, steps))
+    return Clip(0, 1, 16, 16, 0, 4, Attributes.of(steps=steps, window=(least, most), forecast=most))
+
+
+def module_of(clip: Clip, cascades: tuple[Cascade, ...]) -> Module:
+    attrs = Attributes.of(models=MODELS, switch="adaptive=1")
+    return Module("requests", Level.PARTITIONED, None, (clip,), (), cascades=cascades, attrs=attrs)
+
+
+def steps_at(segments: list[tuple[str, tuple[int, int]]], outcome: int) -> list[tuple[int, str]]:
+    """By hand: step by step, who may take it. A segment takes a step of its range that is its model's."""
+    taken = []
+    for stage, (first, last) in segments:
+        for step in range(first, last + 1):
+            if (step < outcome) == (stage == MODELS[0]):
+                taken.append((step, stage))
+    return taken
+
+
+def right(clip: Clip, segments: list[tuple[str, tuple[int, int]]]) -> bool:
+    steps, (least, most) = clip.attrs["steps"], clip.attrs["window"]  # type: ignore[misc]
+    assert isinstance(steps, int) and isinstance(least, int) and isinstance(most, int)
+    return all(
+        [step for step, _ in steps_at(segments, outcome)] == list(range(steps)) for outcome in range(least, most + 1)
+    )
+
+
+@given(clips(), st.integers(1, 5), st.none() | st.integers(1, 5), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_chain_is_accepted_where_every_outcome_takes_every_step_once(
+    clip: Clip, length: int, longest: int | None, data: st.DataObject
+) -> None:
+    module = module_of(clip, ())
+    cascades = tuple(chain(module, [clip], list(segments_of(clip, 2, length, longest))))
+    assert not list(check_sampling(Values(module_of(clip, cascades))))
+    place = data.draw(st.integers(0, len(cascades) - 1))
+    first, last = (data.draw(st.integers(0, 12)) for _ in range(2))
+    stage = data.draw(st.sampled_from(MODELS))
+    changed = replace(cascades[place], stage=stage).with_attrs(steps=(min(first, last), max(first, last)))
+    mutated = (*cascades[:place], changed, *cascades[place + 1 :])
+    segments = [(c.stage, tuple(c.attrs["steps"])) for c in mutated]  # type: ignore[arg-type]
+    problems = list(check_sampling(Values(module_of(clip, mutated))))
+    assert bool(problems) != right(clip, segments)  # type: ignore[arg-type]
+    assert {type(problem) for problem in problems} <= {WrongStep, StepsLeft}
+
+
+def test_segments_cut_a_window_and_leave_the_rest_whole() -> None:
+    clip = Clip(0, 1, 16, 16, 0, 4, Attributes.of(steps=20, window=(6, 12), forecast=8))
+    cut = [(segment.steps, segment.after) for segment in segments_of(clip, 2, 4)]
+    before = [((0, 5), False), ((6, 8), False), ((9, 11), False)]
+    assert cut == [*before, ((6, 8), True), ((9, 11), True), ((12, 19), True)]
+    assert {Phase.DENOISE} == {
+        cascade.phase for cascade in chain(module_of(clip, ()), [clip], list(segments_of(clip, 2, 4)))
+    }

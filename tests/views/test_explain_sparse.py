@@ -1,0 +1,37 @@
+"""Which layers are sparse and why the others are not, in sentences and in the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from arachnec.ir.parser import parse_module
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.report import plan_report
+from arachnec.views.explain import explain
+
+CASE = Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade"
+
+
+def test_a_plan_says_what_is_sparse_and_what_stays_dense() -> None:
+    text = CASE.read_text().replace("query_group", 'dense = [["Block/cross", "its keys are no tokens"]], query_group')
+    pipeline, module = Pipeline.parse(text.splitlines()[0].split("--passes ")[1]), parse_module(text)
+    planned = pipeline.run(module)
+    sentences = next(section.sentences for section in explain(planned) if section.title == "Sparse attention")
+    assert sentences[0] == (
+        "In @dit all layers may attend to chosen keys: predicted 19.8 % of the keys, from 4 % to 50 % by head."
+    )
+    assert sentences[1] == "1 of 2 cascades do, from 32760 tokens a clip on."
+    assert "stay dense, up to 16 tokens a clip: choosing keys would take longer" in sentences[2]
+    assert "cut between query groups" in sentences[3]
+    assert sentences[4] == "`Block/cross` of @dit attends to all keys: its keys are no tokens."
+    (row,) = plan_report(planned, 0.0)["sparse"]
+    assert row["stage"] == "dit"
+    assert (row["layers"], row["cascades"], row["dense_cascades"]) == (2, 1, 1)
+    assert 1 < row["head_imbalance"] < 1.05
+
+
+def test_a_dense_plan_says_nothing_of_it() -> None:
+    text = "".join(line for line in CASE.read_text().splitlines(keepends=True) if "density" not in line)
+    planned = Pipeline.parse(text.splitlines()[0].split("--passes ")[1]).run(parse_module(text))
+    assert not [section for section in explain(planned) if section.title == "Sparse attention"]
+    assert plan_report(planned, 0.0)["sparse"] == []
