@@ -142,7 +142,7 @@ def compile(
     one; ``data`` is None where the training options have a ``mix``. Raises ``UserError`` for every mistake in the
     input.
     """
-    from arachnec.backends.training_trace import demand_optimizer_fits, validation_of
+    from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
 
     training = training or Training()
@@ -152,10 +152,11 @@ def compile(
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
+    held_back = validation_manifest(manifest.clips, training)
     started = time.perf_counter()
     trace = trace_file(model_file, manifest, training)
     traced = front_end(trace, manifest, machine)
-    validation = validation_of(trace, manifest.clips, training)
+    validation = validation_of(trace, held_back)
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from arachnec.backends.cascade_step import in_training_precision, trained_parameters
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
-from arachnec.data.manifest import read_manifest
+from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
 from arachnec.ir.nodes import Module
@@ -36,12 +36,19 @@ def training_trace(model_file: ModelFile, clips: Sequence[VideoClip], training: 
     return replace(traced, stages=tuple(stages))
 
 
-def validation_of(trace: Trace, clips: Sequence[VideoClip], training: Training) -> str:
-    """The validation manifest of the options as an executable has it; empty without one. Raises ``UserError``."""
+def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manifest | None:
+    """The options' validation manifest, beside the ``clips`` of training; None without one. Raises ``UserError``."""
     if training.validation.data is None:
-        return ""
+        return None
     manifest = read_manifest(training.validation.data)
     encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
+    return manifest
+
+
+def validation_of(trace: Trace, manifest: Manifest | None) -> str:
+    """A validation manifest as an executable has it; empty without one. Raises ``UserError``."""
+    if manifest is None:
+        return ""
     _hold_against_headers(trace, manifest.clips)
     return validation_text(manifest.iterations, trace.tokens)
 

@@ -12,7 +12,12 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.backends.training_trace import demand_optimizer_fits, training_trace, validation_of
+from arachnec.backends.training_trace import (
+    demand_optimizer_fits,
+    training_trace,
+    validation_manifest,
+    validation_of,
+)
 from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
@@ -94,6 +99,7 @@ def _compiled(
         raise UserError(NothingLeft(None, counted(-(-source.batches // training.accumulate), "step")))
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
+    held_back = validation_manifest(clips, training)
     trace = training_trace(model_file, clips, training)
     traced = traced_module(trace, [clips], compiling.cluster)
     model = pipeline.run_model_part(traced)
@@ -109,6 +115,6 @@ def _compiled(
         model=model,
         training=training,
         source=None if model_file.module is None else source_of(model_file),
-        validation=validation_of(trace, clips, training),
+        validation=validation_of(trace, held_back),
     )
     return start, ToldBatches(start, source, trace.tokens)
