@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.equivalence.execution import OnRank, captured_blocks, run_rank, run_reference_steps
 from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.equivalence.small_program import CannotExecute, Small, small
@@ -72,6 +73,7 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     if world > MOST_RANKS:
         reason = f"it has {world} ranks, and this machine is to execute at most {MOST_RANKS}"
         raise UserError(CannotExecute(module.span, module.name, reason))
+    demand_supported(module, module.programs)
     reduced = small(module)
     model_file = stand_in(reduced.form)
     captured = captured_blocks(reduced, model_file)

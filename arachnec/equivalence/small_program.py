@@ -130,10 +130,12 @@ def _small_cascade(cascade: Cascade, tokens: dict[int, int]) -> Cascade:
 
 
 def _small_step(step: Instruction, tokens: dict[str, int]) -> Instruction:
-    shards = step.attrs.get("shards")
-    if shards is None:
+    if step.op != "forward":
         return step
-    return replace(step, attrs=step.attrs.updated(shards=_in_proportion(integers(shards), tokens[step.target])))
+    attrs, shards = step.attrs.updated(attention=None), step.attrs.get("shards")  # kernels are those of this machine
+    if shards is not None:
+        attrs = attrs.updated(shards=_in_proportion(integers(shards), tokens[step.target]))
+    return replace(step, attrs=attrs)
 
 
 def _in_proportion(shards: tuple[int, ...], total: int) -> tuple[int, ...]:

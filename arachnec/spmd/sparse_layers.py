@@ -25,12 +25,13 @@ from arachnec.kernels.sparse.predictor import (
     kept_blocks,
     measured_sparsity,
     moved,
+    needed_blocks,
     predicted_scores,
     score_loss,
     true_scores,
     turns_sparse,
 )
-from arachnec.kernels.sparse.token_cubes import Grid, TokenCubes, token_cubes
+from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.spmd.sparse_block import Site
 
@@ -40,25 +41,24 @@ ROWS = 64  # queries whose rows of scores a predictor learns from in a step
 
 @dataclass(frozen=True)
 class LayerState:
-    """What is known of a layer before a step: measured sparsity of its heads, and whether it runs sparse."""
+    """What is known of a layer before a step: measured sparsity of its heads, the share of key blocks that a group of
+    queries needs, and whether it runs sparse."""
 
     site: Site
     projections: Projections
     sparsities: tuple[float, ...]
+    densities: tuple[float, ...]
     sparse: bool = False
-
-    @property
-    def densities(self) -> tuple[float, ...]:
-        return tuple(1 - sparsity for sparsity in self.sparsities)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the heads that were computed here, [heads] each: loss, sparsity, the attention that the chosen blocks of one
-    group hold and its share of the best choice's; and the gradients of the projections."""
+    """Of the heads that were computed here, [heads] each: loss, sparsity, the share of blocks that one group needs, the
+    attention that its chosen blocks hold and that share of the best choice's; and the projections' gradients."""
 
     loss: Tensor
     sparsity: Tensor
+    needed: Tensor
     held: Tensor
     of_best: Tensor
     gradients: tuple[Tensor, Tensor]
@@ -66,13 +66,16 @@ class Measured:
 
 @dataclass
 class SparseCascade:
-    """One cascade's attention. ``lists`` are those to replay, None for dense; those of other layers are added as they
-    are chosen, and what runs again in the backward takes them from here. ``weight`` None trains no predictor."""
+    """One cascade's attention. ``replay`` are lists of all heads that are taken as they are, None for dense. ``lists``
+    are those of the heads that were computed here: what runs again in the backward takes them from there. ``weight``
+    None trains no predictor."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
     draw: str  # seed/step/clip
     weight: float | None = None
+    sizes: tuple[int, int, int] = (QUERIES, KEYS, CELL)  # tokens of a group, a block and a cell
+    replay: Mapping[Layer, KeyLists | None] = field(default_factory=dict)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     measured: dict[Layer, Measured] = field(default_factory=dict)
     _cubes: dict[tuple[int, str | None], TokenCubes] = field(default_factory=dict)
@@ -89,7 +92,15 @@ class SparseCascade:
             rest = length - math.prod(self.grid)
             grid = self.grid if rest == 0 or (captions and rest > 0) else (1, 1, length)
             first = captions == "first"
-            cubes = token_cubes(grid, captions=length - math.prod(grid), captions_first=first)
+            queries, keys, cell = self.sizes
+            cubes = token_cubes(
+                grid,
+                captions=length - math.prod(grid),
+                captions_first=first,
+                queries=queries,
+                keys=keys,
+                cell=cell,
+            )
             self._cubes[length, captions] = cubes
         return self._cubes[length, captions]
 
@@ -113,7 +124,11 @@ class OfBlock:
         if heads[0] == heads[1]:
             return video_attention(query, key, value, cubes, None, mask=mask, scale=scale)
         if layer not in cascade.lists:
-            cascade.lists[layer] = self._chosen(state, by, query, key, cubes, here) if state.sparse else None
+            if layer in cascade.replay:
+                given = cascade.replay[layer]
+                cascade.lists[layer] = None if given is None else given.of_heads(*heads)
+            else:
+                cascade.lists[layer] = self._chosen(state, by, query, key, cubes, here) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
         if cascade.weight is None:
             return out
@@ -163,9 +178,11 @@ class OfBlock:
                 lists = self._chosen(state, by, query, key, cubes, here)
             video = len(cubes.blocks) - 1 - cubes.captions
             chosen = chosen_blocks(lists, video + cubes.captions)[:, :, group, :video]
-            held, of_best = held_mass(true_scores(of_group, keys, scale), chosen, cubes.blocks[: video + 1])
+            scores = true_scores(of_group, keys, scale)
+            held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
+            needed = needed_blocks(scores, cubes.blocks[: video + 1])
             sparsity = measured_sparsity(true)
-        return Measured(loss.detach(), sparsity, held, of_best, (of_query, of_key))
+        return Measured(loss.detach(), sparsity, needed, held, of_best, (of_query, of_key))
 
 
 def add_predictors(
@@ -185,15 +202,18 @@ def add_predictors(
             query, key = (nn.Parameter(x.to(device)) for x in (start.query, start.key))
             module.register_parameter(f"sparse_query_{site.number}", query)
             module.register_parameter(f"sparse_key_{site.number}", key)
-            layers[path, site.number] = LayerState(site, Projections(query, key), (0.0,) * site.heads)
+            layers[path, site.number] = LayerState(
+                site, Projections(query, key), (0.0,) * site.heads, (1.0,) * site.heads
+            )
     return layers
 
 
 def after(state: LayerState, measured: Measured) -> LayerState:
     """What is known of a layer after a step that measured all its heads. Waits for the device."""
     sparsities = moved(state.sparsities, measured.sparsity.tolist())
+    densities = moved(state.densities, measured.needed.tolist())
     sparse = turns_sparse(float(measured.loss.mean()), float(measured.of_best.mean()))
-    return replace(state, sparsities=sparsities, sparse=sparse)
+    return replace(state, sparsities=sparsities, densities=densities, sparse=sparse)
 
 
 class _Beside(torch.autograd.Function):

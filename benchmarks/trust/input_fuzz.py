@@ -227,10 +227,10 @@ def main() -> None:
         if why is not None:
             wrong.append({"input": number, "kind": name, "why": why})
             print(json.dumps(wrong[-1]), flush=True)
-    result = {"inputs": options.inputs, "seed": options.seed, **counts, "wrong": wrong}
+        result = {"inputs": number + 1, "seed": options.seed, **counts, "wrong": wrong}
+        if options.output:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

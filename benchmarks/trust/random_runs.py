@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    worst, wrong, started = 0.0, [], time.time()
+    worst, wrong, started = 0.0, list[dict[str, object]](), time.time()
     for number in range(options.programs):
         module = checked(random_program(random.Random(f"{options.seed}/{number}"), ranks=4))
         try:
@@ -31,11 +31,11 @@ def main() -> None:
         except UserError as error:
             wrong.append({"program": number, "why": str(error)[:300]})
             print(json.dumps(wrong[-1]), flush=True)
-    wall = round(time.time() - started)
-    result = {"programs": options.programs, "seed": options.seed, "worst": worst, "wrong": wrong, "wall_s": wall}
+        wall = round(time.time() - started)
+        result = {"programs": number + 1, "seed": options.seed, "worst": worst, "wrong": wrong, "wall_s": wall}
+        if options.output:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

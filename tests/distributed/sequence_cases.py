@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,9 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
+from arachnec.kernels.attention.exchange import even_ranges
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.subgroups import subgroups
+from arachnec.kernels.sparse.token_cubes import Grid
 from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.sparse_layers import SparseCascade
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from tests.distributed.harness import started_by
 from tests.spmd.sequence_models import MODELS, Size
@@ -31,7 +34,7 @@ from tests.spmd.sequence_models import MODELS, Size
 @dataclass(frozen=True)
 class Step:
     """``tokens`` per rank, sum the clip's; where empty, at random cuts. ``recompute`` is all blocks, or the first so
-    many."""
+    many. ``grid`` is the clip's, where attention is sparse."""
 
     ranks: tuple[int, ...]
     ulysses: int
@@ -39,6 +42,7 @@ class Step:
     size: Size
     tokens: tuple[int, ...] = ()
     recompute: bool | int = False
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,9 @@ def _rank(
         groups = ProcessGroups()
         groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
         mine = [step for step in steps if rank in step.ranks]
+        if any(step.grid for step in steps):
+            pipe.send([_compare_sparse(name, models[0], groups, step) for step in mine])
+            return
         truths = {size: _step(models[1], MODELS[name].arguments(size), 1.0) for size in {step.size for step in mine}}
         pipe.send([_compare(name, models[0], truths[step.size], groups, step) for step in mine])
     except BaseException:
@@ -192,6 +199,46 @@ def _compare(
         again = frozenset(paths[: step.recompute])
     with sequence.use(shard, recompute=again):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
+    return _difference(step, groups, loss, partial, true_loss, truth)
+
+
+def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, step: Step) -> Difference:
+    """Sparse attention on several ranks against one process that replays nothing: every layer's lists are replayed by
+    the ranks, and what they would have chosen themselves is the same."""
+    case, degree = MODELS[name], len(step.ranks)
+    arguments, grid = case.arguments(step.size), step.grid
+    assert grid is not None
+    measured = sequence.sparsify(rank=4)
+    layers = {at: replace(s, sparse=True, densities=(0.3,) * s.site.heads) for at, s in measured.items()}
+    shard = groups.shard(step.ranks, uneven(case.tokens(step.size), degree), step.ulysses, step.ring)
+    alone = SparseCascade(layers, grid, "0/0/a", weight=1.0)
+    with sequence.use(None, sparse=alone):
+        true_loss, truth = _step(sequence.model, arguments, 1.0)
+    chosen = SparseCascade(layers, grid, "0/0/a")
+    with sequence.use(shard, sparse=chosen), torch.no_grad():
+        sequence.model(**arguments)
+    for layer, lists in chosen.lists.items():
+        theirs, heads = alone.lists[layer], even_ranges(layers[layer].site.heads, degree)[shard.index]
+        assert lists is not None and theirs is not None and len(theirs.indices)
+        assert torch.equal(lists.indices, theirs.of_heads(*heads).indices)
+    replayed = SparseCascade(layers, grid, "0/0/a", weight=1.0, replay=alone.lists)
+    with sequence.use(shard, recompute=bool(step.recompute), sparse=replayed):
+        loss, partial = _step(sequence.model, arguments, 1 / degree)
+    everywhere = {
+        name: partial.get(name, torch.zeros_like(true)) for name, true in truth.items()
+    }  # without heads: none
+    return _difference(step, groups, loss, everywhere, true_loss, truth)
+
+
+def _difference(
+    step: Step,
+    groups: ProcessGroups,
+    loss: float,
+    partial: dict[str, Tensor],
+    true_loss: float,
+    truth: dict[str, Tensor],
+) -> Difference:
+    degree = len(step.ranks)
     assert partial.keys() == truth.keys()
     for gradient in partial.values() if degree > 1 else ():
         dist.all_reduce(gradient, group=groups.get(step.ranks))

@@ -88,7 +88,7 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
 ) -> None:
     sequence, layers = joint
     sparse = {
-        layer: replace(state, sparse=True, sparsities=(0.6,) * state.site.heads) for layer, state in layers.items()
+        layer: replace(state, sparse=True, densities=(0.4,) * state.site.heads) for layer, state in layers.items()
     }
     first = SparseCascade(sparse, GRID, "0/0/a", weight=1.0)
     output, gradients = step(sequence, first)
@@ -96,7 +96,7 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
     dense, _ = step(sequence, SparseCascade(layers, GRID, "0/0/a"))
     assert not any(is_full(lists, first.cubes(96 + SIZE.text, "first")) for lists in first.lists.values() if lists)
     for recompute in (True, False):
-        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, lists=dict(first.lists))  # predictors say dense
+        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, replay=first.lists)  # predictors say dense
         output2, gradients2 = step(sequence, again, recompute)
         assert torch.equal(output, output2)
         assert all(torch.equal(gradients[name], gradients2[name]) for name in gradients)
@@ -111,6 +111,7 @@ def test_a_layer_s_state_follows_what_was_measured(joint: tuple[SequenceModel, d
         measured = cascade.measured[layer]
         following = after(state, measured)
         assert following.sparsities == pytest.approx([0.1 * x for x in measured.sparsity.tolist()])
+        assert following.densities == pytest.approx([0.9 + 0.1 * x for x in measured.needed.tolist()])
         assert not following.sparse
         good = replace(measured, loss=measured.loss * 0, of_best=measured.of_best * 0 + 1)
         assert after(state, good).sparse

@@ -22,6 +22,14 @@ class KeyLists:
     def bytes(self) -> int:
         return self.indices.nbytes + self.counts.nbytes
 
+    def of_heads(self, first: int, end: int) -> KeyLists:
+        """The lists of heads first to end. Waits for the device."""
+        clips, heads, groups = self.counts.shape
+        wanted = torch.zeros(clips, heads, groups, dtype=torch.bool, device=self.counts.device)
+        wanted[:, first:end] = True
+        listed = torch.repeat_interleave(wanted.view(-1), self.counts.view(-1))
+        return KeyLists(self.indices[listed], self.counts[:, first:end].contiguous())
+
 
 def full_lists(clips: int, heads: int, groups: int, blocks: int) -> KeyLists:
     """Every group attends to every block."""

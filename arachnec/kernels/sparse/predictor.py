@@ -92,9 +92,7 @@ def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, T
 
     ``scores`` [B, H, n, video] of the group's queries, ``chosen`` [B, H, N] bool, ``blocks`` [N + 1] starts.
     """
-    block = torch.repeat_interleave(torch.arange(chosen.shape[-1]), blocks.diff()).to(scores.device)
-    mass = scores.softmax(-1).mean(2)
-    of_block = torch.zeros(chosen.shape, device=scores.device).index_add_(2, block, mass)
+    of_block = _block_mass(scores, blocks)
     held = (of_block * chosen).sum(-1)
     order = of_block.sort(-1, descending=True).values.cumsum(-1)
     counts = chosen.sum(-1, keepdim=True)
@@ -103,8 +101,25 @@ def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, T
     return held.mean(0), ratio.mean(0)
 
 
+def needed_blocks(scores: Tensor, blocks: Tensor, mass: float = MASS) -> Tensor:
+    """[H], mean over clips: the fewest blocks that hold ``mass`` of one group's attention, as a share of all blocks.
+
+    Queries of a group share one list, so a group needs more than each of its queries does. Sizes as in ``held_mass``.
+    """
+    held = _block_mass(scores, blocks).sort(-1, descending=True).values.cumsum(-1)
+    needed = (held < mass).sum(-1) + 1
+    return needed.clamp_max(held.shape[-1]).float().mean(0) / held.shape[-1]
+
+
+def _block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
+    """[B, H, N]: the share of a group's attention that each block holds."""
+    block = torch.repeat_interleave(torch.arange(len(blocks) - 1), blocks.diff()).to(scores.device)
+    of_block = torch.zeros(*scores.shape[:2], len(blocks) - 1, device=scores.device)
+    return of_block.index_add_(2, block, scores.softmax(-1).mean(2))
+
+
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
-    """The heads' sparsities after one more measurement."""
+    """What is known of heads after one more measurement."""
     return tuple(MOMENTUM * old + (1 - MOMENTUM) * new for old, new in zip(before, measured, strict=True))
 
 

@@ -15,6 +15,7 @@ from arachnec.kernels.sparse.predictor import (
     kept_blocks,
     measured_sparsity,
     moved,
+    needed_blocks,
     predicted_scores,
     score_loss,
     true_scores,
@@ -60,6 +61,8 @@ def test_the_mass_that_chosen_blocks_hold_is_compared_with_the_best_choice_of_th
     assert (held.item(), ratio.item()) == (pytest.approx(0.3), pytest.approx(0.6))
     held, ratio = held_mass(scores, torch.zeros(1, 1, 3, dtype=torch.bool), blocks)
     assert (held.item(), ratio.item()) == (0.0, 1.0)
+    assert needed_blocks(scores, blocks).item() == 1.0
+    assert needed_blocks(scores, blocks, 0.75).item() == pytest.approx(2 / 3)
     assert turns_sparse(0.009, 0.97) and not turns_sparse(0.01, 0.99) and not turns_sparse(0.001, 0.96)
 
 

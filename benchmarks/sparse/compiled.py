@@ -1,0 +1,86 @@
+"""Registers, shared memory and spills of the kernels over lists of key blocks on an H100, from Triton's own compiler.
+
+    python benchmarks/sparse/compiled.py [--json FILE]
+
+Nothing runs: no GPU is needed. FLOPs and bytes are of one program and one entry of its list: two products forward,
+three for queries' gradients, four for keys' and values'. Read are rows of keys and values, or of queries and gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+from compile_estimate import estimate
+
+from arachnec.kernels.sparse.block_launch import launch_options
+from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
+
+GROUP, BLOCK = 64, 64
+NUMBERS = {
+    "tokens": 32760,
+    "group_count": 512,
+    "block_count": 512,
+    "heads": 12,
+    "mask_clip": 0,
+    "mask_head": 0,
+    "mask_row": 0,
+    "scale": 0.125,
+}
+INDICES = ("tiles", "tile_groups", "groups", "blocks", "indices", "readers")
+
+
+def row(name: str, kernel: Any, products: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
+    constants = launch_options(size, dtype, GROUP if name == "keys" else BLOCK, name == "keys")
+
+    def given(argument: str) -> Any:
+        if argument in NUMBERS:
+            return NUMBERS[argument]
+        if argument in ("lse", "delta"):
+            return torch.empty(1, device="meta")
+        if argument in ("order", "starts"):
+            return torch.empty(1, dtype=torch.int64, device="meta")
+        return torch.empty(1, dtype=torch.int32 if argument in INDICES else dtype, device="meta")
+
+    arguments = tuple(given(argument) for argument in kernel.arg_names if argument not in constants)
+    usage = estimate(kernel, arguments, constants)
+    queries, keys = constants["QUERIES"], constants["KEYS"]
+    pairs = queries * BLOCK if name != "keys" else GROUP * keys
+    rows = BLOCK if name != "keys" else GROUP
+    return {
+        "kernel": name,
+        "head": size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tile": f"{queries} x {keys}",
+        "warps": usage.warps,
+        "registers": usage.registers,
+        "shared": usage.shared,
+        "spilled": usage.spilled,
+        "flops": 2 * products * pairs * size,
+        "bytes": 2 * rows * size * dtype.itemsize,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in (64, 128, 256):
+            kernels = (("forward", attention_forward, 2), ("queries", query_gradients, 3), ("keys", key_gradients, 4))
+            for name, kernel, products in kernels:
+                rows.append(row(name, kernel, products, size, dtype))
+                print(rows[-1], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

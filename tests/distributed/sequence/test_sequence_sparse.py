@@ -1,0 +1,16 @@
+"""Sparse attention on several ranks chooses the lists of one, and under them has its loss and gradients."""
+
+from tests.distributed.sequence_cases import Step, compare
+from tests.spmd.sequence_models import Size
+
+CLIP, GRID = Size(8, 16, 16, batch=1), (8, 8, 8)
+
+
+def test_loss_and_every_gradient_equal_those_of_one_process_under_the_same_lists() -> None:
+    steps = (
+        Step((1, 0), 2, 1, CLIP, recompute=True, grid=GRID),
+        Step((0, 1, 2, 3), 4, 1, CLIP, grid=GRID),  # of 3 heads
+    )
+    found = compare("cogvideox-rotary", steps)
+    assert len(found) == 6
+    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []

@@ -1,0 +1,53 @@
+"""Runs the kernels of sparse attention in Triton's interpreter; ``main`` gives {case: {tensor: error}}."""
+
+import math
+
+import torch
+
+from arachnec.kernels.sparse.block_launch import Tile, launch_backward, launch_forward, lists_of
+from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
+from arachnec.kernels.sparse.token_cubes import token_cubes
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+GRID, CAPTIONS, CLIPS, HEADS = (2, 3, 5), 3, 1, 3
+
+
+def errors(size: int, masked: str, dtype: str) -> dict[str, float]:
+    torch.manual_seed(1)
+    cubes = token_cubes(GRID, captions=CAPTIONS, queries=16, keys=8, cell=4)
+    total, groups, blocks = len(cubes.order), len(cubes.groups) - 1, len(cubes.blocks) - 1
+    table = torch.rand(CLIPS, HEADS, groups, blocks) < torch.tensor([0.0, 0.5, 1.0])[None, :, None, None]
+    lists = KeyLists(table.nonzero()[:, 3].int(), table.sum(-1, dtype=torch.int32))
+    query, key, value, grad = (torch.randn(CLIPS, HEADS, total, size).to(DTYPES[dtype]) for _ in range(4))
+    mask = None
+    if masked == "keys":
+        mask = torch.rand(CLIPS, 1, 1, total) < 0.6
+    if masked == "bias":
+        mask = torch.randn(1, HEADS, total, total)
+    all_lists = lists_of(lists.indices, lists.counts, cubes.groups, cubes.blocks, total, 16)
+    scale = size**-0.5
+    how = (all_lists, cubes.order, cubes.blocks, scale, Tile(16, 16, 1))
+    out, lse = launch_forward(query, key, value, mask, *how)
+    grads = launch_backward(grad, query, key, value, out, lse, mask, *how)
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    pairs = torch.repeat_interleave(chosen_blocks(lists, blocks), cubes.groups.diff(), 2)
+    pairs = torch.repeat_interleave(pairs, cubes.blocks.diff(), 3)
+    pairs = torch.cat([pairs, pairs.new_ones(CLIPS, HEADS, CAPTIONS, total)], 2)[:, :, cubes.places][..., cubes.places]
+    scores = exact[0] @ exact[1].mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    scores = scores.masked_fill(~pairs, -math.inf)
+    truth = scores.softmax(-1).nan_to_num(0.0) @ exact[2]
+    truth.backward(grad.double())
+    compared = {"out": (out, truth)} | {
+        n: (g, x.grad) for n, g, x in zip(("dq", "dk", "dv"), grads, exact, strict=True)
+    }
+    sees = scores.logsumexp(-1) > -math.inf
+    compared["lse"] = (lse[sees], scores.logsumexp(-1)[sees])
+    assert (lse[~sees] == -math.inf).all()
+    return {name: float((got.double() - want).abs().max() / want.abs().max()) for name, (got, want) in compared.items()}
+
+
+def main() -> dict[str, dict[str, float]]:
+    cases = [(24, "keys", "fp32"), (16, "bias", "fp16")]
+    return {" ".join(map(str, case)): errors(*case) for case in cases}
