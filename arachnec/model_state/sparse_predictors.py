@@ -104,7 +104,8 @@ class SparsePredictors:
             moments = {name: torch.zeros_like(value) for name in MOMENTS}
             optimizer.state[value] = {"step": torch.zeros(()), **moments}
         kept = {number: _row(state) for number, state in layers.items()}
-        return cls(names, layers, (count_in(stage, "query_group"), count_in(stage, "key_block"), CELL), optimizer, kept)
+        queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), optimizer, kept)
 
     def cascade(
         self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None

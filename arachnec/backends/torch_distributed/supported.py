@@ -86,17 +86,19 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
 
 def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Diagnostic]:
     """Attention to chosen keys runs in models that are whole on every rank, its heads exchanged between all ranks."""
+    whole = "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,place,bucket,lower,check`"
     for stage in module.stages:
         if not stage.trained or not layer_densities(stage):
             continue
-        what, whole = f"`@{stage.name}`", "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,{end}`"
-        remedy = whole.format(end="place,bucket,lower,check")
-        if "part_of" in stage.attrs:
-            yield SparseCannotRun(stage.span, what, "in a model that `stages` cut", remedy)
-        elif cell_of(stage):
-            yield SparseCannotRun(stage.span, what, "where parameters are dealt out over cells", remedy)
-        elif in_host(stage):
-            yield SparseCannotRun(stage.span, what, "where parts of the model lie in host memory", remedy)
+        refused = (
+            ("part_of" in stage.attrs, "in a model that `stages` cut", whole),
+            (cell_of(stage) is not None, "where parameters are dealt out over cells", whole),
+            (bool(in_host(stage)), "where parts of the model lie in host memory", whole),
+            ("graphs" in stage.attrs, "in blocks that no one graph serves", "compile without `sparsify`"),
+        )
+        for cannot, how, remedy in refused:
+            if cannot:
+                yield SparseCannotRun(stage.span, f"`@{stage.name}`", how, remedy)
     sparse = {cascade.name: cascade for cascade in module.cascades if "sparse" in cascade.attrs}
     for program in programs:
         for step in program.instructions:

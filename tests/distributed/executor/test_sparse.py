@@ -104,8 +104,10 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
     demand_supported(program, program.programs)
     (stage,) = program.stages
     around = [Work((0,), (0, 1), 0.0, attrs=(*SPARSE, ("ulysses", 1), ("ring", 2))), *WORKS[1:]]
-    cells = replace(program, stages=(replace(stage, attrs=stage.attrs.updated(cell=2)),))
-    for module, said in ((planned(4, tuple(around))[1], "in a ring"), (cells, "dealt out over cells")):
+    cases = [(planned(4, tuple(around))[1], "in a ring")]
+    for said, attrs in {"over cells": {"cell": 2}, "in host memory": {"host": ("optimizer",)}}.items():
+        cases.append((replace(program, stages=(replace(stage, attrs=stage.attrs.updated(**attrs)),)), said))
+    for module, said in cases:
         with pytest.raises(UserError, match=said) as error:
             demand_supported(module, module.programs)
         assert [type(problem) for problem in error.value.diagnostics] == [SparseCannotRun]
