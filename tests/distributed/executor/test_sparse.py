@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, lowered, traced, train_on
 
-CLIPS = (clip("long", 30), clip("short", 25), clip("dense", 2))
+CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
 SPARSE = (("sparse", (0, 1)),)
 WORKS = (
@@ -30,12 +30,13 @@ WORKS = (
 
 
 def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]:
-    """The traced module and the program; predictors of rank 4, the size of a head, are right from the first step."""
+    """The traced module and the program. Many blocks of keys, so that a small step of a density leaves one out; predictors
+    of rank 4, the size of a head, are right from the first step."""
     source = traced(2, [CLIPS])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
-        layers=LAYERS, density=density, predictor_rank=rank, query_group=16, key_block=4, mass=0.9, division="groups"
+        layers=LAYERS, density=density, predictor_rank=rank, query_group=16, key_block=1, mass=0.9, division="groups"
     )
     source = replace(source, stages=(replace(stage, attrs=attrs),))
     return source, lowered(source, works)
