@@ -1,4 +1,4 @@
-"""How the fine-tuned model is sampled, beside its training and behind it: the pipeline's scheduler, text encoder, VAE."""
+"""How the tuned model is sampled, in training and behind it: with the pipeline's scheduler, text encoder and VAE."""
 
 from arachnec.models.diffusers import wan
 from arachnec.models.diffusers.sampler import wan_sampler

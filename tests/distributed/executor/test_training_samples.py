@@ -44,7 +44,9 @@ def start(request, generator):
 def arguments(name, latents, timestep, request, conditional):
     return {"x": latents, "time": timestep[None]}
 """
-REQUESTS = [{"id": name, "frames": 2, "height": 16, "width": 16, "steps": 3, "seed": 7} for name in "abc"]
+REQUESTS = [
+    {"id": name, "frames": 2, "height": 16, "width": 16, "text_tokens": 0, "steps": 3, "seed": 7} for name in "abc"
+]
 
 
 def options(folder: Path, every: int = 1) -> SampledRequests:
