@@ -30,8 +30,8 @@ WORKS = (
 
 
 def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]:
-    """The traced module and the program. Many blocks of keys, so that a small step of a density leaves one out; predictors
-    of rank 4, the size of a head, are right from the first step."""
+    """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
+    Predictors of rank 4, the size of a head, are right from the first step."""
     source = traced(2, [CLIPS])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
