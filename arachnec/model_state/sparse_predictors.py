@@ -9,6 +9,7 @@ all-reduce a step, behind the update. So no bit of the model's gradient depends 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
@@ -22,8 +23,10 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
@@ -72,6 +75,22 @@ class CanBeSparse(Protocol):
 def sparse_stage(module: Module) -> Stage | None:
     """The trained stage whose layers can attend to chosen keys, if there is one."""
     return next((stage for stage in module.stages if stage.trained and layer_densities(stage)), None)
+
+
+def heads_note(module: Module) -> str | None:
+    """What a person should know where the plan divides heads by density; a run deals them out by number."""
+    for cascade in module.cascades:
+        even = sorted(even_split(layer_heads(cascade), cascade.degree)) if "heads" in cascade.attrs else []
+        for parts in parts_by_layer(cascade).values():
+            places = Counter(part.place for part in parts)
+            if sorted(places[place] for place in range(cascade.degree)) != even:
+                return "sparse heads go to the ranks by number, not by density as planned: steps may take longer"
+    return None
+
+
+def layer_heads(cascade: Cascade) -> int:
+    """Heads of a sparse layer, whole or cut."""
+    return max((part.head + 1 for parts in parts_by_layer(cascade).values() for part in parts), default=0)
 
 
 @dataclass

@@ -316,9 +316,8 @@ def train(
     events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, trainer.note(), *trainer.init_notes(options.init)):
-        if note is not None:
-            events.emit(report.Note(note))
+    for note in (*notes, *trainer.notes(), *trainer.init_notes(options.init)):
+        events.emit(report.Note(note))
     for step in engine:
         events.emit(step.report)
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")

@@ -50,7 +50,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, heads_note, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -185,9 +185,10 @@ class Trainer:
     def device(self) -> torch.device:
         return self._context.device
 
-    def note(self) -> str | None:
+    def notes(self) -> list[str]:
         """What a person should know before the first step."""
-        return says_low(self.module, self._context.parameters)
+        told = says_low(self.module, self._context.parameters), heads_note(self.module)
+        return [note for note in told if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""

@@ -16,7 +16,11 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
+from arachnec.kernels.sparse.predictor import Projections
+from arachnec.model_state.sparse_predictors import SparsePredictors, heads_note
 from arachnec.models.file import load_model_file
+from arachnec.spmd.sparse_block import Site
+from arachnec.spmd.sparse_layers import Layer, LayerState
 from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, lowered, traced, train_on
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
@@ -112,3 +116,28 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
         with pytest.raises(UserError, match=said) as error:
             demand_supported(module, module.programs)
         assert [type(problem) for problem in error.value.diagnostics] == [SparseCannotRun]
+
+
+class Known:
+    """Stands in for a model: both layers can be sparse."""
+
+    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]:
+        assert seed == 0
+        site, values = Site(0, 3, 4, None), Projections(torch.ones(3, 4, rank), torch.ones(3, 4, rank))
+        return {(path, 0): LayerState(site, values, (0.0,) * 3, (1.0,) * 3) for path, _ in LAYERS}
+
+
+def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None:
+    _, program = planned(2)
+    predictors = SparsePredictors.of(program.stages[0], Known(), 0)
+    before = {name: value.clone() for name, value in predictors.tensors().items()}
+    sums, gradients = torch.ones(6, 3), [torch.ones(3, 4, 2)] * 2
+    broken = [gradients[0] * float("nan"), gradients[1]]
+    with pytest.raises(UserError, match="scores of layer 1 are not finite in step 7"):
+        predictors._learn({0: (sums, gradients), 1: (sums, broken)}, 7)
+    assert all(torch.equal(value, before[name]) for name, value in predictors.tensors().items())
+
+
+def test_a_person_is_told_where_the_plan_divides_heads_as_no_rank_does() -> None:
+    assert "by number, not by density" in (heads_note(planned(4)[1]) or "")  # 3 heads on 2 ranks: one is cut
+    assert heads_note(planned(4, WORKS[1:])[1]) is None
