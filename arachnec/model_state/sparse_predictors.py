@@ -80,7 +80,7 @@ def sparse_stage(module: Module) -> Stage | None:
 def heads_note(module: Module) -> str | None:
     """What a person should know where the plan divides heads by density; a run deals them out by number."""
     for cascade in module.cascades:
-        even = sorted(even_split(layer_heads(cascade), cascade.degree)) if "heads" in cascade.attrs else []
+        even = sorted(even_split(_heads(cascade), cascade.degree)) if "heads" in cascade.attrs else []
         for parts in parts_by_layer(cascade).values():
             places = Counter(part.place for part in parts)
             if sorted(places[place] for place in range(cascade.degree)) != even:
@@ -88,7 +88,7 @@ def heads_note(module: Module) -> str | None:
     return None
 
 
-def layer_heads(cascade: Cascade) -> int:
+def _heads(cascade: Cascade) -> int:
     """Heads of a sparse layer, whole or cut."""
     return max((part.head + 1 for parts in parts_by_layer(cascade).values() for part in parts), default=0)
 
