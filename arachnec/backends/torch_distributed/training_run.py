@@ -430,7 +430,10 @@ def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
         return None
     whole = checkpoint.newest(options.checkpoint)
     if whole is None:
-        events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
+        there = len(list(options.checkpoint.glob("step-*")))
+        which = f"none of the {there} checkpoints in {options.checkpoint} is whole"
+        none = which if there else f"no checkpoint in {options.checkpoint} yet"
+        events.emit(report.Note(f"{none}: beginning at step 0"))
     return whole
 
 
