@@ -383,7 +383,8 @@ class Watchdog:
             return ""
         awaited = phase.progress.awaited(self._me.rank, own.position).get(rank)
         work = phase.progress.work(rank, awaited)
-        return f"; since then it came to {phase.name}, and was to do {work} there; rank {self._me.rank} stood in {own.text()}"
+        stands = f"rank {self._me.rank} stood in {own.text()}"
+        return f"; since then it came to {phase.name}, and was to do {work} there; {stands}"
 
     def _places(self, ranks: Iterable[int]) -> dict[int, Place]:
         """Where these ranks stood last, as far as they have told."""
