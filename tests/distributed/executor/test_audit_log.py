@@ -90,7 +90,7 @@ def test_a_damaged_line_is_told_with_its_file_and_one_that_is_dropped_anyway_is_
     AuditLog(tmp_path, 2, 0).add(AuditLine(0, ["a"]))
     file = tmp_path / "audit" / "epoch-00000.jsonl"
     file.write_bytes(file.read_bytes() + b"\xff{\n")
-    with pytest.raises(UserError, match="line 2 of the audit log .*epoch-00000.jsonl cannot be read"):
+    with pytest.raises(UserError, match=r"line 2 of the audit log .*epoch-00000.jsonl cannot be read"):
         AuditLog(tmp_path, 2, 1)
     AuditLog(tmp_path, 2, 0)
     assert not file.exists()
