@@ -343,9 +343,10 @@ def test_ranks_that_send_to_each_other_first_deadlock() -> None:
     assert kinds(with_lists(module, lists)) == {deadlock.Deadlock}
 
 
-def test_a_bucket_may_start_as_soon_as_its_backward_does() -> None:
+def test_a_bucket_may_start_as_soon_as_its_backward_does_and_with_its_end() -> None:
     text = (GOLDEN / "buckets_valid.cascade").read_text()
     assert not find_problems(parse_module(text.replace("early = 8 ms", "early = 16 ms"), "all of the backward"))
+    assert not find_problems(parse_module(text.replace("early = 4 ms", "early = 0 ms"), "at its end"))
     assert kinds(parse_module(text.replace("early = 8 ms", "early = 16.01 ms"), "before it")) == {sums.WrongStart}
 
 

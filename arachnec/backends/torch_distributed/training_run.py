@@ -96,7 +96,8 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
+        told = {"the training options": training, **options.shared()}
+        agree(executable.digests | {name: events.digest(repr(value)) for name, value in told.items()})
         model_file = model_file or executable.model_file()
         self._executable = executable
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
