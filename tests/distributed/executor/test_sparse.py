@@ -123,8 +123,11 @@ class Known:
 
     def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]:
         assert seed == 0
-        site, values = Site(0, 3, 4, None), Projections(torch.ones(3, 4, rank), torch.ones(3, 4, rank))
-        return {(path, 0): LayerState(site, values, (0.0,) * 3, (1.0,) * 3) for path, _ in LAYERS}
+        return {(path, 0): self.state(rank) for path, _ in LAYERS}
+
+    def state(self, rank: int) -> LayerState:
+        values = Projections(torch.ones(3, 4, rank), torch.ones(3, 4, rank))
+        return LayerState(Site(0, 3, 4, None), values, (0.0,) * 3, (1.0,) * 3)
 
 
 def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None:
