@@ -51,6 +51,7 @@ class Generation:
     module: Module | None  # None where nothing is left
     out: Path
     planning_ms: float
+    tracing_ms: float
 
     @property
     def results(self) -> Results:
@@ -79,12 +80,14 @@ def prepare(
     settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, machine.attrs.get("device") == "cpu")
     left = Results(out, settings, file.digest).unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
+    if not left:
+        return Generation(file, settings, left, finished, None, out, 0.0, 0.0)
     started = time.perf_counter()
-    module = None
-    if left:
-        sampling = Sampling(file, names, rule, settings.restart)
-        module = planned(traced(sampling, left).module(machine), pipeline)
-    return Generation(file, settings, left, finished, module, out, (time.perf_counter() - started) * 1e3)
+    module = traced(Sampling(file, names, rule, settings.restart), left).module(machine)
+    begun = time.perf_counter()
+    program = planned(module, pipeline)
+    tracing_ms, planning_ms = (begun - started) * 1e3, (time.perf_counter() - begun) * 1e3
+    return Generation(file, settings, left, finished, program, out, planning_ms, tracing_ms)
 
 
 def switch_of(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
