@@ -57,6 +57,14 @@ class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: int = 100
 
 
+class SampledRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A sampler file and requests, which the trained model samples behind every so many optimizer steps."""
+
+    file: str | None = None
+    requests: str | None = None
+    every: int = 100
+
+
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest of a mix; clips are drawn from it as often as its ``weight`` says, beside the others' weights."""
 
@@ -100,6 +108,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
     validation: Validation = Validation()
+    sampling: SampledRequests = SampledRequests()
     mix: Mix = Mix()
 
 
@@ -161,10 +170,18 @@ def _demand_mixable(training: Training) -> None:
 def _demand_not_empty(training: Training) -> None:
     texts = [(f"logging.{name}", getattr(training.logging, name)) for name in Logging.__struct_fields__]
     texts += [("validation.data", training.validation.data)]
+    texts += [("sampling.file", training.sampling.file), ("sampling.requests", training.sampling.requests)]
     texts += [("mix.manifests.data", source.data) for source in training.mix.manifests]
     for key, value in texts:
         if value is not None and not value.strip():
             raise UserError(bad_value(key, value, "it is empty", "leave the key out, or name a place"))
+
+
+def _demand_sampler_and_requests(training: Training) -> None:
+    given = training.sampling
+    for key, value, other in (("file", given.file, given.requests), ("requests", given.requests, given.file)):
+        if value is None and other is not None:
+            raise UserError(bad_value(f"sampling.{key}", value, "one needs the other", f"give `sampling.{key}` too"))
 
 
 def verified(training: Training) -> Training:
@@ -180,6 +197,12 @@ def verified(training: Training) -> Training:
             "validation.every",
             training.validation.every,
             training.validation.every >= 1,
+            "give a number of steps, 1 or more",
+        ),
+        (
+            "sampling.every",
+            training.sampling.every,
+            training.sampling.every >= 1,
             "give a number of steps, 1 or more",
         ),
         (
@@ -200,5 +223,6 @@ def verified(training: Training) -> Training:
         raise UserError(*bad)
     _demand_finite(training)
     _demand_not_empty(training)
+    _demand_sampler_and_requests(training)
     _demand_mixable(training)
     return training

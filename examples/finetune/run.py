@@ -15,10 +15,13 @@ from pathlib import Path
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 OUTPUT = Path("finetune-output")
-PRETRAINED, CLIPS = OUTPUT / "pretrained", OUTPUT / "clips.jsonl"
+PRETRAINED, CLIPS, HELD_BACK = OUTPUT / "pretrained", OUTPUT / "clips.jsonl", OUTPUT / "held_back.jsonl"
+REQUESTS = OUTPUT / "requests.jsonl"  # sampled beside training, as train.toml says
 CLIP_NUMBERS = (3, 5, 10, 14)  # of the demo's 16: small ones
+LATER = 20  # frames between a clip and the one of the same video that is held back for validation
 RANKS, FEWER = 3, 2
 STEPS, EVERY, MORE = 6, 3, 3
+SAMPLED = 4  # steps from noise to a video: its caption follows in a model that is trained for longer
 CLOSE = 2e-5  # of a loss, in fp32: sums in another order
 
 
@@ -39,7 +42,8 @@ def main() -> None:
 def fine_tune(kind: str) -> None:
     """Compile, train, go on with fewer ranks, export, and compare what Diffusers loads with what the ranks had."""
     build, checkpoints, exported = OUTPUT / kind, OUTPUT / f"{kind}-checkpoints", OUTPUT / f"{kind}-exported"
-    arachnec("compile", HERE / f"{kind}.py", "--data", CLIPS, "--cluster", f"{RANKS}:cpu", "-o", build, "--lr", "1e-3")
+    options = ("--cluster", f"{RANKS}:cpu", "--train", HERE / "train.toml")
+    arachnec("compile", HERE / f"{kind}.py", "--data", CLIPS, *options, "-o", build)
     run = ("run", build, "--init", PRETRAINED, "--checkpoint", checkpoints)
     arachnec(*run, "--steps", STEPS, "--every", EVERY)
     before = losses(build)
@@ -64,10 +68,16 @@ def fine_tune(kind: str) -> None:
 
 
 def make_clips() -> None:
-    """The small ones of the demo's manifest."""
+    """The small ones of the demo's manifest; later frames of the same videos are held back for validation."""
     python(HERE.parent / "demo" / "make_clips.py", CLIPS)
-    rows = CLIPS.read_text().splitlines()
-    CLIPS.write_text("".join(rows[number] + "\n" for number in CLIP_NUMBERS))
+    rows = [json.loads(row) for row in CLIPS.read_text().splitlines()]
+    trained = [rows[number] for number in CLIP_NUMBERS]
+    held_back = [row | {"start": row["start"] + LATER} for row in trained]
+    for path, clips in ((CLIPS, trained), (HELD_BACK, held_back)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in clips))
+    longest = max(trained, key=lambda row: row["frames"])
+    request = {key: longest[key] for key in ("caption", "frames", "height", "width")}
+    REQUESTS.write_text(json.dumps({"id": "sample", **request, "steps": SAMPLED, "guidance": 2}) + "\n")
 
 
 def losses(build: Path) -> dict[int, float]:

@@ -102,3 +102,14 @@ def test_a_thousand_ranks_draw_as_few_rows_as_can_be_seen(files: tuple[Path, Pat
     assert text.count("<title>forward") <= MOST_ROWS
     with pytest.raises(ValueError, match="no plan"):
         draw_comparison("none", [])
+
+
+def test_what_changes_the_result_says_so(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = tmp_path / "wide.py"
+    wide.write_text(MODEL.replace("Block(8)", "Block(32)").replace("16), 8,", "16), 32,"))
+    command = ["compare", str(wide), "--data", str(files[1]), "--pipelines", "data-parallel,sparse"]
+    assert run([*command, "--cluster", "2:cpu"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "its gradients are others" in line]
+    assert [line.split()[0] for line in told] == ["sparse"]

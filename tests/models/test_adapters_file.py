@@ -119,7 +119,8 @@ error: there is no configuration named `Wan2.1-T2V-1.3b`
    |
  2 | model = wan.text_to_video("Wan2.1-T2V-1.3b")
    | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ did you mean `Wan2.1-T2V-1.3B`?
-  help: the names are Wan2.1-T2V-1.3B, Wan2.1-T2V-14B; or give a folder of pretrained weights, or keywords""",
+  help: the names are Wan2.1-T2V-1.3B, Wan2.1-T2V-14B, Wan2.2-T2V-A14B; or give a folder of pretrained weights, or \
+keywords""",
     ),
     "an adapter refuses a key": (
         "from arachnec.models.diffusers import wan\nmodel = wan.text_to_video(num_layer=2)\n",

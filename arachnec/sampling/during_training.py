@@ -1,0 +1,146 @@
+"""Latents of the model that is being trained. In: the options' sampler file and requests. Out: files of every request.
+
+Every rank has the whole model and takes every so many-th request, each from noise to files by itself. Nothing of it
+stays in training: what a forward draws and remembers is put back by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.requests import Request, read_requests
+from arachnec.data.video_file import write_video
+from arachnec.executable.training_options import SampledRequests, bad_value
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.sampling.forward import all_branches, branches_of
+from arachnec.sampling.loop import Loop, Sampling, begin, run
+
+KEEP_WHOLE = "train with a pipeline that keeps the model whole, or `arachnec export` a checkpoint and generate with it"
+
+
+@dataclass(frozen=True)
+class TrainingSamples:
+    """Requests to sample behind every so many optimizer steps. A rank's ``own`` carry what the encoders gave."""
+
+    every: int
+    sampling: Sampling
+    count: int  # of all ranks' requests
+    own: tuple[Request, ...]
+    digest: str  # SHA-256 of the sampler file and the requests
+    decoder: nn.Module | None
+
+    @classmethod
+    def of(
+        cls, options: SampledRequests, device: torch.device, rank: int, world: int, *, whole: bool
+    ) -> TrainingSamples | None:
+        """None where nothing is asked for; ``whole`` says that every rank holds the whole model.
+
+        A rank with requests builds the sampler file's encoders and decoder, and drops the encoders again. Raises
+        ``UserError``.
+        """
+        if options.file is None or options.requests is None:
+            return None
+        if not whole:
+            raise UserError(bad_value("sampling.file", options.file, "ranks hold parts of the model", KEEP_WHOLE))
+        requests = read_requests(Path(options.requests))
+        sampler = load_sampler_file(options.file)
+        names = sampler.names()
+        if len(names) > 1:
+            reason = f"it has the models {', '.join(names)}, and one is trained"
+            raise UserError(bad_value("sampling.file", options.file, reason, "name one model in the sampler file"))
+        own, decoder = tuple(requests[rank::world]), None
+        if own:
+            torch.manual_seed(0)
+            encoders = {} if sampler.encoders is None else sampler.encoders()
+            encoders = {name: _frozen(encoder, device) for name, encoder in encoders.items()}
+            own = tuple(_encoded(sampler, names[0], encoders, request, device) for request in own)
+            decoder = None if sampler.decoder is None else _frozen(sampler.decoder(), device)
+        digest = hashlib.sha256(f"{sampler.digest} {requests!r}".encode()).hexdigest()
+        return cls(options.every, Sampling(sampler, names), len(requests), own, digest, decoder)
+
+    def due(self, steps: int) -> bool:
+        """Whether they are asked for behind so many optimizer steps."""
+        return steps % self.every == 0
+
+    def write(self, model: nn.Module, folder: Path, device: torch.device) -> list[str]:
+        """Sample and write this rank's requests; the names of those whose latents are no numbers, which have no files.
+
+        ``folder`` is there afterwards, on every rank.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        predict = all_branches(self.sampling.sampler, branches_of(self.sampling.sampler, lambda _: model, 1))
+        failed = []
+        with torch.no_grad(), _as_it_generates(model):
+            for request in self.own:
+                loop = begin(self.sampling, request, device)
+                run([loop], predict)
+                if loop.failed:
+                    failed.append(str(request.id))
+                else:
+                    self._deliver(loop, folder)
+        return failed
+
+    def _deliver(self, loop: Loop, folder: Path) -> None:
+        latents = folder / f"{loop.request.id}.safetensors"
+        if self.decoder is not None:
+            write_video(latents.with_suffix(".mp4"), self.decoder(loop.latents)[0])
+        save_file({"latents": loop.latents.cpu().contiguous()}, latents)
+
+
+def _frozen(module: nn.Module, device: torch.device) -> nn.Module:
+    return module.to(device).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _encoded(
+    sampler: SamplerFile, name: str, encoders: dict[str, nn.Module], request: Request, device: torch.device
+) -> Request:
+    """The request with what every encoder gives for its caption, and with guidance for its negative prompt."""
+
+    def of(clip: VideoClip) -> dict[str, Tensor]:
+        values = {}
+        for encoder_name, encoder in encoders.items():
+            load: Callable[[VideoClip, torch.device], Tensor] = encoder.load  # type: ignore[assignment]
+            values[encoder_name] = encoder(load(clip, device))
+        return values
+
+    guided = sampler.branches(name, request) > 1
+    return replace(
+        request, encoded=of(request.clip()), negative_encoded=of(request.clip(conditional=False)) if guided else {}
+    )
+
+
+@contextmanager
+def _as_it_generates(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode, and takes arguments in its own precision as it does in training."""
+    modes = [(module, module.training) for module in model.modules()]
+    dtype = next((value.dtype for value in model.parameters() if value.dtype != torch.float32), None)
+
+    def cast(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def one(value: Tensor) -> Tensor:
+            return value.to(dtype) if value.is_floating_point() and value.ndim >= 2 else value
+
+        given, by_name = pytree.tree_map_only(Tensor, one, (arguments, named))
+        return given, by_name
+
+    hook = None if dtype is None else model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        model.eval()
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
