@@ -31,6 +31,7 @@ from arachnec.cost.memory import Memory
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Stage
 from arachnec.ir.sampling import on_one_side
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
@@ -173,7 +174,10 @@ class CostTable:
         return max(0.0, shown - self.gathering.exposed(cascade, forward, backward, ranks[0]))
 
     def _cheapest(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> Attention:
-        """The cheapest product of Ulysses and ring without recomputation; ties go to more Ulysses."""
+        """The cheapest product of Ulysses and ring without recomputation; ties go to more Ulysses. Heads of
+        sparse layers are exchanged between all ranks, so there is no ring."""
+        if sparse_layers(cascade):
+            return Attention(degree, 1)
         stage = self.stages[cascade.stage]
         heads = count_in(stage, "heads") or degree
         grids = [Attention(u, degree // u) for u in range(1, degree + 1) if degree % u == 0 and u <= heads]

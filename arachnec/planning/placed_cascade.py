@@ -9,6 +9,7 @@ from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention, Strategy
 from arachnec.cost.table import Entry
+from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
@@ -53,7 +54,7 @@ def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, c
     """The cheapest grid, or the cheapest of the family's that takes negligibly longer."""
     grids = cost.family_grids
     split, recompute = cheapest.strategy.attention, cheapest.recompute
-    if cascade.degree == 1 or (split is not None and (split.ulysses, split.ring) in grids):
+    if cascade.degree == 1 or sparse_layers(cascade) or (split is not None and (split.ulysses, split.ring) in grids):
         return cheapest
     offered = [
         cost.table.entry(cascade, cascade.width, ranks, Strategy(Attention(ulysses, ring), recompute, cascade.side))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -62,13 +63,14 @@ class Measured:
     held: Tensor
     of_best: Tensor
     gradients: tuple[Tensor, Tensor]
+    heads: Range  # which these are
 
 
 @dataclass
 class SparseCascade:
-    """One cascade's attention. ``replay`` are lists of all heads that are taken as they are, None for dense. ``lists``
-    are those of the heads that were computed here: what runs again in the backward takes them from there. ``weight``
-    None trains no predictor."""
+    """One cascade's attention. A layer that is not in ``layers`` is dense and learns nothing. ``replay`` are lists of
+    all heads that are taken as they are, None for dense. ``lists`` are those of the heads that were computed here: what
+    runs again in the backward takes them from there. ``weight`` None trains no predictor."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -117,7 +119,9 @@ class OfBlock:
     ) -> Tensor:
         """Attention of heads [B, heads, S, D] over all tokens."""
         cascade, layer = self.cascade, (self.path, site)
-        state = cascade.layers[layer]
+        state = cascade.layers.get(layer)
+        if state is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         cubes = cascade.cubes(query.shape[2], state.site.captions)
         here = slice(*heads)
         by = Projections(state.projections.query[here], state.projections.key[here])
@@ -182,7 +186,8 @@ class OfBlock:
             held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
             needed = needed_blocks(scores, cubes.blocks[: video + 1])
             sparsity = measured_sparsity(true)
-        return Measured(loss.detach(), sparsity, needed, held, of_best, (of_query, of_key))
+        heads = (here.start, here.stop)
+        return Measured(loss.detach(), sparsity, needed, held, of_best, (of_query, of_key), heads)
 
 
 def add_predictors(

@@ -331,6 +331,9 @@ def train(
         training = options.training(executable.training)
         attention = attention_by_grid(trainer.module, training.dtype, device)
         ranks, reused = dist.get_world_size(), engine.plans_reused
-        summary = report.run_report(ranks, described(device), engine.steps, attention, plans_reused=reused)
+        layers = trainer.sparse_layers
+        summary = report.run_report(
+            ranks, described(device), engine.steps, attention, plans_reused=reused, sparse_layers=layers
+        )
         report.write_json(options.report or executable.folder / "run.json", summary)
     trainer.close_groups()

@@ -46,6 +46,7 @@ from arachnec.runtime.device_runtime import DeviceCopy, Event, HostCopy
 from arachnec.runtime.handoffs import Handoffs, Received
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.step_progress import StepProgress
+from arachnec.spmd.sparse_layers import SparseCascade
 
 POLL_S = 2e-4
 
@@ -89,6 +90,8 @@ def run_iteration(
         progress.at(len(iteration.program.instructions))
     walk.end_step()
     handoffs.finish()
+    if context.predictors is not None:
+        context.predictors.collect()
     run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 
@@ -404,8 +407,19 @@ class _Walk:
                 away = context.host_inputs if "offload" in forward.attrs else None
                 if away is not None and instruction.op == "forward":
                     away.begin()
-                stack.enter_context(context.sequence.use(shard, recompute, again, away))
+                stack.enter_context(context.sequence.use(shard, recompute, again, away, self._sparse(cascade)))
             yield
+
+    def _sparse(self, cascade: Cascade) -> SparseCascade | None:
+        """Its attention to chosen keys. Its layers learn where it trains, and all of its clips can be used."""
+        share, predictors, clips = self.iteration.share, self.context.predictors, len(cascade.clips)
+        if predictors is None:
+            return None
+        learns = not share.measures and len(self.kept[cascade.name]) == clips
+        weight = share.part * clips / len(self.iteration.module.clips) if learns else None
+        return predictors.cascade(
+            cascade, self.iteration.clips, self.context.training.seed, self.iteration.step, weight
+        )
 
     def _forward_of(self, cascade: Cascade) -> Instruction:
         return self._forwards[cascade.name]

@@ -21,6 +21,7 @@ from arachnec.ir.parameter_cells import own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.model_state.updated_parameters import UpdatedParameters
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
@@ -30,6 +31,7 @@ from arachnec.runtime.host_inputs import HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.rank_threads import RankThreads
 from arachnec.spmd.block_forward import InputsAway
+from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
 
 
 class SequenceParallel(Protocol):
@@ -41,7 +43,10 @@ class SequenceParallel(Protocol):
         recompute: bool | Set[str],
         recomputing: AbstractContextManager[object] | None = None,
         away: InputsAway | None = None,
+        sparse: SparseCascade | None = None,
     ) -> AbstractContextManager[object]: ...
+
+    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class RankContext:
     notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
     updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
     host_copies: HostCopies | None = None  # None: nothing of the model lies in the host's memory
+    predictors: SparsePredictors | None = None  # of layers that attend to chosen keys
     divided: DividedEncoders = field(default_factory=DividedEncoders)
 
     @cached_property

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
+from arachnec.model_state.sparse_predictors import LayerSummary
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.device_runtime import DeviceRuntime
 
@@ -80,6 +81,7 @@ class RunReport(msgspec.Struct, frozen=True):
     peak_reserved_gib: float
     attention: dict[str, str]  # the kernel family of each grid of the last step
     plans_reused: int = 0  # batches that ran the plan of an earlier one of the same shapes
+    sparse_layers: list[LayerSummary] = []  # those that can attend to chosen keys, after the last step
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -94,7 +96,12 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def run_report(
-    ranks: int, device: str, steps: Sequence[StepReport], attention: Mapping[str, str], plans_reused: int = 0
+    ranks: int,
+    device: str,
+    steps: Sequence[StepReport],
+    attention: Mapping[str, str],
+    plans_reused: int = 0,
+    sparse_layers: Sequence[LayerSummary] = (),
 ) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
@@ -111,6 +118,7 @@ def run_report(
         peak_reserved_gib=max(s.peak_reserved_gib for s in steps),
         attention=dict(attention),
         plans_reused=plans_reused,
+        sparse_layers=list(sparse_layers),
     )
 
 

@@ -14,6 +14,7 @@ from arachnec.backends.torch_distributed.rank_context import SequenceParallel
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Graph, Instruction, Module, integer
+from arachnec.model_state.sparse_predictors import sparse_stage
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.spmd.specialisation import Graphs, Specialisation
@@ -88,7 +89,10 @@ class Sequences:
 
 
 def needs_sequence(module: Module) -> bool:
-    """Whether some cascade runs on several ranks or computes its blocks again: what takes traced blocks."""
+    """Whether some cascade runs on several ranks, computes its blocks again, or can attend to chosen keys: what takes
+    traced blocks."""
+    if sparse_stage(module) is not None:
+        return True
     steps = [step for p in module.programs for step in p.instructions]
     return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
+from arachnec.analysis.communicators import grid
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.head_density import layer_densities
+from arachnec.ir.host_placement import in_host
 from arachnec.ir.module_index import label
 from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
+from arachnec.ir.parameter_cells import cell_of
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class SeveralTrainedStages(Diagnostic):
 
 
 @dataclass(frozen=True)
-class SparseIsPlannedOnly(Diagnostic):
-    title: ClassVar[str] = "{cascade} attends to chosen keys, which this back end cannot do yet"
-    label: ClassVar[str] = "`sparse` layers"
-    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` compile without `sparsify`"
-    cascade: str
+class SparseCannotRun(Diagnostic):
+    title: ClassVar[str] = "{what} attends to chosen keys, which this back end cannot do {how}"
+    label: ClassVar[str] = "planned so here"
+    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` {remedy}"
+    what: str
+    how: str
+    remedy: str
 
 
 # A forward runs the whole model to its loss in a cascade of phase `train`, and in one of phase `forward` a stage of a
@@ -63,9 +70,7 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
     if len(trained) > 1 and len({stage.attrs.get("part_of", stage.name) for stage in trained}) > 1:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
         problems.append(SeveralTrainedStages(trained[1].span, names))
-    sparse = next((cascade for cascade in module.cascades if "sparse" in cascade.attrs), None)
-    if sparse is not None:
-        problems.append(SparseIsPlannedOnly(sparse.attrs.span("sparse") or sparse.span, label(sparse)))
+    problems += islice(_sparse_problems(module, programs), 1)
     parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
     phases = {cascade.name: cascade.phase for cascade in module.cascades}
     apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}
@@ -77,6 +82,29 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
                 refused.setdefault((instruction.op, phase), _refusal(instruction, phase, program.rank))
     if problems or refused:
         raise UserError(*problems, *refused.values())
+
+
+def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """Attention to chosen keys runs in models that are whole on every rank, its heads exchanged between all ranks."""
+    whole = "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,place,bucket,lower,check`"
+    for stage in module.stages:
+        if not stage.trained or not layer_densities(stage):
+            continue
+        refused = (
+            ("part_of" in stage.attrs, "in a model that `stages` cut", whole),
+            (cell_of(stage) is not None, "where parameters are dealt out over cells", whole),
+            (bool(in_host(stage)), "where parts of the model lie in host memory", whole),
+            ("graphs" in stage.attrs, "in blocks that no one graph serves", "compile without `sparsify`"),
+        )
+        for cannot, how, remedy in refused:
+            if cannot:
+                yield SparseCannotRun(stage.span, f"`@{stage.name}`", how, remedy)
+    sparse = {cascade.name: cascade for cascade in module.cascades if "sparse" in cascade.attrs}
+    for program in programs:
+        for step in program.instructions:
+            if step.op == "forward" and step.target in sparse and grid(step)[1] > 1:
+                how = "in a ring of keys and values"
+                yield SparseCannotRun(step.span, label(sparse[step.target]), how, "say `ring = 1` there")
 
 
 def _known(op: str, phase: Phase | None) -> bool:

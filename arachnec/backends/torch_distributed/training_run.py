@@ -50,6 +50,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -143,6 +144,11 @@ class Trainer:
             partial(build_model, model_file, training, META),
             executable.fused_graphs(),
         )
+        if (sparse := sparse_stage(first)) is not None:
+            sequence = self._sequences.for_program(first)
+            assert sequence is not None, "a sparse stage needs its blocks traced"
+            predictors = SparsePredictors.of(sparse, sequence, training.seed)
+            self._context = replace(self._context, predictors=predictors)
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
@@ -165,6 +171,11 @@ class Trainer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._context.optimizer.torch
+
+    @property
+    def sparse_layers(self) -> list[LayerSummary]:
+        """What is known of the layers that can attend to chosen keys."""
+        return [] if self._context.predictors is None else self._context.predictors.summary()
 
     def leave_rates(self) -> None:
         """From now on somebody else sets the learning rates."""
@@ -295,7 +306,10 @@ class Trainer:
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
-        return self._account.report(context, own, planned.number, run, measured)
+        took = self._account.report(context, own, planned.number, run, measured)
+        if context.predictors is not None and share.ends:
+            context.predictors.finish(planned.step, skipped=took.skipped)
+        return took
 
     def _watch_links(self, number: int) -> None:
         """Where plans follow the links: compare what all ranks noted, and plan anew from the third batch after this
@@ -441,7 +455,9 @@ class Trainer:
         buffers: State = {f"buffer/{name}": value for name, value in self._context.model.named_buffers()}
         state, cells, pipeline = self._context.optimizer.tensors(), self._context.cells, self._context.pipeline
         state = state if cells is None else cells.parts(state)
-        return {**(state if pipeline is None else pipeline.written(state)), **buffers}
+        predictors = self._context.predictors
+        learned = {} if predictors is None else predictors.tensors()
+        return {**(state if pipeline is None else pipeline.written(state)), **buffers, **learned}
 
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
@@ -449,6 +465,8 @@ class Trainer:
             checkpoint.restore(whole, self._state(), self._position(0))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
+            if self._context.predictors is not None:
+                self._context.predictors.loaded()
 
 
 def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:

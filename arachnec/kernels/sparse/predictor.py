@@ -38,7 +38,7 @@ def initial_projections(heads: int, width: int, head_size: int, rank: int, rng: 
     if not 1 <= rank <= head_size:
         raise ValueError(f"a predictor's rank is 1 to the head size, {head_size}, not {rank}")
     basis = torch.linalg.qr(torch.randn(heads, width, rank, generator=rng)).Q * (width / rank) ** 0.5
-    basis = basis * head_size**-0.25
+    basis = (basis * head_size**-0.25).contiguous()
     return Projections(basis.clone(), basis.clone())
 
 

@@ -1,0 +1,238 @@
+"""The predictors of a run's sparse layers, alike on all ranks: learned beside the model, measured once a step.
+
+In: a trained stage with densities, its model in sequence-parallel form, and what its cascades measured. Out: the sparse
+attention of every cascade, the state that a checkpoint keeps, and a summary of every layer. docs/sparse_attention.md.
+
+The predictors are none of what the model's optimizer updates, clips or sends: they have their own Adam and one
+all-reduce a step, behind the update. So no bit of the model's gradient depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.sparse.token_cubes import CELL
+from arachnec.sparsity.token_grid import token_grid
+from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
+
+RATE = 3e-3  # of the predictors' Adam
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class ScoresNotFinite(Diagnostic):
+    title: ClassVar[str] = "the attention scores of layer {layer} are not finite in step {step}, though the loss is"
+    help: ClassVar[str] = "no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`"
+    layer: int
+    step: int
+
+
+@dataclass(frozen=True)
+class CannotBeSparse(Diagnostic):
+    title: ClassVar[str] = "layer {layer}, `{path}`, is planned sparse, and its block as it runs cannot be"
+    help: ClassVar[str] = "compile without `sparsify`, or give it a file of densities without this layer"
+    layer: int
+    path: str
+
+
+class LayerSummary(msgspec.Struct, frozen=True):
+    """Of one layer after the last step: means over heads and, by head, what is measured with momentum. ``loss``,
+    ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
+    that size would hold) are of the last step that measured it."""
+
+    layer: int
+    path: str
+    sparse: bool
+    sparsity: list[float]
+    density: list[float]
+    loss: float | None = None
+    mass: float | None = None
+    of_best: float | None = None
+
+
+class CanBeSparse(Protocol):
+    """``arachnec.spmd.sharded_model.SequenceModel``."""
+
+    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]: ...
+
+
+def sparse_stage(module: Module) -> Stage | None:
+    """The trained stage whose layers can attend to chosen keys, if there is one."""
+    return next((stage for stage in module.stages if stage.trained and layer_densities(stage)), None)
+
+
+@dataclass
+class SparsePredictors:
+    """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks."""
+
+    names: Mapping[int, Layer]
+    layers: dict[int, LayerState]
+    sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
+    optimizer: torch.optim.Adam
+    kept: Mapping[int, Tensor]  # of a checkpoint: sparsities, densities and whether it is sparse
+    measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
+    _cascades: dict[str, SparseCascade] = field(default_factory=dict)
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stage: Stage, sequence: CanBeSparse, seed: int) -> SparsePredictors:
+        """Gives the blocks of ``sequence`` their predictors, all layers dense. Raises ``UserError`` for a layer with
+        densities that cannot be sparse."""
+        states = sequence.sparsify(count_in(stage, "predictor_rank"), seed)
+        paths = [path for path, _ in layers_of(stage)]
+        names = {number: (paths[number], 0) for number in layer_densities(stage)}
+        lacking = [CannotBeSparse(stage.span, n, name[0]) for n, name in names.items() if name not in states]
+        if lacking:
+            raise UserError(lacking[0])
+        layers = {number: states[name] for number, name in names.items()}
+        values = [value for state in layers.values() for value in _parameters(state)]
+        optimizer = torch.optim.Adam(values, lr=RATE)
+        for value in values:
+            moments = {name: torch.zeros_like(value) for name in MOMENTS}
+            optimizer.state[value] = {"step": torch.zeros(()), **moments}
+        kept = {number: _row(state) for number, state in layers.items()}
+        queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), optimizer, kept)
+
+    def cascade(
+        self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
+    ) -> SparseCascade | None:
+        """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
+        With a ``weight`` its layers learn and are measured."""
+        numbers = sparse_layers(cascade)
+        if not numbers:
+            return None
+        if cascade.name not in self._cascades:
+            clip = clips[cascade.clips[0]]
+            self._cascades[cascade.name] = SparseCascade(
+                {self.names[number]: self.layers[number] for number in numbers},
+                token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
+                f"{seed}/{step}/{clip.id}",
+                weight=weight,
+                sizes=self.sizes,
+            )
+        return self._cascades[cascade.name]
+
+    def collect(self) -> None:
+        """Add up what this rank measured in one iteration, by head, each cascade with its weight."""
+        for cascade in self._cascades.values():
+            for number, name in self.names.items():
+                measured = cascade.measured.get(name)
+                if measured is None or cascade.weight is None:
+                    continue
+                heads = self.layers[number].site.heads
+                if number not in self._sums:
+                    self._sums[number] = measured.loss.new_zeros(6, heads)
+                of_heads = torch.stack([torch.ones_like(measured.loss), *_by_head(measured)])
+                self._sums[number][:, slice(*measured.heads)] += of_heads * cascade.weight
+        self._cascades.clear()
+
+    def finish(self, step: int, *, skipped: bool) -> None:
+        """Update the predictors, and what is known of every layer, from what all ranks measured. Collective.
+
+        Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
+        """
+        rows = self._everyone()
+        self._sums.clear()
+        if not skipped:
+            self._learn(rows, step)
+        self.optimizer.zero_grad()
+
+    def _everyone(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
+        """For every layer the sums and the predictors' gradients of all ranks, in one all-reduce."""
+        own: list[Tensor] = []
+        for number, state in self.layers.items():
+            values = _parameters(state)
+            heads = state.site.heads
+            own.append(self._sums.get(number, values[0].new_zeros(6, heads)))
+            own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
+        flat = torch.cat([value.reshape(-1).float() for value in own])
+        dist.all_reduce(flat)
+        parts = iter(
+            part.view_as(value)
+            for part, value in zip(flat.split_with_sizes([v.numel() for v in own]), own, strict=True)
+        )
+        return {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
+
+    def _learn(self, rows: Mapping[int, tuple[Tensor, list[Tensor]]], step: int) -> None:
+        known = {number: (sums.cpu(), gradients) for number, (sums, gradients) in rows.items()}
+        seen = {number: row for number, row in known.items() if bool((row[0][0] > 0).all())}
+        for number, (sums, gradients) in seen.items():
+            if not bool(sums.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
+                raise UserError(ScoresNotFinite(None, number, step))
+        for number, (sums, gradients) in seen.items():
+            state, weights = self.layers[number], sums[0]
+            of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
+            state.projections.query.grad, state.projections.key.grad = of_query, of_key
+            loss, sparsity, needed, held, of_best = sums[1:] / weights
+            measured = Measured(loss, sparsity, needed, held, of_best, (of_query, of_key), (0, state.site.heads))
+            self.measured[number] = measured
+            self.layers[number] = after(state, measured)
+            self.kept[number].copy_(_row(self.layers[number]))
+        for number in known.keys() - seen.keys():
+            for value in _parameters(self.layers[number]):
+                value.grad = None
+        self.optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next step depends on, over the memory in use; after loading into them comes ``loaded``."""
+        state: dict[str, Tensor] = {}
+        for number, (path, site) in self.names.items():
+            name = f"{path}.{site}"
+            state[f"predictor/layer/{name}"] = self.kept[number]
+            for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
+                state[f"predictor/{side}/{name}"] = value.detach()
+                for key, moment in self.optimizer.state[value].items():
+                    state[f"predictor/{key}/{side}/{name}"] = moment
+        return state
+
+    def loaded(self) -> None:
+        """Take the layers' states from the tensors that were loaded."""
+        for number, state in self.layers.items():
+            values, heads = self.kept[number].tolist(), state.site.heads
+            self.layers[number] = replace(
+                state,
+                sparsities=tuple(values[:heads]),
+                densities=tuple(values[heads : 2 * heads]),
+                sparse=bool(values[-1]),
+            )
+
+    def summary(self) -> list[LayerSummary]:
+        return [self._summary(number, state) for number, state in self.layers.items()]
+
+    def _summary(self, number: int, state: LayerState) -> LayerSummary:
+        measured = self.measured.get(number)
+        means = () if measured is None else (measured.loss, measured.held, measured.of_best)
+        return LayerSummary(
+            number,
+            self.names[number][0],
+            state.sparse,
+            list(state.sparsities),
+            list(state.densities),
+            *(float(value.mean()) for value in means),
+        )
+
+
+def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
+    return state.projections.query, state.projections.key
+
+
+def _by_head(measured: Measured) -> Sequence[Tensor]:
+    return measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
+
+
+def _row(state: LayerState) -> Tensor:
+    return torch.tensor([*state.sparsities, *state.densities, float(state.sparse)], dtype=torch.float64)
