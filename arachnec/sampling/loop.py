@@ -40,7 +40,7 @@ class Sampling:
     names: tuple[str, ...]
     switch: Switch = ONE_MODEL
     restart: bool = False  # whether the second model's first step is taken without the scheduler's history
-    _longest: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, repr=False, compare=False)
+    _longest: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def schedule(self, request: Request, device: torch.device | str = "cpu") -> Schedule:
         return Schedule(self.sampler.scheduler, request.steps, device)
