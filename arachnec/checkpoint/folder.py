@@ -77,6 +77,7 @@ def read_commit(path: Path) -> Commit | None:
         commit.format == FORMAT
         and commit.files
         and commit.position.steps >= 0
+        and _steps(path) in (commit.position.steps, -1)
         and commit.position.clips >= 0
         and all(Path(record.name).name == record.name for record in commit.files)
     )
@@ -104,9 +105,18 @@ def earlier_format(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Keep the newest ``keep`` whole checkpoints. What is not whole and older than these goes too."""
+    """Keep the newest ``keep`` whole checkpoints. What was never made whole and is older than the newest goes too."""
     whole = committed(folder)
-    for old in whole[keep:]:
+    given_up = [
+        path
+        for path in folder.glob("step-*")
+        if _STEP.fullmatch(path.name)
+        and whole
+        and _steps(path) < _steps(whole[0])
+        and not (path / COMMIT).exists()
+        and path not in earlier_format(folder)
+    ]
+    for old in (*whole[keep:], *given_up):
         (old / COMMIT).unlink(missing_ok=True)  # first, so that what is left by a death in between is not whole
         shutil.rmtree(old, ignore_errors=True)
 

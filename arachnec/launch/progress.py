@@ -45,6 +45,10 @@ class Progress(Protocol):
         """What ``rank`` waits for at ``position``: the positions that other ranks must have come to."""
         ...
 
+    def work(self, rank: int, until: Position | None) -> str:
+        """What ``rank`` has to do in this step up to a position, or in all of it, in words."""
+        ...
+
 
 def behind(awaited: Mapping[int, Position], places: Mapping[int, Place]) -> list[int]:
     """The ranks that have not come to where they are awaited; one that has told no place is among them."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import select
 import signal
@@ -302,11 +303,18 @@ class Watchdog:
         following = (self._me.rank + 1) % self._world
         if following == self._me.rank or not self._store.check([f"at/{following}"]):
             return None
-        silence = self._beats.silent_for(self._store.get(f"at/{following}").decode())
-        if silence < self._limits.lapse or self._store.check([f"done/{following}"]):
+        told = self._store.get(f"at/{following}").decode()
+        silence = self._beats.silent_for(told)
+        if silence < self._lapse_of(msgspec.json.decode(told, type=Place)):
+            return None
+        if self._store.check([f"done/{following}"]):
             return None
         member = msgspec.json.decode(self._store.get(f"member/{following}"), type=Member)
         return self._rank_gone(member, f"has given no sign of life for {silence:.0f} s")
+
+    def _lapse_of(self, place: Place) -> float:
+        """How long a rank that last stood there may be silent: no longer than what it did may take, but some beats."""
+        return min(self._limits.lapse, max(place.limit or math.inf, 3 * self._limits.beat))
 
     def _late(self) -> Diagnostic | None:
         phase = self._phase
@@ -362,8 +370,21 @@ class Watchdog:
 
     def _rank_gone(self, member: Member, what: str) -> RankGone:
         place = self._places([member.rank]).get(member.rank)
-        last = "" if place is None else f"; it was last seen in {place.text()}"
+        last = "" if place is None else f"; it was last seen in {place.text()}{self._since(member.rank, place)}"
         return RankGone(None, member.rank, self._world, member.host, what, last)
+
+    def _since(self, rank: int, seen: Place) -> str:
+        """What is known of a rank that went on for some steps after it was last seen: what they do in this one."""
+        phase = self._phase
+        if phase.progress is None:
+            return ""
+        own = msgspec.structs.replace(phase.progress.place(), phase=phase.name, line=_line_of(self._watched))
+        if own.position.step <= seen.position.step:
+            return ""
+        awaited = phase.progress.awaited(self._me.rank, own.position).get(rank)
+        work = phase.progress.work(rank, awaited)
+        stands = f"rank {self._me.rank} stood in {own.text()}"
+        return f"; since then it came to {phase.name}, and was to do {work} there; {stands}"
 
     def _places(self, ranks: Iterable[int]) -> dict[int, Place]:
         """Where these ranks stood last, as far as they have told."""

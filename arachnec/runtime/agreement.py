@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,31 +17,26 @@ from torch import Tensor
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 LIMIT_BYTES = 256 * 2**20
-WORDS = 4  # 64-bit words of a SHA-256
 
 
 @dataclass(frozen=True)
 class RanksDiffer(Diagnostic):
     title: ClassVar[str] = "rank {rank} and rank 0 differ in {part}"
-    help: ClassVar[str] = "give every rank the same folder, and the same versions of Python, torch and arachnec"
+    help: ClassVar[str] = (
+        "give every rank the same folder and options, and the same versions of Python, torch and arachnec"
+    )
     part: str
     rank: int
 
 
 def agree(digests: Mapping[str, str]) -> None:
-    """Compare SHA-256 digests (hexadecimal, by part) over all ranks. Raises ``UserError`` if any differ."""
-    parts = sorted(digests)
-    words = [
-        int.from_bytes(bytes.fromhex(digests[p])[8 * i : 8 * i + 8], signed=True) for p in parts for i in range(WORDS)
-    ]
-    counted = torch.tensor([len(parts), *words], dtype=torch.int64)
-    padded = torch.zeros(1 + WORDS * 64, dtype=torch.int64)
-    padded[: len(counted)] = counted
-    everyone = gather(padded)
+    """Compare digests, by part, over all ranks. Raises ``UserError`` if any differ."""
+    rows = gather_text(msgspec.json.encode(digests).decode())
+    first, *others = [msgspec.json.decode(row, type=dict[str, str]) for row in rows]
     differing = [
-        RanksDiffer(None, parts[min(max(0, place - 1) // WORDS, len(parts) - 1)], rank)
-        for rank, other in enumerate(everyone)
-        for place in torch.nonzero(other != everyone[0])[:1, 0].tolist()
+        RanksDiffer(None, part, rank)
+        for rank, other in enumerate(others, 1)
+        for part in sorted(part for part in first | other if first.get(part) != other.get(part))[:1]
     ]
     if differing:
         raise UserError(*differing)

@@ -18,7 +18,7 @@ from arachnec.runtime.clock import Clock
 
 TOGETHER = ("encode", "forward", "backward", "weight", "norm")  # all of the group are in it at once
 COMPUTES = ("forward", "backward", "weight")
-NAMED_CLIPS = 4
+NAMED = 4
 
 
 class StepProgress:
@@ -89,6 +89,12 @@ class StepProgress:
         for other, index in self._waits(rank, position.instruction):
             awaited[other] = max(awaited.get(other, Position(self._step, 0)), Position(self._step, index))
         return awaited
+
+    def work(self, rank: int, until: Position | None) -> str:
+        """The instructions with clips that ``rank`` has up to a position, or all of them, in words."""
+        instructions = self._program(rank).instructions[: None if until is None else until.instruction + 1]
+        own = [step for step in instructions if step.op in ("encode", *COMPUTES)] or list(instructions)
+        return listed([described(step, self._module, self._clips) for step in own]) or "nothing"
 
     def _of_device(self) -> tuple[int, float] | None:
         """The instruction that the device is in, and since when it was seen there; None where it is not behind."""
@@ -163,5 +169,10 @@ def described(instruction: Instruction, module: Module, clips: Mapping[int, Vide
 
 def named(clips: list[str | int]) -> str:
     """Clips by name, the first few of them."""
-    more = f" and {len(clips) - NAMED_CLIPS} more" if len(clips) > NAMED_CLIPS else ""
-    return f"{'clip' if len(clips) == 1 else 'clips'} {', '.join(map(str, clips[:NAMED_CLIPS]))}{more}"
+    return f"{'clip' if len(clips) == 1 else 'clips'} {listed(clips)}"
+
+
+def listed(names: Sequence[str | int]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(map(str, names[:NAMED]))}{more}"

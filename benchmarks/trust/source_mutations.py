@@ -102,10 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", default=",".join(PARTS), help="of which the sample is drawn, by commas")
     parser.add_argument("--seconds", type=float, default=600.0, help="until the tests of a part count as endless")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    every = [change for file in files() for change in changes(file)]
+    parts = options.parts.split(",")
+    every = [change for file in files() if file.parent.name in parts for change in changes(file)]
     sample = random.Random(options.seed).sample(every, options.sample)
     told = []
     with tempfile.TemporaryDirectory(prefix="arachnec-mutations-") as folder:
@@ -121,7 +123,14 @@ def main() -> None:
                   f"{change.text.strip()[:90]}", flush=True)  # fmt: skip
             if options.output:
                 counts = Counter(one["fate"] for one in told)
-                result = {"seed": options.seed, "of": len(every), "made": len(told), **counts, "changes": told}
+                result = {
+                    "seed": options.seed,
+                    "parts": parts,
+                    "of": len(every),
+                    "made": len(told),
+                    **counts,
+                    "changes": told,
+                }
                 options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

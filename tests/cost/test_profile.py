@@ -85,6 +85,10 @@ PIXELS = [
 ]
 
 
+def test_a_fit_without_coefficients_costs_nothing() -> None:
+    assert formula_of({})(B=3.0, S=5.0) == 0.0
+
+
 def test_an_encoders_formula_has_no_terms_of_what_it_is_not_given() -> None:
     assert not any("T" in name for name in fit(PIXELS).coefficients)
     caption = fit([encoded(3, 12, 15, text=15), encoded(6, 420, 70, text=70), encoded(4, 60, 20, text=20)])

@@ -354,18 +354,19 @@ def _form(argument: tuple[str, Any]) -> Hashable:
 
 def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
     """The executor without its launcher, on ranks that are there already; the report."""
-    run_ranks(ranks, _train, folder, RunOptions(**options))  # type: ignore[arg-type]
+    run_ranks(ranks, train, folder, RunOptions(**options))  # type: ignore[arg-type]
     place = options.get("report") or folder / "run.json"
     assert isinstance(place, Path)
     return msgspec.json.decode(place.read_bytes())
 
 
-def _train(folder: Path, options: RunOptions) -> None:
-    from arachnec.backends.torch_distributed.engine import train
+def train(folder: Path, options: RunOptions) -> None:
+    """What each rank does."""
+    from arachnec.backends.torch_distributed import engine
     from arachnec.executable.folder import read_executable
 
     with captured_once():
-        train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, torch.device("cpu"))
 
 
 def plain_loop(

@@ -76,6 +76,14 @@ def test_a_place_names_the_instruction_and_its_clips(module: Module) -> None:
     assert progress.place().doing == "the end of the step"
 
 
+def test_the_work_of_another_rank_is_what_it_has_with_clips_up_to_a_position(module: Module) -> None:
+    progress = progress_of(module, 0)
+    before = Position(7, index_of(module, 1, "forward", "c2"))
+    assert progress.work(1, before) == "encode %c1 (clip b), forward %c2 (clip a)"
+    assert progress.work(1, None) == f"{progress.work(1, before)}, backward %c2 (clip a)"
+    assert progress.work(5, None) == "nothing"
+
+
 @dataclass
 class Behind:
     """A clock whose device is behind its host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
+from arachnec.ir.parser import parse_module
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Quantity, Value
 from arachnec.lowering.programs import lower
@@ -29,6 +31,7 @@ from arachnec.verification import residency as residency
 from arachnec.verification import structure as structure
 from tests.passes.plans import cluster, equal_clips, linear, module_of, placed_modules, timed
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "check"
 Lists = dict[int, list[Instruction]]
 Places = list[tuple[int, int, Instruction]]
 
@@ -338,6 +341,13 @@ def test_ranks_that_send_to_each_other_first_deadlock() -> None:
     for rank in (0, 1):
         lists[rank][1:3] = sorted(lists[rank][1:3], key=lambda i: i.op == "receive")
     assert kinds(with_lists(module, lists)) == {deadlock.Deadlock}
+
+
+def test_a_bucket_may_start_as_soon_as_its_backward_does_and_with_its_end() -> None:
+    text = (GOLDEN / "buckets_valid.cascade").read_text()
+    assert not find_problems(parse_module(text.replace("early = 8 ms", "early = 16 ms"), "all of the backward"))
+    assert not find_problems(parse_module(text.replace("early = 4 ms", "early = 0 ms"), "at its end"))
+    assert kinds(parse_module(text.replace("early = 8 ms", "early = 16.01 ms"), "before it")) == {sums.WrongStart}
 
 
 def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> None:

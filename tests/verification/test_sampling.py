@@ -11,7 +11,7 @@ from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Attributes
 from arachnec.planning.sampling.segments import chain, segments_of
-from arachnec.verification.sampling import StepsLeft, WrongStep, check_sampling
+from arachnec.verification.sampling import StepsLeft, WrongDecode, WrongStep, check_sampling
 
 MODELS = ("large", "small")
 
@@ -64,6 +64,19 @@ def test_a_chain_is_accepted_where_every_outcome_takes_every_step_once(
     problems = list(check_sampling(Values(module_of(clip, mutated))))
     assert bool(problems) != right(clip, segments)  # type: ignore[arg-type]
     assert {type(problem) for problem in problems} <= {WrongStep, StepsLeft}
+
+
+def test_a_decode_reads_the_last_segment_of_its_request() -> None:
+    clip = Clip(0, 1, 16, 16, 0, 4, Attributes.of(steps=8, window=(2, 4), forecast=3))
+    segments = tuple(chain(module_of(clip, ()), [clip], list(segments_of(clip, 2, 2))))
+    assert len(segments) > 2
+
+    def problems(read: str) -> list[object]:
+        decode = Cascade("decode", Phase.DECODE, "vae", (0,), 1, 4, 0, (read,))
+        return list(check_sampling(Values(module_of(clip, (*segments, decode)))))
+
+    assert problems(segments[-1].name) == []
+    assert problems(segments[-2].name) == [WrongDecode(None, "decode", 0, segments[-1].name)]
 
 
 def test_segments_cut_a_window_and_leave_the_rest_whole() -> None:

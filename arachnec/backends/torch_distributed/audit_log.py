@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from arachnec.backends.torch_distributed.report import ClipNote
+from arachnec.ir.diagnostic import Diagnostic, UserError
 
 FOLDER = "audit"
 STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
+
+
+@dataclass(frozen=True)
+class DamagedAuditLog(Diagnostic):
+    title: ClassVar[str] = "line {line} of the audit log {file} cannot be read: {reason}"
+    help: ClassVar[str] = "restore that file, or move it away: the log then names no clips of the steps in it"
+    file: str
+    line: int
+    reason: str
 
 
 class AuditLine(msgspec.Struct, frozen=True):
@@ -41,7 +53,7 @@ class AuditLog:
         self._iterations = iterations
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.glob("epoch-*.jsonl"):
-            kept = [line for line in lines_of(file) if line.step < done]
+            kept = [line for line in lines_of(file) if line.step < done] if done else []
             if not kept:
                 file.unlink()
             else:
@@ -66,11 +78,16 @@ class AuditLog:
 
 
 def lines_of(file: Path) -> Iterator[AuditLine]:
-    """The lines of one epoch. A last one that was not written to its end, because the host died, is none."""
-    for text in file.read_bytes().splitlines(keepends=True):
+    """The lines of one epoch. A last one that was not written to its end, because the host died, is none.
+
+    Raises ``UserError`` for a damaged one."""
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
         if not text.endswith(b"\n"):
             return
-        yield msgspec.json.decode(text, type=AuditLine)
+        try:
+            yield msgspec.json.decode(text, type=AuditLine)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UserError(DamagedAuditLog(None, str(file), number, str(error))) from None
 
 
 def _encoded(line: AuditLine) -> bytes:

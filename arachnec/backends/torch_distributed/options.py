@@ -87,10 +87,12 @@ class RunOptions:
     stall_timeout: float | None = None
     max_skipped: int = 5
 
-    def shared(self) -> tuple[object, ...]:
-        """What all ranks must be given alike, so that none takes a step, or writes, without the others."""
-        none = self.checkpoint is None, self.save_gradients is None, self.init is None
-        return self.steps, self.every, self.keep, self.resume, self.max_skipped, *none
+    def shared(self) -> dict[str, object]:
+        """What all ranks must be given alike, so that none takes a step, or writes, without the others. By what a
+        person calls it."""
+        values = {name: getattr(self, name) for name in ("steps", "every", "keep", "resume", "max_skipped")}
+        given = {name: getattr(self, name) is not None for name in ("checkpoint", "save_gradients", "init")}
+        return {f"the option --{name.replace('_', '-')}": value for name, value in (values | given).items()}
 
     def timeouts(self) -> Timeouts:
         return Timeouts(self.start_timeout, self.plan_timeout, self.step_timeout, self.stall_timeout)

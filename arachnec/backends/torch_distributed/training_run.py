@@ -97,7 +97,8 @@ class Trainer:
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
         training = options.training(executable.training)
-        agree(executable.digests | {"the options": events.digest(repr((training, options.shared())))})
+        told = {"the training options": training, **options.shared()}
+        agree(executable.digests | {name: events.digest(repr(value)) for name, value in told.items()})
         model_file = model_file or executable.model_file()
         self._executable = executable
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
@@ -478,7 +479,10 @@ def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
         return None
     whole = checkpoint.newest(options.checkpoint)
     if whole is None:
-        events.emit(report.Note(f"no checkpoint in {options.checkpoint} yet: beginning at step 0"))
+        there = len(list(options.checkpoint.glob("step-*")))
+        which = f"none of the {there} checkpoints in {options.checkpoint} is whole"
+        none = which if there else f"no checkpoint in {options.checkpoint} yet"
+        events.emit(report.Note(f"{none}: beginning at step 0"))
     return whole
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.torch_distributed.audit_log import AuditLine, AuditLog, lines_of
+from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError
 
@@ -83,3 +84,13 @@ def test_lost_steps_and_a_line_that_was_cut_off_are_dropped(tmp_path: Path) -> N
     again.add(AuditLine(3, ["other"]))
     assert [[line.step for line in epoch] for epoch in epochs(tmp_path)] == [[0, 1], [2, 3]]
     assert epochs(tmp_path)[1][1].trained == ["other"]
+
+
+def test_a_damaged_line_is_told_with_its_file_and_one_that_is_dropped_anyway_is_not(tmp_path: Path) -> None:
+    AuditLog(tmp_path, 2, 0).add(AuditLine(0, ["a"]))
+    file = tmp_path / "audit" / "epoch-00000.jsonl"
+    file.write_bytes(file.read_bytes() + b"\xff{\n")
+    with pytest.raises(UserError, match=r"line 2 of the audit log .*epoch-00000.jsonl cannot be read"):
+        AuditLog(tmp_path, 2, 1)
+    AuditLog(tmp_path, 2, 0)
+    assert not file.exists()

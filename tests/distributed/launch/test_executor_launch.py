@@ -15,6 +15,7 @@ import torch
 from arachnec import cli
 from arachnec.backends.torch_distributed import plans
 from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
@@ -187,7 +188,16 @@ def _agree(by_rank: list[dict[str, str]]) -> None:
 
 
 def test_ranks_that_differ_in_a_part_say_which(tmp_path: Path) -> None:
-    same = {"clips.jsonl": "a", "model.py": "b", "versions": "c"}
+    modules = {f"module_{number}.py": "d" for number in range(256)}
+    same = {"clips.jsonl": "a", "model.py": "b", "versions": "c", **modules}
     run_ranks(2, _agree, [same, same])
     with pytest.raises(RankError, match=r"rank 1 and rank 0 differ in model\.py"):
         run_ranks(2, _agree, [same, same | {"model.py": "other"}])
+    with pytest.raises(RankError, match=r"rank 1 and rank 0 differ in more\.py"):
+        run_ranks(2, _agree, [same, same | {"more.py": "other"}])
+
+
+def test_ranks_with_other_options_say_which() -> None:
+    own, other = RunOptions(steps=2).shared(), RunOptions(steps=4).shared()
+    assert [name for name in own if own[name] != other[name]] == ["the option --steps"]
+    assert RunOptions(max_skipped=3).shared()["the option --max-skipped"] == 3

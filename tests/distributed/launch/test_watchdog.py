@@ -87,6 +87,28 @@ def test_a_rank_without_a_sign_of_life_is_named_by_the_one_before_it(
     assert "it was last seen in step 3: backward %c1 (clip b), gradients.py:88" in told
 
 
+def test_of_a_rank_that_went_on_since_its_last_sign_the_step_and_its_work_there_are_told(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps may be shorter than what lies between two signs of life."""
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), LAST)
+    run.watch(0, 2).enter("step 5", 1000.0, "--step-timeout", Stands(1.0, 1))
+    assert run.ended() == 2
+    told = " ".join(capfd.readouterr().err.split())
+    assert "it was last seen in step 3: backward %c1 (clip b), gradients.py:88" in told
+    assert "since then it came to step 5, and was to do rank 1's work up to instruction 3 there" in told
+    assert "rank 0 stood in step 5: forward %c0 (clip a), " in told
+
+
+def test_a_rank_may_be_silent_no_longer_than_its_instruction_may_take(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), msgspec.structs.replace(LAST, limit=0.4))
+    run.watch(0, 2, Limits(poll=0.05, beat=0.1, lapse=600.0))
+    assert run.ended() == 2
+    assert "has given no sign of life" in capfd.readouterr().err
+
+
 def test_a_sibling_whose_process_is_gone_is_named_before_it_lapses(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), Place(3, "start", "elsewhere"))
     run.watch(0, 2, Limits(poll=0.05, lapse=60.0))
@@ -126,6 +148,9 @@ class Stands:
 
     def awaited(self, rank: int, position: Position) -> dict[int, Position]:
         return dict.fromkeys(self.others, position) if rank == 0 else {}
+
+    def work(self, rank: int, until: Position | None) -> str:
+        return f"rank {rank}'s work up to instruction {until.instruction if until else 'the last'}"
 
 
 def stands_at(instruction: int, seconds: float = 100.0) -> Place:
