@@ -91,10 +91,10 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
     )
     for row in leaving_out:
         console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
-    for row in rows:
-        for stage in row["sparse"]:
+    for plan in rows:
+        for stage in plan["sparse"]:
             keys = f"{stage['predicted_density']:.0%} of the keys of {stage['stage']}, as assumed or read from a file"
-            told = f"{row['pipeline']} attends to {keys}: its gradients are others, and its MFU counts dense attention"
+            told = f"{plan['pipeline']} attends to {keys}: its gradients are others, and its MFU counts dense attention"
             console.print(told, highlight=False, soft_wrap=True)
 
 

@@ -56,7 +56,7 @@ def command(
     from arachnec.executable.folder import demand_folder
     from arachnec.generation.plan import DEFAULT
     from arachnec.generation.run import prepare, run_here
-    from arachnec.generation.settings import write_plan
+    from arachnec.generation.settings import PLAN, PROGRAM, write_plan
     from arachnec.ir.printer import print_module
     from arachnec.launch.local_ranks import RankCrashed
 
@@ -75,15 +75,16 @@ def command(
         if generation.module is None:
             click.echo("every request is finished")
             return
-        program = print_module(generation.module)
-        write_plan(output, program, generation.requests, generation.settings)
-        if as_json:
-            from arachnec.report import plan_report
+        from arachnec.commands.request_tables import print_request_plan
+        from arachnec.report import plan_report
 
-            json.dump(plan_report(generation.module, generation.planning_ms), sys.stdout, indent=2)
+        write_plan(output, print_module(generation.module), generation.requests, generation.settings)
+        report = plan_report(generation.module, generation.planning_ms)
+        if as_json:
+            json.dump(report, sys.stdout, indent=2)
             print()
         else:
-            click.echo(program)
+            print_request_plan(generation.module, report, generation.tracing_ms, output / PLAN / PROGRAM)
         return
     output.mkdir(parents=True, exist_ok=True)
     try:

@@ -28,7 +28,9 @@ def command(program: Path, html: Path | None, svg: Path | None, trace: Path | No
     """
     import json
 
+    from arachnec.commands.request_tables import print_segments
     from arachnec.commands.tables import MOST_ROWS, cascade_table, terminal
+    from arachnec.ir.sampling import is_sampling
     from arachnec.report import plan_report
     from arachnec.views.chrome_trace import chrome_trace
     from arachnec.views.executable_page import PAGE
@@ -40,9 +42,12 @@ def command(program: Path, html: Path | None, svg: Path | None, trace: Path | No
     timelines = [planned(module), *measured]
     console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
-    console.print(cascade_table(module, rows))
-    if len(rows) > MOST_ROWS:
-        console.print(f"  ... and {len(rows) - MOST_ROWS} more")
+    if is_sampling(module):
+        print_segments(console, module, rows)
+    else:
+        console.print(cascade_table(module, rows))
+        if len(rows) > MOST_ROWS:
+            console.print(f"  ... and {len(rows) - MOST_ROWS} more")
     end = max(timeline.end for timeline in timelines)
     for timeline in timelines:
         console.print(gantt(module, timeline, end=end, width=min(100, console.width)))

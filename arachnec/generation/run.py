@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from arachnec.generation.settings import PLAN, REPORT, Settings, write_plan
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
-from arachnec.launch.local_ranks import launch
+from arachnec.launch.local_ranks import RankDied, launch
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.sampling.loop import Sampling
@@ -51,6 +51,7 @@ class Generation:
     module: Module | None  # None where nothing is left
     out: Path
     planning_ms: float
+    tracing_ms: float
 
     @property
     def results(self) -> Results:
@@ -79,12 +80,14 @@ def prepare(
     settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, machine.attrs.get("device") == "cpu")
     left = Results(out, settings, file.digest).unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
+    if not left:
+        return Generation(file, settings, left, finished, None, out, 0.0, 0.0)
     started = time.perf_counter()
-    module = None
-    if left:
-        sampling = Sampling(file, names, rule, settings.restart)
-        module = planned(traced(sampling, left).module(machine), pipeline)
-    return Generation(file, settings, left, finished, module, out, (time.perf_counter() - started) * 1e3)
+    module = traced(Sampling(file, names, rule, settings.restart), left).module(machine)
+    begun = time.perf_counter()
+    program = planned(module, pipeline)
+    tracing_ms, planning_ms = (begun - started) * 1e3, (time.perf_counter() - begun) * 1e3
+    return Generation(file, settings, left, finished, program, out, planning_ms, tracing_ms)
 
 
 def switch_of(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
@@ -109,6 +112,8 @@ def run_here(generation: Generation) -> dict[str, Any]:
     try:
         if world:
             launch(world, [str(generation.out.absolute())], lambda line: None, worker=WORKER)
+    except UserError as error:
+        raise UserError(*map(resumable, error.diagnostics)) from None
     finally:  # a rank that died has taken the others along, but nothing that was finished
         report = report_of(generation, world, time.monotonic() - started)
         (generation.out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
@@ -116,6 +121,13 @@ def run_here(generation: Generation) -> dict[str, Any]:
     if failed:
         raise UserError(*(NotFinite(None, row["id"], row["failed"]) for row in failed))
     return report
+
+
+def resumable(diagnostic: Diagnostic) -> Diagnostic:
+    """A rank that died takes nothing along that was finished, and its message says so."""
+    if not isinstance(diagnostic, RankDied):
+        return diagnostic
+    return replace(diagnostic, remedy=f"the same command does the requests that are not finished; {diagnostic.remedy}")
 
 
 def report_of(generation: Generation, world: int, seconds: float) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, ClassVar
@@ -91,12 +91,13 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
                 passed = (error_file.fileno(), *((writing,) if number == 0 else ()))
                 if number == 0:
                     environment[EVENTS_FD] = str(writing)
-                process = subprocess.Popen(
-                    [sys.executable, "-m", worker, *arguments],
-                    env=environment,
-                    pass_fds=passed,
-                    stdin=subprocess.DEVNULL,
-                )
+                with _without_interrupts():
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", worker, *arguments],
+                        env=environment,
+                        pass_fds=passed,
+                        stdin=subprocess.DEVNULL,
+                    )
                 ranks.append(_Rank(number, process, error_file))
             os.close(writing)
             first = _watch(ranks, reading, on_event)
@@ -186,6 +187,20 @@ def _stop(ranks: Sequence[_Rank]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started inside, and those that it starts, do not see Ctrl-C: the launcher does, and stops
+    them. Each would have shown a traceback of wherever it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling.flops [FILE.json]
 
-The expected figures count 8 + 4 ffn/h products of S h^2 and 4 S^2 h a layer: no text, no shell. The traced ones count
-both. K is how many of 50 steps the large model may take for a speed-up that FLOPs alone would allow.
+Beside them stand constants by formula: 8 + 4 ffn/h products of S h^2 and 4 S^2 h a layer, no text, no shell. The trace
+counts both. K is how many of 50 steps the large model may take for a speed-up that FLOPs alone would allow.
 """
 
 import json
@@ -17,7 +17,7 @@ from arachnec.passes.trace import TRAINED, trace_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 50
-# file, clip, tokens, TFLOP of each model, speed-ups to ask K for
+# file, clip, TFLOP by formula of each model, speed-ups to ask K for
 PAIRS = (
     ("sample_wan2_1.py", (81, 480, 832, 512), {"large": 1525.0, "small": 270.5}, (2.0, 3.0, 4.0)),
     ("sample_cogvideox.py", (49, 480, 720, 226), {"large": 332.2, "small": 120.0}, (1.5, 2.0, 2.5)),
@@ -35,7 +35,7 @@ def layers_alone(stage_flops: Formula, tokens: int, text: int) -> float:
 
 def main() -> None:
     rows = []
-    for file, (frames, height, width, text), expected, speed_ups in PAIRS:
+    for file, (frames, height, width, text), formula, speed_ups in PAIRS:
         sampler = load_sampler_file(EXAMPLES / file)
         clip = VideoClip(0, frames, height, width, text, "")
         traced: dict[str, float] = {}
@@ -45,8 +45,8 @@ def main() -> None:
             flops, tokens = stage.attrs["flops"], trace.tokens(clip)
             assert isinstance(flops, Formula)
             traced[name] = layers_alone(flops, tokens, text)
-            print(f"{file} {name}: S {tokens}, {traced[name]:.1f} TFLOP traced, {expected[name]} expected", flush=True)
-        for kind, figures in (("traced", traced), ("expected", expected)):
+            print(f"{file} {name}: S {tokens}, {traced[name]:.1f} TFLOP traced, {formula[name]} by formula", flush=True)
+        for kind, figures in (("traced", traced), ("by formula", formula)):
             large, small = figures["large"], figures["small"]
             steps = {speed_up: most_large_steps(large, small, speed_up) for speed_up in speed_ups}
             told = ", ".join(f"{speed_up:g}x at K = {k:.1f}" for speed_up, k in steps.items())

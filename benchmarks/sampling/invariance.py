@@ -12,9 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
+from arachnec.generation.rank import GenerationRank
+from arachnec.generation.results import LATENTS, Outcome, Results
+from arachnec.generation.settings import Settings
+from arachnec.ir.nodes import Module
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.models.sampler_file import load_sampler_file
+from tests.distributed.harness import run_ranks
 from tests.generation.cases import Forced, expected, lowered, partitioned, run, sampling_of, written
 
 STEPS, WORLD = 50, 4
@@ -43,6 +53,39 @@ def difference(found: torch.Tensor, reference: torch.Tensor) -> float:
     return float((found - reference).abs().max() / reference.abs().max())
 
 
+def at_every_outcome(folder: Path, program: Module, switch: Switch) -> list[torch.Tensor]:
+    """The latents of the first request for K = 0 to all steps. The ranks build and capture their models once."""
+    told = run_ranks(len(program.programs), _every_outcome, folder, print_module(program), switch)
+    latents: list[torch.Tensor | None] = [None] * (STEPS + 1)
+    for rank in told:
+        for outcome, steps, found in rank:
+            assert steps == STEPS
+            latents[outcome] = torch.tensor(found)
+    assert all(found is not None for found in latents)
+    return [found for found in latents if found is not None]
+
+
+def _every_outcome(folder: Path, program: str, switch: Switch) -> list[tuple[int, int, list[object]]]:
+    sampler, module, models = load_sampler_file(folder / "sampler.py"), parse_module(program), None
+    settings = Settings(str(folder / "sampler.py"), ("large", "small"), str(switch))
+    told: list[tuple[int, int, list[object]]] = []
+    for outcome in range(STEPS + 1):
+        sampling = sampling_of(sampler, Forced(switch.kind, switch.value, switch.least, switch.most, outcome))
+        results = Results(folder / "out", settings, sampler.digest)
+        ended: list[Outcome] = []
+        rank = GenerationRank(
+            dist.get_rank(), sampling, module, REQUESTS[:1], results, torch.device("cpu"), ended.append
+        )
+        rank.models = models = models or rank.models
+        rank.connect()
+        rank.run()
+        rank.groups.close()
+        rank.connections.close()
+        for end in ended:
+            told.append((outcome, end.steps, load_file(results.latents(REQUESTS[0]))[LATENTS].tolist()))
+    return told
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rows = []
@@ -62,10 +105,7 @@ def main() -> None:
         ranks = ((0,), (1,), (0, 1))
         program = lowered(module, {c.name: {"ranks": ranks[n % 3]} for n, c in enumerate(module.cascades)})
         worst = 0.0
-        for outcome in range(STEPS + 1):
-            forced = Forced("adaptive", 0.1, least=0, most=STEPS, outcome=outcome)
-            told, found = run(folder, program, forced, REQUESTS[:1])["a"]
-            assert told.steps == STEPS and found is not None
+        for outcome, found in enumerate(at_every_outcome(folder, program, adaptive)):
             fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
             worst = max(worst, difference(found, expected(fixed, REQUESTS[0])))
         rows.append({"what": f"every K from 0 to {STEPS} through one program", "relative_difference": worst})

@@ -18,7 +18,7 @@ HERE = Path(os.path.relpath(Path(__file__).parent))
 OUTPUT = Path("generate-output")
 CLIPS, REQUESTS, VIDEOS = OUTPUT / "clips.jsonl", OUTPUT / "requests.jsonl", OUTPUT / "videos"
 CLIP_NUMBERS = (2, 3, 5, 10, 13, 14)  # of the demo's 16: small ones
-RANKS, STEPS = 4, 120
+RANKS, STEPS = 4, 80
 SAMPLED, LARGE_STEPS = 20, 6
 
 

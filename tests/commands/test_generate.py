@@ -112,7 +112,7 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
 ) -> None:
     sampler = written(tmp_path)
     settings = Settings(str(sampler.path), ("large", "small"), "fixed=3")
-    left = generation.Generation(sampler, settings, REQUESTS[:1], (), None, tmp_path, 0.0)
+    left = generation.Generation(sampler, settings, REQUESTS[:1], (), None, tmp_path, 0.0, 0.0)
     failed = Outcome("a", 2, None, [], left.results.fingerprint(REQUESTS[0]), 1.0, "its latents are no numbers")
 
     def ranks_that_fail(path: Path, ignore_errors: bool) -> None:

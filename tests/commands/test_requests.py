@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from arachnec.cli import group
+from arachnec.commands.request_tables import print_request_plan
+from arachnec.ir.parser import parse_file
+from arachnec.report import plan_report
 from tests.commands.small_model import MODEL
 
 SAMPLER = (
@@ -37,6 +40,9 @@ REQUESTS = (
     {"caption": "a", "frames": 1, "height": 64, "width": 64, "steps": 6, "guidance": 4.0},
     {"caption": "b", "frames": 2, "height": 64, "width": 96, "steps": 5},
 )
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "schedule_sampling" / "adaptive.expect"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,20 @@ def test_a_plan_alone_has_the_keys_of_every_report(files: tuple[Path, Path], tmp
     assert sum(row["planned_steps"] for row in segments) == 11
 
 
+def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    module = parse_file(GOLDEN)
+    print_request_plan(module, plan_report(module, 1.0), 1.0, Path("out/plan/program.cascade"))
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "large then small, switch adaptive=0.1 after 0 to 12 steps, planned for 0, 8, 10: 3 requests on 4 x"
+    )
+    words = [line.split() for line in told.splitlines()]
+    assert ["large", "6-11", "(2)", "2", "2", "apart", "ulysses", "2", "0-3", "1.869", "s", "2.491", "s"] in words
+    assert "makespan 3.54 s, lower bound 3.422 s, gap 3.4%" in told and "peak memory 41.1 GiB" in told
+    assert "latency: mean 3.471 s, 95th percentile 3.54 s, longest 3.54 s of request 0" in told
+    assert "3 requests, every step taken once, whenever it switches" in told
+
+
 def test_options_of_training_and_of_sampling_are_told_apart(files: tuple[Path, Path], tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL)
@@ -89,8 +109,7 @@ def test_options_of_training_and_of_sampling_are_told_apart(files: tuple[Path, P
 
 @pytest.mark.parametrize("command", ["show", "simulate", "explain", "check"])
 def test_a_lowered_module_of_requests_is_looked_at(command: str, tmp_path: Path) -> None:
-    golden = Path(__file__).parents[1] / "golden" / "schedule_sampling" / "adaptive.expect"
     program = tmp_path / "program.cascade"
-    program.write_text(golden.read_text())
+    program.write_text(GOLDEN.read_text())
     options = ("--no-what-if",) if command == "explain" else ()
     assert invoke(command, str(program), *options)

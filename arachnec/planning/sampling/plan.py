@@ -341,7 +341,10 @@ def fits_no_rank(cascade: Cascade, cost: CostModel) -> FitsNoRank:
     rates = Rates(cost)
     needed = min(cost.memory(cascade, degree, 0, 1) for degree in cost.legal_degrees(cascade))
     state, room = rates.cost.resident_with(cascade.stage), rates.room(cascade.stage)
-    remedy = "use devices with more memory, or ask for fewer frames or a lower resolution"
+    least = math.ceil(cost.largest_memory + needed - room)
+    remedy = f"use devices of at least {least} GiB" + (
+        ", or ask for fewer frames or a lower resolution" if room > 0 else f": its model alone has {state:.1f}"
+    )
     degree = next((d for d in (2**k for k in range(18)) if _fits_at(cascade, cost, d, room)), None)
     if degree is not None and degree > cost.cluster.world:
         remedy = f"use a cluster of at least {degree} of these devices"

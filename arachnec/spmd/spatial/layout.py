@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,13 @@ class Unaligned(Exception):
 
 
 def viewed(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout after a view as ``shape``. Raises ``Unaligned`` for the axis that is in the way."""
+    """The layout after a view as ``shape``. Raises ``Unaligned`` for the axis that is in the way.
+
+    A tensor without entries keeps the cuts of the leading dimensions that stay as they are: nothing is in the way.
+    """
+    if 0 in shape:
+        same = sum(1 for _ in takewhile(lambda sizes: sizes[0] == sizes[1], zip(layout.shape, shape, strict=False)))
+        return replace(layout, dims=(*layout.dims[:same], *map(whole, shape[same:])))
     rest = list(reversed(joined(layout.factors)))
     dims: list[Dim] = []
     for size in shape:

@@ -150,6 +150,8 @@ class SplitTensor(Tensor):
                 current = current.cut_at(unaligned.axis, tuple(-(-bound // multiple) * multiple for bound in bounds))
                 continue
             local = current.local.reshape(spread.local_shape(self.place))
+            if not spread.axes:
+                return local
             return current.like(local, spread, copied=not _same_memory(local, self.local))
         return current.reshape(tuple(shape))
 

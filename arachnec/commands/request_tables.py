@@ -1,0 +1,116 @@
+"""What ``arachnec generate --plan-only`` prints for a person: the segments of every request, and the plan's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from arachnec.commands.tables import MOST_ROWS, attention_word, bold, ms, plain_table, ranges, terminal
+from arachnec.ir.diagnostic import counted
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase
+from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of
+
+COLUMNS = ("request", "video", "stage", "steps", "degree", "branches", "attention", "ranks", "start", "end")
+NUMBERS = {"steps", "degree", "start", "end"}
+
+
+def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: float, program: Path) -> None:
+    """The segments of a lowered module, the plan's figures, what is proved, and where the program lies."""
+    console = terminal()
+    print_segments(console, module, report["cascades"])
+    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
+    last = max(report["requests"], key=lambda row: float(row["latency_ms"]))
+    console.print(
+        bold("predicted"),
+        f"(costs from: {', '.join(sorted(source))})\n"
+        f"  makespan {ms(report['makespan_ms'])}, lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
+        f"{', proved optimal' if report['proved_optimal'] else ''}\n"
+        f"  latency: mean {ms(report['mean_latency_ms'])}, 95th percentile {ms(report['p95_latency_ms'])}, "
+        f"longest {ms(last['latency_ms'])} of request {last['id']}\n"
+        f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank",
+    )
+    console.print(bold("measured"))
+    console.print(f"  tracing {tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}")
+    console.print(bold("proved"))
+    outcomes = ", whenever it switches" if any(len(outcomes_of(clip)) > 1 for clip in module.clips) else ""
+    console.print(
+        f"  {counted(len(module.clips), 'request')}, every step taken once{outcomes}, no deadlock, inputs before use, "
+        "memory within the device"
+    )
+    console.print(f"\nwrote {program}; next:", bold(f"arachnec show {program}"), soft_wrap=True)
+
+
+def print_segments(console: Console, module: Module, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What is sampled where, and its segments; ``rows`` are the cascades of a report."""
+    console.print(bold(_title(module, len(rows))), soft_wrap=True)
+    console.print(segment_table(module, rows))
+    if len(rows) > MOST_ROWS:
+        console.print(f"  ... and {len(rows) - MOST_ROWS} more; `--json` has them all")
+
+
+def segment_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a cascade, those of a request one after another."""
+    table = plain_table("")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in NUMBERS else "left")
+    clips = {clip.id: clip for clip in module.clips}
+    named = {cascade.name: cascade for cascade in module.cascades}
+    before: tuple[int, ...] = ()
+    for row in rows[:MOST_ROWS]:
+        cascade = named[str(row["name"])]
+        first = clips[cascade.clips[0]]
+        told = cascade.clips == before  # the request stands in the row above
+        before = cascade.clips
+        table.add_row(
+            "" if told else ", ".join(_name(clips[clip]) for clip in cascade.clips),
+            "" if told else f"{first.frames} x {first.height} x {first.width}",
+            cascade.stage,
+            _steps(row),
+            str(cascade.degree),
+            _branches(cascade),
+            attention_word(cascade.attrs.get("ulysses"), cascade.attrs.get("ring")),
+            ranges(row["ranks"]),
+            ms(row["start_ms"]),
+            ms(row["end_ms"]),
+        )
+    return table
+
+
+def _title(module: Module, segments: int) -> str:
+    """``large then small, switch fixed=10 after 10 steps: 4 requests on 8 x h100-80g, 12 segments``."""
+    cluster, switch = module.cluster, module.attrs.get("switch")
+    outcomes = [outcomes_of(clip) for clip in module.clips]
+    words = " then ".join(models_of(module))
+    if switch is not None:
+        least, most = min(k[0] for k in outcomes), max(k[-1] for k in outcomes)
+        planned = sorted({forecast_of(clip) for clip in module.clips})
+        forecast = f", planned for {ranges(planned)}" if any(len(k) > 1 for k in outcomes) else ""
+        words += f", switch {switch} after {f'{least} to {most}' if least < most else least} steps{forecast}"
+    nodes = "" if cluster is None or cluster.nodes == 1 else f"{cluster.nodes} x "
+    place = "" if cluster is None else f" on {nodes}{cluster.gpus} x {cluster.attrs.get('device', 'ranks')}"
+    return f"{words}: {counted(len(module.clips), 'request')}{place}, {counted(segments, 'segment')}"
+
+
+def _name(clip: Clip) -> str:
+    return str(clip.attrs.get("name", clip.id))
+
+
+def _steps(row: Mapping[str, Any]) -> str:
+    """``0-16``, and behind it how many of them are planned for where a switch may end it."""
+    if "steps" not in row:
+        return ""
+    first, last = row["steps"]
+    planned, steps = row["planned_steps"], f"{first}-{last}" if first < last else str(first)
+    return steps if planned == last - first + 1 else f"{steps} ({planned})"
+
+
+def _branches(cascade: Cascade) -> str:
+    """``2 batched``, ``2 apart``, or 1."""
+    branches = branches_of(cascade)
+    if cascade.phase is not Phase.DENOISE or branches == 1:
+        return "" if cascade.phase is not Phase.DENOISE else "1"
+    return f"{branches} {'apart' if cascade.side > 1 else 'batched'}"
