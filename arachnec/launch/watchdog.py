@@ -26,7 +26,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.launch.environment import local_cache
 from arachnec.launch.failure import (
     ERROR_FD,
     Failure,
@@ -58,6 +58,7 @@ LAPSE_S = 20.0  # without a beat a rank counts as dead
 HOLD_S = 1.5  # that a failing rank stays, for the others to read why
 GONE = "was killed or crashed: its process is gone"
 STORE_S = 10.0  # that an answer of the store may take
+MARK_S = 3600.0  # s that a mark outlives its failure: all ranks of a run have ended long before
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -410,8 +411,13 @@ class Watchdog:
         if ERROR_FD in os.environ:
             return True
         name = hashlib.sha256(f"{self._run} {self._me.agent}".encode()).hexdigest()
+        marks = local_cache() / "told"
         try:
-            Path(tempfile.gettempdir(), f"arachnec-told-{name}").touch(exist_ok=False)
+            marks.mkdir(parents=True, exist_ok=True)
+            for mark in marks.iterdir():  # of runs that ended long ago; which rank of a run ends last is not known
+                if time.time() - mark.stat().st_mtime > MARK_S:
+                    mark.unlink(missing_ok=True)
+            (marks / name).touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:
