@@ -124,7 +124,8 @@ class Partition(Pass):
         p = self._exponent(module, stage)
         work = math.fsum(clip.tokens**p for clip in module.clips)
         world = module.cluster.world if module.cluster else 1
-        several = MICRO_BATCHES_PER_RANK if (cell_of(stage) or 1) == 1 else MICRO_BATCHES_PER_CELL
+        in_turn = (cell_of(stage) or 1) == 1 or _is_part(stage)  # a pipeline is filled by several of them
+        several = MICRO_BATCHES_PER_RANK if in_turn else MICRO_BATCHES_PER_CELL
         most_work = min(float(longest) ** p, work / (several * world))
         return self._filled(
             module, stage, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
