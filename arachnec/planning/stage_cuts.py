@@ -18,7 +18,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
-from arachnec.ir.tables import CHOICE, FIGURES, TIED
+from arachnec.ir.tables import CHOICE, FIGURES, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -245,7 +245,8 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
             most_clips=attrs.get("most_clips"),
-            output=None if last else _handed_on(stage, end - 1),
+            output=None if last else _behind(stage, "cuts", end - 1),
+            output_tokens=None if last or TOKEN_CUTS not in attrs else _behind(stage, TOKEN_CUTS, end - 1),
             part_of=stage.name,
             **_sparse(stage, begin, end),
         ),
@@ -281,9 +282,9 @@ def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
     return tuple(runs) if len(runs) > 1 else None
 
 
-def _handed_on(stage: Stage, layer: int) -> Formula:
-    """GiB that go on behind a layer."""
-    runs = stage.attrs["cuts"]
+def _behind(stage: Stage, name: str, layer: int) -> Formula:
+    """GiB that go on behind a layer, or of them what blocks make of tokens."""
+    runs = stage.attrs[name]
     assert isinstance(runs, tuple)
     for run in runs:
         assert isinstance(run, tuple)

@@ -79,6 +79,7 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
         block_workspace=each, block_traffic=each, block_attentions=(1,) * len(classes),
         block_heads=(3,) * len(classes), end_params=((84, 84), (24, 24)), end_flops=(TFLOP, TFLOP),
         end_saved=(gib, gib), cuts=((len(paths) - 1, gib),),
+        token_cuts=((len(paths) - 1, gib),),
     )  # fmt: skip
 
 

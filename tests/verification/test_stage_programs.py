@@ -39,6 +39,19 @@ def found(module: Module) -> set[type[Diagnostic]]:
     return {type(problem) for problem in problems}
 
 
+@pytest.mark.parametrize(("degrees", "share"), [("degree=2", 0.5), ("degrees=[2,2]", 0.5), ("degrees=[1,3]", 1.0)])
+def test_ranks_that_share_tokens_alike_hand_on_their_own(degrees: str, share: float) -> None:
+    """Their stages hand on tokens alone here; ranks of unequal stages get all of them."""
+    module = planned(4, CLIPS, pipeline_of("p=2", f"schedule=1f1b,{degrees}"))
+    sizes = {name: cascade.tokens for name, cascade in ((c.name, c) for c in module.cascades)}
+    received = [step for p in module.programs for step in p.instructions if step.op == "receive"]
+    assert received
+    for step in received:
+        tokens = sizes[step.target]
+        own = tokens if share == 1.0 else -(-tokens // 2)
+        assert step.attrs["bytes"] == pytest.approx(1e-6 * 2**30 * own, abs=1)
+
+
 def places(module: Module, *ops: str, attribute: str = "time") -> list[Place]:
     return [
         (p.rank, at)
