@@ -276,7 +276,9 @@ INSTRUCTION = {
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
     cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
     scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
+    place     | str   | lowered | optional | "host": their gradients go to host memory
 """
+        + _HOST
     ),
     "denoise": table(
         _RUN

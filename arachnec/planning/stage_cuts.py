@@ -91,9 +91,11 @@ class ReplicasForOthers(Diagnostic):
 
 
 @dataclass(frozen=True)
-class PartsStayOnDevices(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing of a pipeline's stages into host memory"
-    help: ClassVar[str] = "leave out `offload`, or `stages`; cells (`shard-parameters`) and host memory go together"
+class InHostAlready(Diagnostic):
+    title: ClassVar[str] = "@{stage} lies in host memory already, and cannot be cut"
+    label: ClassVar[str] = "has `host = [{what}]`"
+    help: ClassVar[str] = "put `offload` behind `stages`: every stage then has its own part there"
+    stage: str
     what: str
 
 
@@ -104,7 +106,7 @@ def demand_cuttable(stage: Stage) -> None:
         raise UserError(AlreadyCut(stage.span, str(stage.attrs["part_of"])))
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
-        raise UserError(PartsStayOnDevices(stage.span, str(placed[0])))
+        raise UserError(InHostAlready(stage.span, stage.name, ", ".join(f'"{name}"' for name in placed)))
     if any(name not in stage.attrs for name in FIGURES):
         raise UserError(NotCuttable(stage.span, stage.name))
 
