@@ -152,3 +152,17 @@ def test_a_checkpoint_goes_on_with_other_stages_cells_and_ranks(
     train_on(before[0], folders[0], steps=1, checkpoint=tmp_path / "kept")
     resumed = train_on(after[0], folders[1], steps=1, checkpoint=tmp_path / "kept", resume=True)
     assert resumed["steps"][0]["loss"] == pytest.approx(after_one_step(folders[0], training), rel=1e-9)
+
+
+def test_bf16_with_masters_and_averages_steps_alike_in_other_stages_and_cells(tmp_path: Path) -> None:
+    """Three steps, clipped: bf16 parameters are rounded from fp32 masters, on two ranks and on four."""
+    training = Training(dtype="bf16", clip_norm=0.05, lr=0.01, ema=0.9)
+    curves = []
+    for world, schedule, cell in ((2, "schedule=1f1b", 1), (4, "schedule=zb-h1", 2)):
+        passes = pipeline_of("p=2", schedule, cell=cell)
+        folder = executable(tmp_path / str(world), world, [CLIPS], passes, training=training)
+        train_on(world, folder, steps=3)
+        steps = msgspec.json.decode((folder / "run.json").read_bytes())["steps"]
+        curves.append([step["loss"] for step in steps])
+    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+    assert curves[0][2] != curves[0][0]
