@@ -5,8 +5,8 @@ started again with ``--resume``, and after every job is checked:
 * the audit log has every clip of the manifest once in every epoch, trained or set aside by its name;
 * no process of the job is left, no file in the folder for temporary ones, in shared memory or beside the checkpoints.
 
-Two gloo ranks and their planner, under ``arachnec run`` or torchrun. Every clip is a file that an encoder reads; in some
-jobs one of them is missing. Checkpoints lie on a disk of a few MiB, where this may mount one (as root).
+Two gloo ranks and their planner, under ``arachnec run`` or torchrun. Every clip is a file that an encoder reads; in
+some jobs one of them is missing. Checkpoints lie on a disk of a few MiB, where this may mount one (as root).
 
     python -m benchmarks.trust.random_faults --seconds 3600 --seed 1 -o benchmarks/results/random_faults.json
 """
@@ -42,6 +42,7 @@ TOLERANCE = 1e-6
 GONE_S = 40.0  # until all processes of a job that was broken are to be gone
 ENDS_S = 120.0  # until a run that a fault broke is to have ended
 DISK = "4m"
+SHARED = Path("/dev/shm")
 MODEL = """
 import time
 import torch
@@ -284,6 +285,11 @@ def fill_disk(disk: Path, rng: random.Random) -> None:
         pass
 
 
+def in_use(path: Path) -> bool:
+    """Whether a living process, of whatever program, has it in its memory."""
+    return any(str(path) in _text(place) for place in Path("/proc").glob("[0-9]*/maps"))
+
+
 def wait_gone(job: Job, seconds: float) -> dict[int, str]:
     """What is still there of the job after so long."""
     end = time.monotonic() + seconds
@@ -330,7 +336,9 @@ def one_start(job: Job, rng: random.Random, *, disturbed: bool) -> tuple[list[st
     (job.folder / "disk" / "filler").unlink(missing_ok=True)
     text = job.log.read_text(errors="replace")
     if not job.torchrun and "Traceback" in text:
-        job.problems.append(f"start {job.starts} ({faults}) shows a traceback: {text[text.index('Traceback'):][:1500]}")
+        job.problems.append(
+            f"start {job.starts} ({faults}) shows a traceback: {text[text.index('Traceback') :][:1500]}"
+        )
     if ended not in (0, 2, -9, 129, 130, 143, -15, -1, -2) and not job.torchrun:
         job.problems.append(f"start {job.starts} ({faults}) ended with {ended}: {text[-1500:]}")
     if not faults and ended != 0:
@@ -422,7 +430,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="where the folders of jobs that broke a rule are kept")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    memory_before = set(os.listdir("/dev/shm"))
+    memory_before = set(SHARED.iterdir())
     counts: Counter[str] = Counter()
     result: dict[str, Any] = {"seed": options.seed, "jobs": 0, "starts": 0, "faults": 0, "steps": 0, "again": 0,
                               "worst": 0.0, "broken": []}  # fmt: skip
@@ -451,8 +459,8 @@ def main() -> None:
                 if job.problems and options.logs:
                     shutil.copytree(folder, options.logs / f"seed-{options.seed}-job-{number}", dirs_exist_ok=True)
             counts.update(faults)
-            left = set(os.listdir("/dev/shm")) - memory_before
-            job.problems += [f"in shared memory: {sorted(left)}"] if left else []
+            left = sorted(path.name for path in set(SHARED.iterdir()) - memory_before if not in_use(path))
+            job.problems += [f"in shared memory: {left}"] if left else []
             result["jobs"] += 1
             result["starts"] += job.starts
             result["faults"] += len(faults)
