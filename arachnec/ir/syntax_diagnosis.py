@@ -13,8 +13,9 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from arachnec.ir import syntax_errors
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import INSTRUCTIONS, STAGE_OPS, Phase
+from arachnec.ir.nodes import Phase
 from arachnec.ir.span import Span
+from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 
 _WORDS = {
     "SYMBOL": ["a name such as `@dit`"],
@@ -31,8 +32,8 @@ _WORDS = {
     "RANGE": ["a range such as `0..3`"],
     "KIND": ["`trained`", "`frozen`"],
     "PHASE": [f"`{phase.value}`" for phase in Phase],
-    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", *STAGE_OPS)],
-    "STAGE_OP": ["`gather`", "`norm`"],
+    "CASCADE_OP": [f"`{op}`" for op in CASCADE_WORDS],
+    "STAGE_OP": [f"`{op}`" for op in STAGE_WORDS],
     "$END": ["the end of the text"],
 }
 _VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}

@@ -54,7 +54,7 @@ graphs = st.builds(
 cascades = st.builds(
     nodes.Cascade, names, st.sampled_from(list(Phase)), names, ranks, sizes, sizes, sizes, inputs, attributes
 )
-instructions = st.builds(nodes.Instruction, st.sampled_from(nodes.INSTRUCTIONS), names, ranks, attributes)
+instructions = st.builds(nodes.Instruction, st.sampled_from([*tables.INSTRUCTION]), names, ranks, attributes)
 programs = st.builds(nodes.Program, sizes, st.lists(instructions, max_size=4).map(tuple), attributes)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arachnec.ir import errors, kinds, tables
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
-from arachnec.ir.nodes import INSTRUCTIONS, Level, Module
+from arachnec.ir.nodes import STAGE_OPS, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module, verify
@@ -32,8 +32,8 @@ TABLES = {
 }
 
 
-def test_every_instruction_has_a_table() -> None:
-    assert set(tables.INSTRUCTION) == set(INSTRUCTIONS)
+def test_every_instruction_of_a_stage_has_a_table() -> None:
+    assert set(STAGE_OPS) <= set(tables.INSTRUCTION)
 
 
 @pytest.mark.parametrize("name", TABLES)
