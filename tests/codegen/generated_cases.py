@@ -68,8 +68,8 @@ def turned(x: Tensor, text: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> tupl
     n = F.rms_norm(x, (8,), w, 1e-6)
     video = n[:, :, text.shape[1] :]
     lo, hi = video.unflatten(-1, (4, 2)).unbind(-1)
-    made = video * cos + torch.stack([-hi, lo], -1).flatten(-2) * sin
-    return torch.slice_scatter(n, made, 2, text.shape[1]), text * 2
+    rotated = video * cos + torch.stack([-hi, lo], -1).flatten(-2) * sin
+    return torch.slice_scatter(n, rotated, 2, text.shape[1]), text * 2
 
 
 def positions(x: Tensor, place: Tensor, shift: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, fl
     run = Generated(region(function, shapes, dtype))
     torch.manual_seed(1)
     values = [torch.randn(sized(shape, sizes), dtype=dtype).requires_grad_() for shape in shapes]
-    found = [y for results in [run(*values)] for y in (results if isinstance(results, tuple) else (results,))]
+    outputs = [y for results in [run(*values)] for y in (results if isinstance(results, tuple) else (results,))]
     exact = [v.detach().double().requires_grad_() for v in values]
     truth = [y for results in [function(*exact)] for y in (results if isinstance(results, tuple) else (results,))]
-    out = [torch.randn_like(y) for y in found]
-    gradients = torch.autograd.grad(found, values, out)
+    out = [torch.randn_like(y) for y in outputs]
+    gradients = torch.autograd.grad(outputs, values, out)
     true_gradients = torch.autograd.grad(truth, exact, [o.double() for o in out])
-    pairs = zip([*found, *gradients], [*truth, *true_gradients], strict=True)
+    pairs = zip([*outputs, *gradients], [*truth, *true_gradients], strict=True)
     return {
         str(k): float((a.detach().double() - b.detach()).abs().max() / b.detach().abs().max())
         for k, (a, b) in enumerate(pairs)

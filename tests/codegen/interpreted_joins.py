@@ -41,12 +41,12 @@ def errors(name: str) -> dict[str, float]:
     expected, gradients = step(case, model, size)
     gradients = {key: gradient.clone() for key, gradient in gradients.items()}
     with fused_blocks(model, captured, graphs, kernels=True, compiler=compiler):
-        found, fused = step(case, model, size)
+        results, fused = step(case, model, size)
     norm = torch.linalg.vector_norm
     whole = norm(torch.stack([norm(gradient) for gradient in gradients.values()]))
     apart = [norm(fused[key] - g) / max(norm(g), 1e-3 * whole) for key, g in gradients.items()]
     return {
-        "output": float((found - expected).abs().max()),
+        "output": float((results - expected).abs().max()),
         "gradients": float(max(apart)),
         "generated": len(ran),
     }

@@ -166,16 +166,16 @@ def step(case: ModelCase, model: nn.Module, size: Size) -> tuple[Tensor, dict[st
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["own operations", "kernels"])
 def test_output_and_every_gradient_are_those_of_the_model(case: Captured, kernels: bool) -> None:
-    made, model, captured, graphs = case
+    block, model, captured, graphs = case
     assert any(graph.fused for graph in graphs)
     for size in SIZES:
-        size = size if made.text else Size(size.frames, size.height, size.width, Size().text, size.batch)
-        expected, gradients = step(made, model, size)
+        size = size if block.text else Size(size.frames, size.height, size.width, Size().text, size.batch)
+        expected, gradients = step(block, model, size)
         gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         with fused_blocks(model, captured, graphs, kernels=kernels, compiler=lambda region: region):
-            found, fused = step(made, model, size)
+            results, fused = step(block, model, size)
         assert fused.keys() == gradients.keys()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
         whole = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         for name, gradient in gradients.items():
             error = torch.linalg.vector_norm(fused[name] - gradient)
@@ -215,10 +215,10 @@ def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_cou
 
 def test_generated_joins_of_tokens_have_the_models_output_and_gradients(tmp_path: Path) -> None:
     names = ("hunyuan-video", "cogvideox-sincos")
-    found = in_interpreter("tests.codegen.interpreted_joins", str(tmp_path), *names)
-    assert tuple(found) == names
-    assert all(errors["generated"] >= 2 for errors in found.values())
-    assert all(errors["output"] <= 1e-5 and errors["gradients"] <= 1e-5 for errors in found.values())
+    differences = in_interpreter("tests.codegen.interpreted_joins", str(tmp_path), *names)
+    assert tuple(differences) == names
+    assert all(errors["generated"] >= 2 for errors in differences.values())
+    assert all(errors["output"] <= 1e-5 and errors["gradients"] <= 1e-5 for errors in differences.values())
 
 
 def test_the_models_own_forward_is_back_afterwards(
@@ -317,8 +317,8 @@ def test_a_compiled_region_equals_its_operations_in_output_and_gradients(
             (output,) = lifted(captured, block, form)(*inputs)
             wanted = [*inputs, *block.parameters()]
             results.append((output, *torch.autograd.grad(output.square().sum(), wanted)))
-        for expected, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
 def test_small_regions_run_as_they_are(
@@ -357,7 +357,7 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_eager_is(kernels: bool) -> None
     eager = gradients_of(lifted(captured, block), inputs)
     fused = gradients_of(lifted(captured, block, module), inputs)
     for truth, mine, theirs in zip(exact, fused, eager, strict=True):
-        error, usual = (torch.linalg.vector_norm(found.double() - truth) for found in (mine, theirs))
+        error, usual = (torch.linalg.vector_norm(gradients.double() - truth) for gradients in (mine, theirs))
         assert error <= 1.1 * usual + 1e-3 * torch.linalg.vector_norm(truth)
 
 

@@ -34,8 +34,8 @@ def gradients(run: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> l
     given = [x.detach().clone().requires_grad_(number < 3) for number, x in enumerate(inputs)]
     (output, *_) = run(*given)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
-    found = torch.autograd.grad((output * weights).sum(), given[:3])
-    return [output.detach(), *found]
+    gradients = torch.autograd.grad((output * weights).sum(), given[:3])
+    return [output.detach(), *gradients]
 
 
 @pytest.mark.parametrize("name", ["wan-12-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video"])
@@ -50,8 +50,10 @@ def test_a_fused_block_on_a_gpu_is_as_near_to_float64_as_eager_is(name: str, dty
     block = model.get_submodule(captured.instances[0]).cuda().to(dtype)
     double = copy.deepcopy(block).double()
     sizes = {B: 2, S: 24, T: 7}
-    made = [torch.randn([int(d.subs(sizes)) for d in dims]).cuda() for dims in captured.input_dims]
-    kept = [x if n.meta["val"].is_floating_point() else x > 0 for x, n in zip(made, captured.input_nodes, strict=True)]
+    values = [torch.randn([int(d.subs(sizes)) for d in dims]).cuda() for dims in captured.input_dims]
+    kept = [
+        x if n.meta["val"].is_floating_point() else x > 0 for x, n in zip(values, captured.input_nodes, strict=True)
+    ]
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in kept]
     module = fuse_block(captured, fuse_graph(block_graph(captured)))
     truth = gradients(lifted(exact, double), [x.double() if x.is_floating_point() else x for x in inputs])
@@ -79,11 +81,11 @@ def test_generated_kernels_on_a_gpu_are_those_of_float64_to_rounding(name: str) 
     run = Generated(region(function, shapes, torch.float32))
     values = [torch.randn(sized(shape, {"B": 3, "S": 70, "T": 6})).cuda().requires_grad_() for shape in shapes]
     results = [run(*values), function(*(v.double() for v in values))]
-    found, truth = (list(r) if isinstance(r, tuple) else [r] for r in results)
-    out = [torch.randn_like(y) for y in found]
-    found += torch.autograd.grad(found, values, out)
+    results_of_kernel, truth = (list(r) if isinstance(r, tuple) else [r] for r in results)
+    out = [torch.randn_like(y) for y in results_of_kernel]
+    results_of_kernel += torch.autograd.grad(results_of_kernel, values, out)
     truth += torch.autograd.grad(truth, values, [o.double() for o in out])
-    for a, b in zip(found, truth, strict=True):
+    for a, b in zip(results_of_kernel, truth, strict=True):
         assert float((a.double() - b).abs().max()) <= 1e-5 * float(b.abs().max())
 
 
@@ -91,7 +93,7 @@ def test_generated_kernels_on_a_gpu_are_those_of_float64_to_rounding(name: str) 
 def test_a_run_of_the_fused_pipeline_has_the_gradients_of_the_default_one(tmp_path: Path, dtype: str) -> None:
     from safetensors.torch import load_file
 
-    found = []
+    outputs = []
     for pipeline in ("default", "fused"):
         folder, saved = tmp_path / pipeline, tmp_path / f"{pipeline}.safetensors"
         model, clips = ROOT / "examples" / "plain_dit.py", ROOT / "tests" / "acceptance" / "clips.jsonl"
@@ -112,9 +114,9 @@ def test_a_run_of_the_fused_pipeline_has_the_gradients_of_the_default_one(tmp_pa
         subprocess.run(compiled, check=True, timeout=240, cwd=ROOT)
         run = [*arachnec, "run", folder, "--steps", "1", "--dtype", dtype, "--save-gradients", saved]
         subprocess.run(run, check=True, timeout=240, cwd=ROOT)
-        found.append(load_file(saved))
-    for name, gradient in found[0].items():
-        error = torch.linalg.vector_norm((found[1][name] - gradient).double())
+        outputs.append(load_file(saved))
+    for name, gradient in outputs[0].items():
+        error = torch.linalg.vector_norm((outputs[1][name] - gradient).double())
         bound = 1e-4 if dtype == "fp32" else 5e-2
         assert error <= bound * torch.linalg.vector_norm(gradient.double()) + 1e-6, name
 

@@ -31,9 +31,9 @@ ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"])
 def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str, tmp_path: Path) -> None:
-    found = in_interpreter("tests.codegen.interpreted_generated", part, str(tmp_path))
-    assert len(found) >= 6
-    wrong = {(case, k): e for case, errors in found.items() for k, e in errors.items() if not e <= ROUNDING[case[:4]]}
+    by_case = in_interpreter("tests.codegen.interpreted_generated", part, str(tmp_path))
+    assert len(by_case) >= 6
+    wrong = {(case, k): e for case, errors in by_case.items() for k, e in errors.items() if not e <= ROUNDING[case[:4]]}
     assert not wrong
 
 
@@ -56,18 +56,18 @@ def region(module: nn.Module, *values: Tensor) -> torch.fx.GraphModule:
 
 def shapes_of(count: int) -> list[tuple[int, int]]:
     choose = random.Random(0)
-    found = {(choose.choice([1, 2, 3, 5]), choose.randint(2, 400)) for _ in range(4 * count)}
-    return sorted(found)[:: max(1, len(found) // count)][:count]
+    sizes = {(choose.choice([1, 2, 3, 5]), choose.randint(2, 400)) for _ in range(4 * count)}
+    return sorted(sizes)[:: max(1, len(sizes) // count)][:count]
 
 
 def recorded(run: Generated) -> list[Recorder]:
     """Stand-ins for the kernels of a region, which keep what they are launched with."""
-    found = []
+    cases = []
     for launcher in (*run.forward.launchers, *run.backward.launchers):
         for widest, source in launcher.sources.items():
             launcher.kernels[widest] = Recorder(load_kernel(source))
-            found.append(launcher.kernels[widest])
-    return found
+            cases.append(launcher.kernels[widest])
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_rows_as_wide_as_a_run_says_are_held_whole_or_gone_over_in_blocks_by_a_g
             called(run, [values])
     for launcher in (*run.forward.launchers, *run.backward.launchers):
         numbers = {widest: kernel.variants() for widest, kernel in launcher.kernels.items()}
-        assert {widest: len(found) for widest, found in numbers.items()} == {512: 2, 4096: 2, 0: 2}
+        assert {widest: len(kernels) for widest, kernels in numbers.items()} == {512: 2, 4096: 2, 0: 2}
         for widest, kernel in launcher.kernels.items():
             rows = {call[2]["Q"] for call in kernel.calls}
             assert rows == {widest or 2048}
@@ -185,8 +185,8 @@ def test_equal_structures_are_one_kernel_whatever_the_sizes_they_were_traced_at(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ((3, 7), (5, 11))
-    made = [Generated(region(Squashed(), torch.randn(b, s, 64), torch.randn(b, 1, 64))) for b, s in sizes]
-    kernels = [launcher.kernel(0) for m in made for launcher in m.forward.launchers]
+    regions = [Generated(region(Squashed(), torch.randn(b, s, 64), torch.randn(b, 1, 64))) for b, s in sizes]
+    kernels = [launcher.kernel(0) for m in regions for launcher in m.forward.launchers]
     assert kernels[0] is kernels[1]
     (text,) = (path.read_text() for path in (tmp_path / "arachnec" / "generated").glob("forward_*.py"))
     assert "tl.exp(" in text and "tl.store(" in text

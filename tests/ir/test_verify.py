@@ -58,12 +58,12 @@ def test_the_reference_holds_the_tables(request: pytest.FixtureRequest) -> None:
     """``--update-golden`` writes them."""
     reference = ROOT / "docs" / "ir.md"
     before, _, rest = reference.read_text(encoding="utf-8").partition(BEGIN)
-    found, _, after = rest.partition(END)
+    shown, _, after = rest.partition(END)
     wanted = "".join(f"\n### {name}\n\n{markdown(table)}\n" for name, table in TABLES.items() if table) + "\n"
     if request.config.getoption("--update-golden"):
         reference.write_text(before + BEGIN + wanted + END + after, encoding="utf-8")
-        found = wanted
-    assert found == wanted
+        shown = wanted
+    assert shown == wanted
 
 
 def test_every_rule_has_a_golden_error() -> None:

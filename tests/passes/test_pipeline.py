@@ -175,11 +175,11 @@ def test_what_a_person_writes_is_understood(text: str, passes: tuple[Pass, ...])
 def test_a_mistake_in_a_pipeline_has_its_place_and_remedy(
     text: str, error: type[Diagnostic], place: int, says: str
 ) -> None:
-    found = refused(text)
-    assert type(found) is error
-    assert found.span is not None
-    assert found.span.column == place
-    assert says in render(found)
+    message = refused(text)
+    assert type(message) is error
+    assert message.span is not None
+    assert message.span.column == place
+    assert says in render(message)
 
 
 def test_a_pass_must_get_the_level_it_needs() -> None:
@@ -339,7 +339,7 @@ def test_a_pipeline_in_the_wrong_order_made_without_text_is_refused_when_it_runs
 
 def test_what_decides_for_the_model_comes_first_in_every_named_pipeline() -> None:
     scopes = {name: [step.scope.value for step in Pipeline.parse(name).passes] for name in PIPELINES}
-    assert all(found == sorted(found, reverse=True) for found in scopes.values())
+    assert all(turns == sorted(turns, reverse=True) for turns in scopes.values())
     assert scopes["fused"][:4] == ["model", "model", "model", "iteration"]
 
 

@@ -45,8 +45,8 @@ class OneBlock(nn.Module):
 
 def inputs(batch: int, tokens: int, text: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(tokens)
-    made = {"x": (batch, tokens, C), "text": (batch, text, C), "table": (tokens, C)}
-    return {name: torch.randn(shape, generator=g) for name, shape in made.items()}
+    shapes = {"x": (batch, tokens, C), "text": (batch, text, C), "table": (tokens, C)}
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
 
 
 def examples() -> list[ExampleCall]:

@@ -171,16 +171,16 @@ def test_a_checkpoint_resumes_with_other_cells_on_another_number_of_ranks(
 
 def test_a_checkpoint_of_an_optimizer_over_cells_resumes_in_each_cell_and_the_other_way_round(tmp_path: Path) -> None:
     training = Training(lr=1e-2, ema=0.9, clip_norm=0.5)
-    over, each = (
+    over, apart = (
         executable(tmp_path / str(dealt_out), BOTH, 4, 2, training=training, dealt_out=dealt_out)
         for dealt_out in (True, False)
     )
-    expected = losses_of(train_on(4, each, steps=3, report=tmp_path / "straight.json"))
+    expected = losses_of(train_on(4, apart, steps=3, report=tmp_path / "straight.json"))
     train_on(4, over, steps=1, checkpoint=tmp_path / "kept")
-    for folder, steps in ((each, 1), (over, 1)):
+    for folder, steps in ((apart, 1), (over, 1)):
         rest = train_on(4, folder, steps=steps, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "r.json")
-        found, expected = losses_of(rest), expected[1:]
-        assert found == pytest.approx(expected[: len(found)], rel=1e-9)
+        losses, expected = losses_of(rest), expected[1:]
+        assert losses == pytest.approx(expected[: len(losses)], rel=1e-9)
 
 
 def losses_of(report: dict[str, Any]) -> list[float]:

@@ -123,8 +123,8 @@ def test_only_what_comes_before_the_first_model_and_needs_no_other_rank_is_encod
 
 def test_as_much_is_encoded_ahead_as_fits_from_the_start_on() -> None:
     module, program = programs(encode("a"), encode("b", workspace=1.5), encode("c"))
-    found = {limit: [c.name for c in Ahead.of(module, program, limit).todo] for limit in (2.9, 5.4, 5.5, 6.4, 6.5)}
-    assert found == {2.9: [], 5.4: [], 5.5: ["a", "b"], 6.4: ["a", "b"], 6.5: ["a", "b", "c"]}
+    encoded = {limit: [c.name for c in Ahead.of(module, program, limit).todo] for limit in (2.9, 5.4, 5.5, 6.4, 6.5)}
+    assert encoded == {2.9: [], 5.4: [], 5.5: ["a", "b"], 6.4: ["a", "b"], 6.5: ["a", "b", "c"]}
 
 
 def test_encoding_ahead_ends_when_there_is_nothing_to_wait_for() -> None:

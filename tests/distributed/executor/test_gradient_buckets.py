@@ -67,9 +67,9 @@ def run_plan(
         folder, program=module, traced=model, model=as_planned(model, module), pipeline="default",
         model_file=load_model_file(source), clips=CLIPS, training=training,
     )  # fmt: skip
-    found = folder / "gradients.safetensors"
-    train_on(world, folder, steps=steps, save_gradients=found)
-    return found, losses(folder / "run.json")
+    file = folder / "gradients.safetensors"
+    train_on(world, folder, steps=steps, save_gradients=file)
+    return file, losses(folder / "run.json")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -78,9 +78,9 @@ def test_gradients_in_buckets_are_those_of_a_plain_loop(tmp_path: Path, world: i
     module = bucketed(lowered(traced(world, [CLIPS]), UNEVEN[world]), buckets)
     assert not find_problems(module)
     assert any(overlapped_reduces(program) for program in module.programs)
-    found, (loss,) = run_plan(tmp_path / "run", module, world)
+    saved, (loss,) = run_plan(tmp_path / "run", module, world)
     expected, gradients = plain_loop(tmp_path / "run", CLIPS)
-    assert_same_gradients(found, gradients)
+    assert_same_gradients(saved, gradients)
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -88,16 +88,16 @@ def test_training_in_buckets_goes_the_way_of_training_without(tmp_path: Path) ->
     whole = lowered(traced(4, [CLIPS]), UNEVEN[4])
     training = Training(clip_norm=0.01)
     _, expected = run_plan(tmp_path / "whole", whole, 4, steps=4, training=training)
-    _, found = run_plan(tmp_path / "cut", bucketed(whole, (1, 1, 0)), 4, steps=4, training=training)
-    assert found == pytest.approx(expected, rel=1e-6)
+    _, losses = run_plan(tmp_path / "cut", bucketed(whole, (1, 1, 0)), 4, steps=4, training=training)
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_rank_without_a_cascade_adds_zeros(tmp_path: Path) -> None:
     works = [Work((i,), (i % 2,), i // 2) for i in range(6)]
     module = bucketed(lowered(traced(3, [CLIPS]), works), (1, 1))
     assert not [i for i in module.programs[2].instructions if i.op == "backward"]
-    found, _ = run_plan(tmp_path / "run", module, 3)
-    assert_same_gradients(found, plain_loop(tmp_path / "run", CLIPS)[1])
+    saved, _ = run_plan(tmp_path / "run", module, 3)
+    assert_same_gradients(saved, plain_loop(tmp_path / "run", CLIPS)[1])
 
 
 def test_frozen_and_shared_parameters_and_recomputed_layers_are_summed_once(tmp_path: Path) -> None:
@@ -113,25 +113,25 @@ def build():
     blocks = itertools.cycle((True, 1))
     works = [replace(work, attrs=(("recompute", next(blocks)),)) for work in UNEVEN[3]]
     module = bucketed(lowered(traced(3, [CLIPS]), works), (1, 1))
-    found, _ = run_plan(tmp_path / "run", module, 3, MODEL + more)
+    saved, _ = run_plan(tmp_path / "run", module, 3, MODEL + more)
     expected = plain_loop(tmp_path / "run", CLIPS)[1]
-    names = set(load_file(found))
+    names = set(load_file(saved))
     assert "blocks.0.out.weight" in names
     assert "embed.weight" not in names
-    assert_same_gradients(found, {name: value for name, value in expected.items() if name in names})
+    assert_same_gradients(saved, {name: value for name, value in expected.items() if name in names})
 
 
 def test_a_layer_that_a_rank_does_not_use_is_summed_when_its_backward_has_ended(tmp_path: Path) -> None:
     skips = MODEL.replace("for block in self.blocks:", "for block in self.blocks[: x.shape[1] // 4]:")
     module = bucketed(lowered(traced(4, [CLIPS]), [Work((i,), (i % 4,), i // 4) for i in range(6)]), (1, 1))
-    found, _ = run_plan(tmp_path / "run", module, 4, skips)
-    assert_same_gradients(found, plain_loop(tmp_path / "run", CLIPS)[1])
+    saved, _ = run_plan(tmp_path / "run", module, 4, skips)
+    assert_same_gradients(saved, plain_loop(tmp_path / "run", CLIPS)[1])
 
 
 def test_layers_that_the_model_does_not_have_leave_their_parameters_to_the_rest(tmp_path: Path) -> None:
     module = bucketed(lowered(traced(2, [CLIPS]), UNEVEN[2]), (1, 1), (("nowhere", 5), ("blocks.1", 1000)))
-    found, _ = run_plan(tmp_path / "run", module, 2)
-    assert_same_gradients(found, plain_loop(tmp_path / "run", CLIPS)[1])
+    saved, _ = run_plan(tmp_path / "run", module, 2)
+    assert_same_gradients(saved, plain_loop(tmp_path / "run", CLIPS)[1])
 
 
 AGAIN = """
@@ -177,17 +177,17 @@ def _order() -> None:
         Instruction("reduce", "dit", (0,), Attributes.of(layers=(layer,), early=Quantity(float(layer), "ms")))
         for layer in (1, 0)
     ]
-    sums = GradientSynchronisation(parameters, {name: int(name[0]) for name in parameters}, ProcessGroups())
+    synchronisation = GradientSynchronisation(parameters, {name: int(name[0]) for name in parameters}, ProcessGroups())
     started: list[tuple[int, bool]] = []
-    begin = sums.start
+    begin = synchronisation.start
 
     def start(reduce: Instruction) -> None:
         started.append((reduce.attrs["layers"][0], layers[0].weight.grad is not None))  # type: ignore[index]
         begin(reduce)
 
-    sums.start = start  # type: ignore[method-assign]
+    synchronisation.start = start  # type: ignore[method-assign]
     hidden = layers[1](layers[0](torch.ones(2, 3)))
-    with sums.inside_backward(reduces):
+    with synchronisation.inside_backward(reduces):
         hidden.sum().backward()
     assert started == [(1, False), (0, True)]
 
@@ -203,4 +203,4 @@ def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_sums() -> None
 
 
 def _inside(program: Program) -> dict[str, int]:
-    return {program.instructions[index].target: len(sums) for index, sums in overlapped_reduces(program).items()}
+    return {program.instructions[index].target: len(reduces) for index, reduces in overlapped_reduces(program).items()}

@@ -85,14 +85,14 @@ def test_in_bf16_ranks_add_no_error(ranks: int) -> None:
     """With one cascade a rank, rounded once, the sum in fp32 is as exact at 64 ranks as at 2."""
     generator = torch.Generator().manual_seed(0)
     given = (1 + torch.randn(ranks, WIDTH, generator=generator)).to(torch.bfloat16)
-    sums = []
+    reduced_parts = []
     for gradient in given:
         held = parameter("bf16")
         (held * gradient).sum().backward()
         kept = gradient_of(held)
         assert kept is not None
-        sums.append(kept)
-    total = torch.stack(sums).sum(0, dtype=torch.float32)
+        reduced_parts.append(kept)
+    total = torch.stack(reduced_parts).sum(0, dtype=torch.float32)
     assert float((total - given.double().sum(0)).norm() / given.double().sum(0).norm()) < 1e-6
 
 
@@ -146,8 +146,8 @@ def test_a_piece_is_the_sum_over_ranks_rounded_once(precision: str, ranks: int) 
     expected = torch.tensor([*[first] * 5, *[first + ranks] * 7, 0.0])
     if precision == "bf16":
         expected = expected.to(torch.bfloat16).float()
-    for found in run_ranks(ranks, reduced, precision, 7):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for reduced_parts in run_ranks(ranks, reduced, precision, 7):
+        torch.testing.assert_close(reduced_parts, expected, rtol=0, atol=0)
 
 
 def synchronised(sharded: bool, count: int) -> tuple[int, list[float]]:
@@ -170,9 +170,9 @@ def synchronised(sharded: bool, count: int) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_few_pieces_of_low_precision_have_memory_twice(sharded: bool) -> None:
-    for doubled, sums in run_ranks(2, synchronised, sharded, 7):
+    for doubled, reduced_parts in run_ranks(2, synchronised, sharded, 7):
         assert 0 < doubled <= EXCHANGED
-        assert sums == [2.0 * number + 1 for number in range(7)]
+        assert reduced_parts == [2.0 * number + 1 for number in range(7)]
 
 
 def test_pieces_are_larger_where_latency_weighs_more() -> None:

@@ -54,9 +54,9 @@ def send_before_it_is_there() -> float:
         moved.finish()
         threads.close()
         return 7.0
-    found = moved.post("x", TensorSpec((3,), torch.float32), 0).wait()
+    received = moved.post("x", TensorSpec((3,), torch.float32), 0).wait()
     threads.close()
-    return float(found.mean())
+    return float(received.mean())
 
 
 def test_sending_does_not_wait_for_the_value() -> None:
@@ -72,9 +72,9 @@ def send_in_another_order() -> list[float]:
         threads.close()
         return []
     coming = [moved.post(name, TensorSpec((4,), torch.float32), 0) for name in "xyz"]
-    found = [float(value.wait()[0]) for value in coming]
+    received = [float(value.wait()[0]) for value in coming]
     threads.close()
-    return found
+    return received
 
 
 def test_values_of_equal_shape_are_not_mistaken_for_each_other() -> None:
@@ -88,10 +88,10 @@ def send_and_free() -> float:
     me = dist.get_rank()
     coming = moved.post("yx"[me], TensorSpec((1000,), torch.float32), 1 - me)
     moved.send("xy"[me], here(torch.full((1000,), float(me))), 1 - me)
-    found = float(coming.wait().mean())
+    received = float(coming.wait().mean())
     moved.finish()
     threads.close()
-    return found
+    return received
 
 
 def test_two_ranks_may_send_to_each_other_first() -> None:

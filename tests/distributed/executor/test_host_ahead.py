@@ -131,7 +131,7 @@ def test_clips_are_loaded_in_order_and_of_the_next_step_too() -> None:
 def test_no_more_is_ahead_than_fits_and_one_always_is() -> None:
     loads, encoder = ahead(1)
     encoder.go.set()
-    loads.want(0, [("vae", each) for each in CLIPS])
+    loads.want(0, [("vae", clip) for clip in CLIPS])
     assert len(loads._loading) == 1
     assert float(loads.take(0, "vae", CLIPS[0])) == 1.0
     assert list(loads._loading) == [(0, "vae", "b")]

@@ -62,7 +62,7 @@ def two_cascades() -> tuple[list[str], tuple[int, int], int]:
                     loss = model(x).sum()
                 kept = [inputs.put(torch.zeros(4, WIDTH, device=device.device)) for _ in range(2)]
                 copies.settle()
-                back: list[Tensor] = [inputs.get(each) for each in reversed(kept)]
+                back: list[Tensor] = [inputs.get(key) for key in reversed(kept)]
                 assert all(value.device == device.device for value in back)
                 with gathering.backward(backward, "c"):
                     loss.backward()

@@ -100,8 +100,8 @@ def crossed(group: dist.ProcessGroup, _: Counts) -> None:
     rank = dist.get_rank()
     other = dist.new_group(backend="ncclish")
     order = [group, other] if rank == 0 else [other, group]
-    for each in order:
-        dist.all_reduce(torch.zeros(1), group=each, async_op=False)
+    for communicator in order:
+        dist.all_reduce(torch.zeros(1), group=communicator, async_op=False)
 
 
 def test_collectives_of_two_communicators_in_crossed_order_stand_still_within_seconds(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def lazily_crossed(group: dist.ProcessGroup, counts: Counts) -> int:
     rank = dist.get_rank()
     other = dist.new_group(backend="ncclish")
     order = [group, other] if rank == 0 else [other, group]
-    works = [dist.all_reduce(torch.zeros(1), group=each, async_op=True) for each in order]
+    works = [dist.all_reduce(torch.zeros(1), group=communicator, async_op=True) for communicator in order]
     for work in works:
         assert work is not None
         work.wait()

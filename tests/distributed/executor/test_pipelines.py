@@ -17,8 +17,8 @@ from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
 
-def assert_exact(found: Path, expected: dict[str, torch.Tensor]) -> None:
-    gradients = load_file(found)
+def assert_exact(saved: Path, expected: dict[str, torch.Tensor]) -> None:
+    gradients = load_file(saved)
     assert set(gradients) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(gradients[name], value, rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
@@ -93,9 +93,9 @@ def test_an_optimizer_dealt_out_over_a_stages_ranks_steps_and_resumes_as_one_tha
     assert all(step.attrs["sharded"] == 2 for step in read_executable(over).program.stages if step.trained)
     whole = executable(tmp_path / "whole", 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), training=training)
     expected = train_on(2, whole, steps=3)["steps"]
-    found = train_on(4, over, steps=2, checkpoint=tmp_path / "kept")["steps"]
-    found += train_on(2, whole, steps=1, checkpoint=tmp_path / "kept", resume=True)["steps"]
-    for ours, plain in zip(found, expected, strict=True):
+    steps = train_on(4, over, steps=2, checkpoint=tmp_path / "kept")["steps"]
+    steps += train_on(2, whole, steps=1, checkpoint=tmp_path / "kept", resume=True)["steps"]
+    for ours, plain in zip(steps, expected, strict=True):
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-9)
         assert ours["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-6)
 

@@ -84,8 +84,8 @@ def split_from_everyone() -> list[list[list[int]]]:
     def split(split_ranks: list[list[int]], timeout: object, backend: str) -> dist.ProcessGroup | None:
         assert backend == "cpu:gloo"
         batches.append(split_ranks)
-        made = [dist.new_group(ranks, backend="gloo") for ranks in split_ranks]
-        return next((group for group, ranks in zip(made, split_ranks, strict=True) if rank in ranks), None)
+        groups = [dist.new_group(ranks, backend="gloo") for ranks in split_ranks]
+        return next((group for group, ranks in zip(groups, split_ranks, strict=True) if rank in ranks), None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("arachnec.kernels.attention.process_groups._can_split", lambda device: True)

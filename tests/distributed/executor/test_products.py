@@ -112,8 +112,8 @@ def after_one_step(folder: Path, training: Training) -> float:
     torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
     optimizer.step()
     total = 0.0
-    for each in CLIPS:
-        arguments, target = model_file.sample(each, clip_generator(0, 1, each.id))
+    for clip_made in CLIPS:
+        arguments, target = model_file.sample(clip_made, clip_generator(0, 1, clip_made.id))
         with torch.no_grad():
             total += float(model_file.loss(model(**arguments), target)) / len(CLIPS)
     return total

@@ -84,10 +84,10 @@ def test_parts_are_equal_but_for_the_last_and_make_up_the_whole(ranks: int) -> N
     values = [torch.randn(5, 2), torch.randn(()), torch.randn(4, 3).t(), torch.randn(0), torch.randn(ranks * 2)]
     cuts = [Parts(ranks, rank) for rank in range(ranks)]
     rows = cuts[0].packed(values)
-    found = [torch.full_like(value, -1.0) for value in values]
-    cuts[0].unpack(rows, found)
+    gathered = [torch.full_like(value, -1.0) for value in values]
+    cuts[0].unpack(rows, gathered)
     for number, value in enumerate(values):
-        torch.testing.assert_close(found[number], value, rtol=0, atol=0)
+        torch.testing.assert_close(gathered[number], value, rtol=0, atol=0)
         own = [cut.own(value) for cut in cuts]
         torch.testing.assert_close(torch.cat(own), value.reshape(-1), rtol=0, atol=0)
         assert max(map(len, own)) == -(-value.numel() // ranks)

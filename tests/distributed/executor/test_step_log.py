@@ -28,8 +28,8 @@ def told(training: Training, *reports: StepReport, rank: int = 0) -> list[tuple[
     """What ``on_step`` saw."""
     seen: list[tuple[int, Mapping[str, float]]] = []
     log = StepLog.open(training, lambda step, metrics: seen.append((step, metrics)), rank)
-    for each in reports:
-        log.tell(each)
+    for report in reports:
+        log.tell(report)
     log.close()
     return seen
 

@@ -63,9 +63,9 @@ def test_they_are_of_the_trained_model_and_training_is_the_same_to_the_bit(tmp_p
     asked = options(tmp_path)
     header["training"]["sampling"] = {"file": asked.file, "requests": asked.requests, "every": 1}
     (folder / HEADER).write_text(json.dumps(header))
-    beside = train_on(2, folder, steps=2)["steps"]
-    assert [step["loss"] for step in beside] == [step["loss"] for step in alone]
-    assert [step["gradient_norm"] for step in beside] == [step["gradient_norm"] for step in alone]
+    validated_steps = train_on(2, folder, steps=2)["steps"]
+    assert [step["loss"] for step in validated_steps] == [step["loss"] for step in alone]
+    assert [step["gradient_norm"] for step in validated_steps] == [step["gradient_norm"] for step in alone]
     model = trained_for_a_step(folder, CLIPS)
     expected = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():

@@ -64,17 +64,17 @@ CASES: dict[str, tuple[int, Callable[[Path], Path], Sequence[VideoClip]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_loss_of_a_plain_loop_and_training_is_the_same_to_the_bit(case: str, tmp_path: Path) -> None:
-    ranks, made, clips = CASES[case]
-    folder = made(tmp_path)
+    ranks, build, clips = CASES[case]
+    folder = build(tmp_path)
     alone = train_on(ranks, folder, steps=2)["steps"]
     held = [_held(c) for c in clips]
-    beside = train_on(ranks, validated(folder, held), steps=2)["steps"]
-    assert [step["loss"] for step in beside] == [step["loss"] for step in alone]
-    assert [step["gradient_norm"] for step in beside] == [step["gradient_norm"] for step in alone]
+    validated_steps = train_on(ranks, validated(folder, held), steps=2)["steps"]
+    assert [step["loss"] for step in validated_steps] == [step["loss"] for step in alone]
+    assert [step["gradient_norm"] for step in validated_steps] == [step["gradient_norm"] for step in alone]
     assert all(step["validation_loss"] is None for step in alone)
     loss, _ = plain_loop(folder, held, step=STEP, model=trained_for_a_step(folder, clips))
-    assert beside[0]["validation_loss"] == pytest.approx(loss, rel=1e-5)
-    assert beside[0]["validation_loss"] != beside[1]["validation_loss"]
+    assert validated_steps[0]["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert validated_steps[0]["validation_loss"] != validated_steps[1]["validation_loss"]
 
 
 def trained_for_a_step(folder: Path, clips: Sequence[VideoClip]) -> nn.Module:

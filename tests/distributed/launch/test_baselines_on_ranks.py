@@ -94,9 +94,9 @@ def test_every_named_pipeline_trains_as_one_process_does(name: str, tmp_path: Pa
     assert sorted(clip for cascade in works for clip in cascade.clips) == sorted(encoded) == list(range(len(CLIPS)))
     if not any("part_of" in stage.attrs for stage in program.stages):  # stages share a clip by blocks
         assert max(cascade.degree for cascade in works) > 1
-    found = losses(folder / "run.json")
-    assert len(found) == 2
+    losses_run = losses(folder / "run.json")
+    assert len(losses_run) == 2
     for step in range(2):
         loss, gradients = plain_loop(folder, CLIPS, step=step)
-        assert abs(found[step] - loss) <= 1e-6 * abs(loss)
+        assert abs(losses_run[step] - loss) <= 1e-6 * abs(loss)
     assert_same_gradients(folder / "g.safetensors", gradients)

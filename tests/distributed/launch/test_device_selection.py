@@ -144,8 +144,8 @@ def test_two_ranks_that_are_shown_one_gpu_are_named() -> None:
 
 
 def test_equal_gpus_of_two_hosts_are_two() -> None:
-    each = [record(rank, Node(gpus(1), 1), ranks=1) for rank in range(2)]
-    assert check_devices(each) == ()
+    records = [record(rank, Node(gpus(1), 1), ranks=1) for rank in range(2)]
+    assert check_devices(records) == ()
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_every_step_has_its_own_clips_and_plan_on_another_number_of_ranks(tmp_pa
         folder, "--ranks", "2", "--steps", "5", "--report", tmp_path / "r.json", "--save-gradients", tmp_path / "g"
     )
     assert result.returncode == 0, result.stderr
-    found = losses(tmp_path / "r.json")
+    run_losses = losses(tmp_path / "r.json")
     for step in range(5):
         loss, gradients = plain_loop(folder, batches[step % 3], step=step)
-        assert abs(found[step] - loss) <= 1e-6 * abs(loss)
+        assert abs(run_losses[step] - loss) <= 1e-6 * abs(loss)
     assert_same_gradients(tmp_path / "g", gradients)
     steps = msgspec.json.decode((tmp_path / "r.json").read_bytes())["steps"]
     assert [step["iteration"] for step in steps] == [0, 1, 2, 0, 1]

@@ -28,11 +28,11 @@ pytestmark = pytest.mark.root
 def fabric() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        found = importlib.import_module("hosts.fabric")
-        reason = found.unavailable()
+        module = importlib.import_module("hosts.fabric")
+        reason = module.unavailable()
         if reason is not None:
             pytest.skip(reason)
-        yield found
+        yield module
 
 
 def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_loss(
@@ -52,8 +52,8 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
     plans = bench.compile_plans(tmp_path, clips, cluster, {"one degree": PASSES}, tmp_path / "none")
     folders = {place: folder for (_, place), (folder, _) in plans.items()}
     program = {place: sum(bench.crossing_bytes(module)) for (_, place), (_, module) in plans.items()}
-    with fabric.hosts(fabric.Fabric(link_mbit=400, uplink_mbit=400)) as made:
-        steps = bench.run_plans(made, tmp_path, list(folders.values()), 2).steps
+    with fabric.hosts(fabric.Fabric(link_mbit=400, uplink_mbit=400)) as machines:
+        steps = bench.run_plans(machines, tmp_path, list(folders.values()), 2).steps
 
     read = read_executable(folders["aware"])
     alone = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)), read.training).loss
@@ -71,10 +71,10 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
 def test_the_hosts_go_when_a_rank_fails_and_when_the_process_is_told_to_end(fabric: ModuleType) -> None:
     with (
         pytest.raises(fabric.RankFailed, match="exit code 3"),
-        fabric.hosts(fabric.Fabric()) as made,
+        fabric.hosts(fabric.Fabric()) as machines,
     ):
-        assert fabric.NAMESPACES.joinpath(f"{made.name}-3").exists()
-        made.run([sys.executable, "-c", "raise SystemExit(3)"])
+        assert fabric.NAMESPACES.joinpath(f"{machines.name}-3").exists()
+        machines.run([sys.executable, "-c", "raise SystemExit(3)"])
     assert left(fabric, os.getpid()) == []
 
     program = "from hosts.fabric import *\nwith hosts(Fabric()):\n    print('ready', flush=True)\n    time.sleep(60)"

@@ -53,12 +53,12 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
 
 
 def ends(folder: Path, *starts: tuple[int, int, bool, str]) -> list[int]:
-    found = []
+    restarts = []
     for done, count, restarted, name in starts:
         os.environ["TORCHELASTIC_RUN_ID"] = name
-        found.append(end_of_job(folder, done, count, restarted=restarted))
+        restarts.append(end_of_job(folder, done, count, restarted=restarted))
     del os.environ["TORCHELASTIC_RUN_ID"]
-    return found
+    return restarts
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def test_every_rank_has_the_weights_of_a_plain_build_and_all_but_the_first_alloc
     expected = tensors(build_model(load_model_file(path), Training(dtype=dtype, seed=5), torch.device("cpu")))
     drawn = torch.rand(3)  # what comes after building
     once = sum(t.numel() * t.element_size() for name, t in expected.items() if name != "head.weight")
-    for rank, (found, allocated, facts, after) in enumerate(run_ranks(3, build_shared, str(path), dtype)):
-        assert list(found) == list(expected)
+    for rank, (parameters, allocated, facts, after) in enumerate(run_ranks(3, build_shared, str(path), dtype)):
+        assert list(parameters) == list(expected)
         for name, value in expected.items():
-            assert found[name].dtype == value.dtype
-            assert torch.equal(found[name], value), name
+            assert parameters[name].dtype == value.dtype
+            assert torch.equal(parameters[name], value), name
         assert facts["tied"]
         assert facts["frozen"]
         assert facts["finite"]
@@ -172,8 +172,8 @@ def test_a_model_that_is_nothing_without_values_is_built_with_them(tmp_path: Pat
     path.write_text(MODEL + more)
     plain = build_model(load_model_file(path), Training(seed=5), torch.device("cpu"))
     expected = tensors(plain)
-    for found, _, facts, _ in run_ranks(2, build_shared, str(path), "fp32"):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for parameters, _, facts, _ in run_ranks(2, build_shared, str(path), "fp32"):
+        assert all(torch.equal(parameters[name], value) for name, value in expected.items())
         assert facts["scale"] == getattr(plain, "scale", None)
         if facts["tables"] is not None:
             assert torch.equal(facts["tables"]["angles"][0], plain.tables["angles"][0])

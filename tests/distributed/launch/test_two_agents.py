@@ -32,7 +32,7 @@ class Agents:
 
     def ranks(self) -> dict[int, int]:
         """The process of every rank that is there."""
-        found: dict[int, int] = {}
+        workers: dict[int, int] = {}
         for place in Path("/proc").iterdir():
             if not place.name.isdigit():
                 continue
@@ -42,8 +42,8 @@ class Agents:
                 continue
             rank = RANK.search(environment)
             if rank and f"MASTER_PORT={self.port}".encode() in environment and b"torch_distributed.worker" in command:
-                found[int(rank[1])] = int(place.name)
-        return found
+                workers[int(rank[1])] = int(place.name)
+        return workers
 
     def wait_for_step(self) -> None:
         deadline = time.monotonic() + STARTS_S

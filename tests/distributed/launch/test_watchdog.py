@@ -62,11 +62,11 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.delenv("ARACHNEC_ERROR_FD", raising=False)
-    made = Run()
-    yield made
+    run = Run()
+    yield run
     for rank in range(8):
-        made.master.set(f"done/{rank}", "")
-    for dog in reversed(made.dogs):
+        run.master.set(f"done/{rank}", "")
+    for dog in reversed(run.dogs):
         dog.close()
 
 
