@@ -56,8 +56,8 @@ MISTAKES = [
     ({**ROW, "guidance": float("nan")}, "`guidance` is nan", "correct `guidance`"),
     ({**ROW, "seed": -1}, "`seed` is -1", "the smallest `seed` is 0"),
     ({**ROW, "id": "a/b"}, "`id` is 'a/b'", "letters, digits"),
-    ({"frames": 5, "height": 8, "width": 8}, "the clip has no `caption`", "add `caption`, or `text_tokens`"),
-    ({"caption": "x", "frames": 5, "height": 8}, "the clip has no `width`", "in pixels"),
+    ({"frames": 5, "height": 8, "width": 8}, "the request has no `text_tokens`", "add `caption`, or `text_tokens`"),
+    ({"caption": "x", "frames": 5, "height": 8}, "the request has no `width`", "in pixels"),
 ]
 
 
