@@ -217,7 +217,7 @@ def test_a_wrong_module_from_a_pass_of_the_compiler_is_a_bug(monkeypatch: pytest
         parse("keep{harm=true}").run(MODULE)
 
 
-@pytest.mark.parametrize("name", builtin())
+@pytest.mark.parametrize("name", [*builtin()])
 def test_pass_class_file_and_name_derive_from_each_other(name: str) -> None:
     kind = builtin().get(name)
     assert kind.__module__ == f"arachnec.passes.{name.replace('-', '_')}"
