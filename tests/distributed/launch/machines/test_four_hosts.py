@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.executor_cases import RUNS
 from tests.warm_python import warm_python
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BENCHMARKS = ROOT / "benchmarks"
 PASSES = "partition{policy=single},annotate,schedule-static{degree=2}"
 
@@ -42,7 +42,7 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
     from arachnec.executable.folder import read_executable
 
     bench = importlib.import_module("four_hosts")
-    monkeypatch.setattr(bench, "WORKER", "tests.distributed.launch.capturing_once")  # else as the benchmark does
+    monkeypatch.setattr(bench, "WORKER", "tests.distributed.launch.machines.capturing_once")  # else as there
     monkeypatch.setattr(sys, "executable", warm_python(RUNS))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     clips, cluster = tmp_path / "clips.jsonl", tmp_path / "cluster.toml"

@@ -215,7 +215,7 @@ def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_cou
 
 def test_generated_joins_of_tokens_have_the_models_output_and_gradients(tmp_path: Path) -> None:
     names = ("hunyuan-video", "cogvideox-sincos")
-    differences = in_interpreter("tests.codegen.interpreted_joins", str(tmp_path), *names)
+    differences = in_interpreter("tests.codegen.blocks.interpreted_joins", str(tmp_path), *names)
     assert tuple(differences) == names
     assert all(errors["generated"] >= 2 for errors in differences.values())
     assert all(errors["output"] <= 1e-5 and errors["gradients"] <= 1e-5 for errors in differences.values())

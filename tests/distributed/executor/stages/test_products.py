@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Cascade, Phase
 from arachnec.ir.values import Quantity
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
-from tests.distributed.executor.test_pipelines import FROZEN, assert_exact
+from tests.distributed.executor.stages.test_pipelines import FROZEN, assert_exact
 from tests.distributed.executor_cases import clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import executable, pipeline_of
 

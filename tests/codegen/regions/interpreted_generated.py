@@ -6,7 +6,7 @@ import torch
 from arachnec.codegen.triton import text as generated_text
 from arachnec.codegen.triton import tiles as generated_tiles
 from arachnec.codegen.triton.region import Generated
-from tests.codegen.generated_cases import CASES, region, sized
+from tests.codegen.regions.generated_cases import CASES, region, sized
 
 
 def errors(name: str, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, float]:

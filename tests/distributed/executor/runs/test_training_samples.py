@@ -14,7 +14,7 @@ from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import SampledRequests, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.sampling.during_training import TrainingSamples
-from tests.distributed.executor.test_validation import CLIPS, TWO, trained_for_a_step, whole
+from tests.distributed.executor.runs.test_validation import CLIPS, TWO, trained_for_a_step, whole
 from tests.distributed.executor_cases import train_on
 
 SAMPLER = """

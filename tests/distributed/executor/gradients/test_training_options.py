@@ -22,7 +22,7 @@ from arachnec.executable.training_options import Group, Schedule, TorchClass, Tr
 from arachnec.ir.diagnostic import UserError
 from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from arachnec.models.file import load_model_file
-from tests.distributed.executor import test_cells
+from tests.distributed.executor.cells import test_cells
 from tests.distributed.executor_cases import (
     DOUBLE,
     Work,

@@ -14,7 +14,7 @@ from arachnec.codegen.triton.region import Generated
 from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.graph import block_graph
-from tests.codegen.test_fused_block import CASES, randomised, step
+from tests.codegen.blocks.test_fused_block import CASES, randomised, step
 from tests.spmd.sequence_models import Size
 
 

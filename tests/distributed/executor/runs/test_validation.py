@@ -19,7 +19,8 @@ from arachnec.executable.validation import STEP, demand_same_manifests, validati
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
 from tests.distributed import pipeline_cases
-from tests.distributed.executor import test_cells, test_pipelines
+from tests.distributed.executor.cells import test_cells
+from tests.distributed.executor.stages import test_pipelines
 from tests.distributed.executor_cases import Work, clip, executable, plain_loop, train_on
 
 CLIPS = (clip("a", 3), clip("b", 5), clip("c", 2))

@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Module, integer
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
-from tests.distributed.executor.test_cells import (
+from tests.distributed.executor.cells.test_cells import (
     ADAPTERS,
     AGAIN,
     BOTH,

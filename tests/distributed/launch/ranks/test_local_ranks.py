@@ -18,7 +18,7 @@ from tests.house.test_house import ROOT
 def test_the_store_listens_on_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     told: list[bytes] = []
-    launch(1, (), told.append, worker="tests.distributed.launch.listening_worker")
+    launch(1, (), told.append, worker="tests.distributed.launch.ranks.listening_worker")
     assert told == [b"0100007F"]
 
 

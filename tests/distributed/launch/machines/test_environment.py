@@ -10,7 +10,7 @@ from arachnec.ir.values import Attributes, Quantity
 from arachnec.launch.environment import SETTINGS, prepare_environment, table
 from arachnec.launch.timeouts import LONGER, PLAN_S, START_S, STEP_S, Timeouts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_everything_is_set_with_a_reason_and_what_a_user_gave_stays() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_a_kernel_is_compiled_by_one_process_at_a_time_and_once_in_each(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
-    case = [sys.executable, "-m", "tests.distributed.launch.kernel_cases", str(tmp_path / "locks")]
+    case = [sys.executable, "-m", "tests.distributed.launch.machines.kernel_cases", str(tmp_path / "locks")]
     started = [
         subprocess.Popen([*case, pace], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         for pace in ("slowly", "fast")

@@ -17,7 +17,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
-from tests.distributed.executor.test_executor_ncclish import train_ncclish
+from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import (
     ADAPTERS,
     DOUBLE,

@@ -21,7 +21,7 @@ from arachnec.models.given_module import with_own_optimizer
 from tests.distributed.executor_cases import MODEL, QUICK, assert_same_gradients, captured_once, plain_loop
 from tests.distributed.harness import run_ranks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZES = {"a": 3, "b": 5, "c": 3, "d": 5, "e": 1, "f": 4}
 BATCHES = (("a", "b"), ("c", "d"), ("e", "f"), ("b", "a"))
 

@@ -43,7 +43,7 @@ from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PASSES = ROOT / "tests" / "acceptance" / "passes.py"
 RANKS = 4
 GRIDS = (4, 2, 1)  # Ulysses degrees

@@ -22,8 +22,8 @@ from arachnec.kernels.rowwise import gate_residual, norm_launch, row_launch
 from arachnec.kernels.rowwise.norm_plain import Vectors
 from arachnec.kernels.rowwise.row_groups import RowGroups
 from benchmarks.kernels.compile_estimate import Recorder
-from tests.codegen.generated_cases import CASES, sized
-from tests.codegen.generated_cases import region as case_region
+from tests.codegen.regions.generated_cases import CASES, sized
+from tests.codegen.regions.generated_cases import region as case_region
 from tests.kernels.triton_interpreter import in_interpreter
 
 ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
@@ -31,7 +31,7 @@ ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"])
 def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str, tmp_path: Path) -> None:
-    by_case = in_interpreter("tests.codegen.interpreted_generated", part, str(tmp_path))
+    by_case = in_interpreter("tests.codegen.regions.interpreted_generated", part, str(tmp_path))
     assert len(by_case) >= 6
     wrong = {(case, k): e for case, errors in by_case.items() for k, e in errors.items() if not e <= ROUNDING[case[:4]]}
     assert not wrong

@@ -20,10 +20,10 @@ from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.graph import block_graph
-from tests.codegen.generated_cases import CASES, region, sized
+from tests.codegen.regions.generated_cases import CASES, region, sized
 from tests.spmd.sequence_models import MODELS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: Triton's kernels cannot run"),

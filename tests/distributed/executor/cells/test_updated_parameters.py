@@ -16,8 +16,8 @@ from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
-from tests.distributed.executor.test_cells import CLIPS, LAYERS, ordered
-from tests.distributed.executor.test_executor_ncclish import train_ncclish
+from tests.distributed.executor.cells.test_cells import CLIPS, LAYERS, ordered
+from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import (
     MODEL,
     Work,
