@@ -81,14 +81,13 @@ def milliseconds(row: dict[str, object], name: str) -> float | None:
 
 
 def write(path: Path, row: dict[str, object]) -> None:
-    """The row added to the file's, in the order of clusters and iterations; what it does not have, it keeps."""
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    key = ("cluster", "iteration")
-    known = {tuple(old[name] for name in key): old for old in rows}
-    place = tuple(row[name] for name in key)
-    known[place] = known.get(place, {}) | row
-    ordered = [known[place] for place in sorted(known, key=str)]
-    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    """The row in the file's ``rows``, by cluster and iteration; of what it has not measured the file keeps its own."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    rows = {(known["cluster"], known["iteration"]): known for known in kept["rows"]}
+    place = (row["cluster"], row["iteration"])
+    rows[place] = rows.get(place, {}) | row
+    kept["rows"] = [rows[place] for place in sorted(rows, key=str)]
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def slower(rows: list[dict[str, object]], pipelines: list[str]) -> list[str]:
