@@ -78,7 +78,7 @@ def test_a_mistake_points_at_the_key_as_it_is_written(tmp_path: Path) -> None:
     path = written(tmp_path, {"frames": 5, "height": 8, "width": 8, "prompt": 3})
     with pytest.raises(UserError, match="`caption` is 3, expected a string") as caught:
         read_requests(path)
-    assert f"{path}:1:41" in render(caught.value.diagnostics[0])
+    assert f"{path}:1:40" in render(caught.value.diagnostics[0])
 
 
 def test_ids_differ_and_there_is_at_least_one_request(tmp_path: Path) -> None:
