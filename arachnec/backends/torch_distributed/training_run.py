@@ -44,6 +44,7 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.executable.mixed_batches import MixedBatches
 from arachnec.executable.shuffled_batches import ShuffledBatches
+from arachnec.executable.stratified_batches import StratifiedBatches
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
@@ -104,12 +105,14 @@ class Trainer:
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
         self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
-        if training.shuffle and batches is not None:
-            raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
+        for key in ("shuffle", "stratified"):
+            if getattr(training, key) and batches is not None:
+                raise UserError(bad_value(key, True, "batches come from the caller", "order them there"))
         mixed = bool(training.mix.manifests)
         if mixed and batches is not None:
             raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
         drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
+        drawn = StratifiedBatches(executable, training.seed) if training.stratified else drawn
         drawn = MixedBatches(executable, training) if mixed else drawn
         self._plans = Plans(executable, rank, world, drawn, more_state=more_state, replans=mixed)
         resumed = newest_checkpoint(options) if batches is None else resumed
