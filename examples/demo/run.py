@@ -1,7 +1,8 @@
 """The demo: one long clip among short ones, trained in turns by the planner's program and by data parallelism.
 
-Measures this machine, compiles a small Wan2.1 model on clips of real videos for two processes, trains with both
-programs and compares what was measured. Every line that starts with ``$`` is a command you can type yourself.
+Runs a small Wan2.1 model's encoders over clips of real videos, measures this machine, compiles the model for two
+processes, trains with both programs and compares what was measured. Every line that starts with ``$`` is a command
+you can type yourself.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ def main() -> int:
     if output.exists():
         shutil.rmtree(output)
     output.mkdir()
-    clips, profile = output / "clips.jsonl", output / "profile.json"
-    common = (HERE / "model.py", "--data", clips, "--cluster", f"{RANKS}:cpu")
+    clips, latents, profile = output / "clips.jsonl", output / "latents", output / "profile.json"
+    cluster = ("--cluster", f"{RANKS}:cpu")
+    common = (HERE / "model.py", "--data", latents / "clips.jsonl", *cluster)
 
     print("One long clip and eight short ones from three real videos (random weights, so nothing is downloaded):")
     sys.stdout.flush()
     subprocess.run([sys.executable, HERE / "make_clips.py", clips, "--one-long"], check=True)
+    command("cache", HERE / "model.py", "--data", clips, *cluster, "-o", latents)
     command("profile", *common, "-o", profile)
     for name in PIPELINES:
         command("compile", *common, "--profile", profile, "--passes", name, "-o", output / name, "--lr", "1e-3")
@@ -60,6 +63,7 @@ def closing(output: Path) -> str:
         f"\nOpen {output / PAGE} in a browser: what every process did in a step, under both programs.\n\n"
         f"Written to {output}/\n"
         "  clips.jsonl              the clips\n"
+        "  latents/                 what the video and text encoders made of them\n"
         "  profile.json             what this machine takes, measured\n"
         f"and to {build}/ and {output / PIPELINES[1]}/\n"
         "  program.cascade          every rank's program; edit it, then `arachnec check` it\n"
