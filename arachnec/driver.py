@@ -144,9 +144,11 @@ def compile(
     """
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
+    from arachnec.sampling.during_training import sampler_and_requests
 
     training = training or Training()
     demand_torch_takes(training)
+    sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     model_file = load_model_file(Path(model))
     manifest = _manifest(data, batch, training)
     machine = parse_cluster(cluster)

@@ -135,6 +135,15 @@ class Executable:
         """The block graphs, where the pipeline fused them; none else."""
         return self.model.graphs if any(graph.fused for graph in self.model.graphs) else ()
 
+    def changed_since(self) -> list[str]:
+        """The user's files, the model file and what it imports from its folder, that this folder's copies are no longer
+        equal to. One that is gone has not changed."""
+        if self.header.origin is None:
+            return []
+        origin = Path(self.header.origin)
+        now = {MODEL: origin} | {name: origin.parent / name for name in self.header.modules}
+        return [str(p) for name, p in now.items() if p.is_file() and _digest(p.read_bytes()) != self.digests[name]]
+
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""
         return load_model_file(self.folder / MODEL, origin=self.header.origin, modules=self.header.modules)
