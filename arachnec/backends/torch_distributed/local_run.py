@@ -54,7 +54,7 @@ def run_here(
     console = terminal()
     for name in executable.changed_since():
         told = (
-            f"note: {name} has changed since it was compiled; its copy in {folder} runs (compile again for the new one)"
+            f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
         )
         console.print(told, highlight=False, soft_wrap=True)
     if before is not None and world == cluster.world:
