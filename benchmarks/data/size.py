@@ -23,6 +23,7 @@ from pathlib import Path
 
 from arachnec.backends.torch_distributed.plans import KEPT
 from arachnec.data.batch_source import BatchSource
+from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.parquet_clips import WINDOW, ParquetClips
 from arachnec.data.stratified import stratified
 
@@ -88,7 +89,10 @@ def write(path: Path, rows: int) -> None:
 
 
 def opened(path: Path) -> dict[str, object]:
-    """What it takes to open the manifest, to draw the first batch of 64, and to draw on."""
+    """What it takes to open the manifest, to draw the first batch of 64, to draw on; and to find its shapes, as
+    `compile` does."""
+    began = time.perf_counter()
+    long, clips = read_long_manifest(path, 64)
     started = time.perf_counter()
     source = BatchSource(ParquetClips(path, seed=0), 64, repeat=True)
     after_open = time.perf_counter()
@@ -99,6 +103,9 @@ def opened(path: Path) -> dict[str, object]:
     ended = time.perf_counter()
     (peak,) = (int(row.split()[1]) for row in STATUS.read_text().splitlines() if row.startswith("VmHWM"))
     return {
+        "compile_s": round(started - began, 3),
+        "shapes": len(clips),
+        "clips": long.clips,
         "open_s": round(after_open - started, 3),
         "first_batch_s": round(first - after_open, 3),
         "batch_of_64_ms": round((ended - first) / BATCHES * 1e3, 3),
