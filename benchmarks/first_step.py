@@ -2,8 +2,8 @@
 
     python benchmarks/first_step.py [BUILD] [--rounds 3]
 
-BUILD is an executable's folder, by default the one that `make demo` leaves. Every round is a launch of its own; told are
-when the check on small tensors was done, when the ranks had set up, and when the first step had ended.
+BUILD is an executable's folder, by default that of `make demo`. Every round is a launch of its own. Told are the
+seconds until the check on small tensors was done, the ranks had set up, and the first step had ended.
 """
 
 from __future__ import annotations
