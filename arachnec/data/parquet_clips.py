@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import clips_of_row
@@ -20,10 +21,19 @@ from arachnec.data.rows import (
     parquet_row,
 )
 from arachnec.data.stratified import stratified
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 
 WINDOW = 2**16  # rows that are shuffled with each other
+
+
+@dataclass(frozen=True)
+class OtherOrder(Diagnostic):
+    title: ClassVar[str] = "the clips of `{path}` come in another order: {now}; the checkpoint's was {before}"
+    help: ClassVar[str] = "resume with the same seed, `shuffle` and `stratified`, or begin a new run"
+    path: str
+    now: str
+    before: str
 
 
 class ParquetClips:
@@ -61,10 +71,14 @@ class ParquetClips:
     def rows(self) -> int:
         return int(self._file.metadata.num_rows)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"round": self._round, "rows": self._rows, "copies": self._copies}
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self._round, "rows": self._rows, "copies": self._copies, "order": self._order_name}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ``UserError`` for a place in another order: some clips would come twice, and some not at all."""
+        before = state.get("order", self._order_name)
+        if before != self._order_name:
+            raise UserError(OtherOrder(None, str(self.path), self._order_name, str(before)))
         self._round, self._rows, self._copies = state["round"], state["rows"], state["copies"]
         self._begun = False
 
@@ -98,6 +112,12 @@ class ParquetClips:
                     yield parquet_row(self.path, start + place, values)
                 skipped = max(0, skipped - len(batch))
                 start += len(batch)
+
+    @property
+    def _order_name(self) -> str:
+        if self._seed is None:
+            return "that of the file"
+        return f"seed {self._seed}" + (f", stratified for {self._stratified}" if self._stratified else "")
 
     def _order(self, window: Any, start: int) -> list[int]:
         """Of a window's rows, of which row ``start`` of the file is the first."""

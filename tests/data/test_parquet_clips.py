@@ -64,6 +64,14 @@ def test_a_source_goes_on_where_it_stood(seed: int | None, drawn: int, tmp_path:
     assert [[clip.id for clip in resumed.draw() or ()] for _ in range(4)] == ids[drawn:]
 
 
+def test_a_place_in_another_order_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    state = ParquetClips(path, seed=1).state_dict()
+    for other in (ParquetClips(path), ParquetClips(path, seed=2), ParquetClips(path, seed=1, stratified=4)):
+        with pytest.raises(UserError, match=r"come in another order: .*; the checkpoint's was seed 1"):
+            other.load_state_dict(state)
+
+
 def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no manifest"):
         ParquetClips(tmp_path / "gone.parquet")
