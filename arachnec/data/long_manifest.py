@@ -120,7 +120,7 @@ def _shapes(file: Any, names: Mapping[str, str]) -> tuple[dict[tuple[Any, ...], 
     first: dict[tuple[Any, ...], int] = {}
     start = clips = 0
     for window in file.iter_batches(batch_size=WINDOW, columns=columns):
-        given = {key: window.column(name) for key, name in names.items() if name in columns}
+        given = {key: _gaps_as_null(window.column(name)) for key, name in names.items() if name in columns}
         texts = [given["text_tokens"]] if "text_tokens" in given else []
         texts += [pyarrow.compute.binary_length(given["caption"])] if "caption" in given else []
         table = {key: given[key] for key in SIZES} | ({"text": pyarrow.compute.coalesce(*texts)} if texts else {})
@@ -133,6 +133,16 @@ def _shapes(file: Any, names: Mapping[str, str]) -> tuple[dict[tuple[Any, ...], 
         clips += len(window) if copies is None else int(pyarrow.compute.sum(copies).as_py())
         start += len(window)
     return first, clips
+
+
+def _gaps_as_null(column: Any) -> Any:
+    """A column of integers with gaps is commonly stored as floating point, with NaN in the gaps."""
+    import pyarrow
+    import pyarrow.compute
+
+    if not pyarrow.types.is_floating(column.type):
+        return column
+    return pyarrow.compute.if_else(pyarrow.compute.is_nan(column), None, column)
 
 
 def _clips_at(path: Path, file: Any, places: Sequence[int]) -> Iterator[VideoClip]:

@@ -38,6 +38,7 @@ def written(folder: Path, **columns: list[Any]) -> Path:
         {},
         {"text_tokens": [5 if n % 4 else None for n in range(ROWS)]},
         {"clips": [2 if n % 5 else None for n in range(ROWS)]},
+        {"text_tokens": [5.0 if n % 4 else float("nan") for n in range(ROWS)]},
         {"text": [], "text_tokens": [float(n % 2) for n in range(ROWS)]},
     ],
 )
