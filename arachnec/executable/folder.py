@@ -33,6 +33,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
@@ -98,6 +99,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: tuple[str, ...] = ()  # files in this folder that add passes
     modules: tuple[str, ...] = ()  # files in this folder that the model file imports
     origin: str | None = None  # the model file that this folder's is a copy of
+    long: LongManifest | None = None  # what is drawn from it; the clips here are then those of its first batch
 
 
 class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -135,6 +137,15 @@ class Executable:
         """The block graphs, where the pipeline fused them; none else."""
         return self.model.graphs if any(graph.fused for graph in self.model.graphs) else ()
 
+    def changed_since(self) -> list[str]:
+        """The user's files, the model file and what it imports from its folder, that this folder's copies are no longer
+        equal to. One that is gone has not changed."""
+        if self.header.origin is None:
+            return []
+        origin = Path(self.header.origin)
+        now = {MODEL: origin} | {name: origin.parent / name for name in self.header.modules}
+        return [str(p) for name, p in now.items() if p.is_file() and _digest(p.read_bytes()) != self.digests[name]]
+
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""
         return load_model_file(self.folder / MODEL, origin=self.header.origin, modules=self.header.modules)
@@ -154,13 +165,15 @@ def write_executable(
     extra: Mapping[str, str] | None = None,
     source: str | None = None,
     validation: str = "",
+    long: LongManifest | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
     ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
     where there are any. ``extra`` are more files by name, such as the report; ``source`` stands for the model file's
-    text where the model is none of a file; ``validation`` is the text of validation.jsonl. Raises
-    ``UserError`` for training options out of range, ValueError for modules of the wrong level.
+    text where the model is none of a file; ``validation`` is the text of validation.jsonl. A run draws from a ``long``
+    manifest, where there is one. Raises ``UserError`` for training options out of range, ValueError for modules of the
+    wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
         raise ValueError("an executable needs a lowered program and a traced module")
@@ -181,13 +194,14 @@ def write_executable(
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
-        iterations=max(1, len(batch_sizes(traced))),
+        iterations=max(1, len(batch_sizes(traced)) if long is None else -(-long.clips // long.batch)),
         training=training,
         fingerprint={name: _digest(texts[name].encode()) for name in texts if name in named},
         versions=versions(),
         load=tuple(path.name for path in load),
         modules=model_file.modules,
         origin=str(model_file.path),
+        long=long,
     )
     texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
     _write_all(folder, {**texts, **(extra or {})})
