@@ -94,6 +94,16 @@ def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path
     assert results.unfinished([request]) == (request,)
 
 
+def test_a_request_whose_video_is_cut_off_or_gone_is_not_finished(tmp_path: Path) -> None:
+    results, request = Results(tmp_path, Settings("sampler.py", ("large",), "always"), "digest"), REQUESTS[0]
+    outcome = Outcome("a", 6, None, [], results.fingerprint(request), 1.0)
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-9]), Path.unlink):
+        results.write(request, outcome, torch.ones(1, 3), torch.zeros(1, 3, 2, 16, 16))
+        assert results.unfinished([request]) == ()
+        damage(results.video(request))
+        assert results.unfinished([request]) == (request,)
+
+
 def replace_switch(settings: Settings) -> Settings:
     import msgspec
 
