@@ -14,7 +14,7 @@ from arachnec.executable.folder import Executable, iteration_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
-from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED
+from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Value
 
 
@@ -110,7 +110,7 @@ def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diag
 
 def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:
     for name, value in right.pairs:
-        if name not in (*FIGURES, TIED) and given.get(name) != value:
+        if name not in (*FIGURES, TIED, TOKEN_CUTS) and given.get(name) != value:
             yield OtherFigure(given.span(name), node, name, _shown(given.get(name)), value_text(value))
             return
     for name, value in given.pairs:

@@ -357,7 +357,7 @@ class Trainer:
         specs = self._specs.received(module, program, clips)
         pipeline = self._context.pipeline
         if pipeline is not None:
-            staged = StageCascades(pipeline, module, clips)
+            staged = StageCascades(pipeline, module, clips, self._context.sequence)
             names = {step.target for step in program.instructions if step.op == "receive"}
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
