@@ -15,6 +15,7 @@ from typing import ClassVar
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     BATCH,
+    BESIDE,
     FIRST,
     GATHER,
     LAST,
@@ -200,7 +201,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
-    fitted = [(op, fit) for op in (GATHER, SCATTER) if (fit := fit_collective(profile, op)) is not None]
+    names = (GATHER, SCATTER, *BESIDE.values())
+    fitted = [(op, fit) for op in names if (fit := fit_collective(profile, op)) is not None]
     if fitted:
         measured["collectives"] = tuple(
             (op, Quantity(latency, "us"), Quantity(speed, "GB/s")) for op, (latency, speed) in fitted
