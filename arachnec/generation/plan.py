@@ -13,6 +13,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module, Stage
 from arachnec.models.batch import prediction_of
 from arachnec.models.sampler_file import SamplerFile
+from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
@@ -146,7 +147,7 @@ def _sizes(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def planned(module: Module, pipeline: Pipeline) -> Module:
+def planned(module: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> Module:
     """The lowered program. Raises ``UserError`` where no plan is."""
     pipeline.demand(Level.TRACED, Level.LOWERED)
-    return pipeline.run(module)
+    return pipeline.run(module, instruments)

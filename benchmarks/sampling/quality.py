@@ -209,9 +209,7 @@ def statistics(video: Tensor) -> dict[str, Tensor]:
 def from_data(video: Tensor, held_out: Tensor) -> dict[str, float]:
     """How far the mean of each statistic is from that of held-out clips, in their standard deviations."""
     own, theirs = statistics(video), statistics(held_out)
-    return {
-        name: float(((own[name].mean(0) - row.mean(0)).abs() / row.std(0)).mean()) for name, row in theirs.items()
-    }
+    return {name: float(((own[name].mean(0) - row.mean(0)).abs() / row.std(0)).mean()) for name, row in theirs.items()}
 
 
 def flops(model: nn.Module, clip: VideoClip) -> float:
@@ -286,9 +284,7 @@ def of_seed(seed: int, texts: Mapping[str, Tensor]) -> dict[str, Any]:
         "ways": rows,
         "grid": {str(k): value for k, value in grid.items()},
         "switches": switches,
-        "curve": [
-            sum(loop.distances[step] for loop in curve) / len(curve) for step in range(1, FINE)
-        ],
+        "curve": [sum(loop.distances[step] for loop in curve) / len(curve) for step in range(1, FINE)],
     }
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
 from arachnec.generation.plan import demand_latents, ordered
 from arachnec.generation.results import Outcome, Results
-from arachnec.generation.settings import Settings, StoredRequest
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.sampling.loop import Sampling
 from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
@@ -112,12 +112,13 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
 ) -> None:
     sampler = written(tmp_path)
     settings = Settings(str(sampler.path), ("large", "small"), "fixed=3")
-    left = generation.Generation(sampler, settings, REQUESTS[:1], (), None, tmp_path, 0.0, 0.0)
+    results = Results(tmp_path, settings, "digest")
+    left = generation.Generation(tmp_path / "plan", sampler.path, results, REQUESTS[:1], (), None)
     failed = Outcome("a", 2, None, [], left.results.fingerprint(REQUESTS[0]), 1.0, "its latents are no numbers")
 
     def ranks_that_fail(path: Path, ignore_errors: bool) -> None:
-        (tmp_path / "plan" / "outcomes").mkdir(parents=True)
-        (tmp_path / "plan" / "outcomes" / "a.json").write_bytes(json_of(failed))
+        path.mkdir(parents=True)
+        (path / "a.json").write_bytes(json_of(failed))
 
     monkeypatch.setattr(generation.shutil, "rmtree", ranks_that_fail)
     with pytest.raises(UserError) as caught:
