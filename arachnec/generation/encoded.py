@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -31,6 +31,11 @@ class Encoders:
             return {}
         with torch.device("meta"):
             return self.sampler.encoders()
+
+    def build(self, names: Collection[str]) -> None:
+        """Those that this rank runs, before it needs them."""
+        for name in names:
+            self._encoder(name)
 
     def size(self, name: str, requests: Sequence[Request]) -> int:
         """Bytes of the value of these requests."""

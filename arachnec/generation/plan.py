@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module, Stage
 from arachnec.models.batch import prediction_of
+from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
 from arachnec.sampling.loop import Sampling, begin
+from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.needs_values import needs_values
+from arachnec.tracing.sample import meta_encoders
 
 DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
@@ -52,6 +56,7 @@ class Traced:
     sampling: Sampling
     traces: Mapping[str, Trace]
     requests: tuple[Request, ...]
+    decoder: Stage | None = None
 
     def module(self, cluster: Cluster) -> Module:
         """The requests as a module at level ``traced``."""
@@ -60,6 +65,8 @@ class Traced:
         for name, trace in self.traces.items():
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
             stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept()))
+        if self.decoder is not None:
+            stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names
         forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
         return sampling_module(
@@ -72,6 +79,7 @@ class Traced:
             forecasts=[forecast(self.sampling, request) for request in self.requests]
             if len(self.sampling.names) == 2
             else (),
+            decoder=None if self.decoder is None else self.decoder.name,
             branches=sampler.branches,
         )
 
@@ -102,7 +110,26 @@ def traced(sampling: Sampling, requests: Sequence[Request]) -> Traced:
     for request in {request.shape: request for request in requests}.values():
         demand_latents(sampling, request)
     traces = {name: trace_model(sampling.sampler.model_file(name), clips) for name in sampling.names}
-    return Traced(sampling, traces, tuple(requests))
+    return Traced(sampling, traces, tuple(requests), decoder_stage(sampling, clips, traces[sampling.names[0]].tokens))
+
+
+def decoder_stage(sampling: Sampling, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> Stage | None:
+    """The sampler file's decoder, measured on the meta device; None without one."""
+    decoder = traced_decoder(sampling.sampler, clips)
+    if decoder is None:
+        return None
+    taken = {*sampling.names, *(meta_encoders(sampling.sampler.model_file(sampling.names[0])))}
+    name = next(name for name in (DECODER, "video_decoder", "to_pixels") if name not in taken)
+    return encoder_stage(name, decoder, clips, tokens)
+
+
+def traced_decoder(sampler: SamplerFile, clips: Sequence[VideoClip]) -> FromLatents | None:
+    """The decoder on the meta device, with latents of these clips' shapes."""
+    if sampler.decoder is None:
+        return None
+    with torch.device("meta"):
+        decoder = sampler.decoder()
+    return FromLatents(decoder, latents_of(sampler, clips))
 
 
 def forecast(sampling: Sampling, request: Request) -> SwitchForecast:

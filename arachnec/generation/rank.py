@@ -80,6 +80,9 @@ class GenerationRank:
             self.groups.ensure(dict.fromkeys([*wanted_groups(self.module), *whole]), device=self.device)
             self.connections.ensure(handoff_pairs(self.module.programs))
         self.models.prepare(self.module, self.program, self.requests)
+        self.encoders.build({self.cascades[s.target].stage for s in self.program.instructions if s.op == "encode"})
+        if any(step.op == "decode" for step in self.program.instructions):
+            self._build_decoder()
         if len(self.module.programs) > 1:
             dist.barrier()
         self.started = time.monotonic()
@@ -241,9 +244,14 @@ class GenerationRank:
             if ranks[place % len(ranks)] == self.rank:
                 self._deliver(loop)
 
+    def _build_decoder(self) -> None:
+        sampler = self.sampling.sampler
+        if self._decoder is None and sampler.decoder is not None:
+            self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+
     def _deliver(self, loop: Loop) -> None:
         """Write the files of a request, or why there are none."""
-        request, sampler = loop.request, self.sampling.sampler
+        request = loop.request
         failed = f"its latents are no numbers after step {loop.step}" if loop.failed else None
         outcome = Outcome(
             id=str(request.id),
@@ -255,8 +263,7 @@ class GenerationRank:
             failed=failed,
         )
         if failed is None:
-            if self._decoder is None and sampler.decoder is not None:
-                self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+            self._build_decoder()
             with torch.no_grad():
                 pixels = None if self._decoder is None else self._decoder(loop.latents)
             self.results.write(request, outcome, loop.latents, pixels)

@@ -105,6 +105,11 @@ class Loop:
         model_input = self.schedule.model_input(self.latents, self.step)
         return Point(model_input, self.schedule.timesteps[self.step], self.request)
 
+    def decide(self) -> None:
+        """Switch before the next step, where the rule says so."""
+        if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
+            self.switched = self.step
+
     def advance(self, prediction: Tensor, agree: Callable[[float], float] = float) -> None:
         """Take the next step. ``agree`` gives all ranks of the request one rank's distance, to decide alike."""
         distance = relative_distance(prediction, self.previous)
@@ -112,8 +117,7 @@ class Loop:
         self.previous = prediction
         self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
         self.step += 1
-        if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
-            self.switched = self.step
+        self.decide()
         self.failed = not bool(torch.isfinite(self.latents).all())
 
 
@@ -140,7 +144,9 @@ def begin(sampling: Sampling, request: Request, device: torch.device | str = "cp
     generator = torch.Generator("cpu").manual_seed(request.seed)
     latents = sampling.sampler.noise(request, generator).to(device)
     least, most = sampling.bounds(schedule)
-    return Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
+    loop = Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
+    loop.decide()
+    return loop
 
 
 def relative_distance(prediction: Tensor, previous: Tensor | None) -> float:

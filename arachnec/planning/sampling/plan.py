@@ -4,7 +4,8 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 
 1. Every rank holds all stages, where the memory allows it: wrap-around over aligned blocks (``solver.malleable``), one
    degree for all, and the portfolio of ``solver.search`` over whole segments, which proves small instances.
-2. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
+2. Encoders and decoders on ranks of their own, beside the models.
+3. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
    is all there is.
 """
 
@@ -27,6 +28,7 @@ from arachnec.planning.placement import end_of, quick_placements
 from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
+    coding_apart,
     in_order_of_length,
     one_degree,
     replica,
@@ -205,8 +207,26 @@ def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
                 yield Plan(requests, pieces, together)
                 if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
                     return
+    if policy == "search":
+        yield from _apart(module, cost, gpus, node, bound)
     if policy in ("search", "two-pools"):
         yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
+
+
+def _apart(module: Module, cost: CostModel, gpus: int, node: int, bound: int) -> Iterator[Plan]:
+    """Encoders and decoders on ranks of their own: prompts are encoded and latents decoded beside the models."""
+    coding = frozenset(cascade.stage for cascade in module.cascades if cascade.phase in CODING)
+    halves = Halves(cost, before=frozenset(models_of(module)), behind=coding)
+    requests = request_chains(module, halves) if coding else []
+    if isinstance(requests, Cascade) or any(request.chain.release for request in requests):
+        return
+    chains = [request.chain for request in requests]
+    kinds = [[cascade.phase in CODING for cascade in request.cascades] for request in requests]
+    parts = [(row.index(False), len(row) - row[::-1].index(False)) for row in kinds]
+    for share in sorted({1, 2, gpus // 8}) if requests else ():
+        if 0 < share < gpus:
+            for pieces in coding_apart(chains, gpus, node, bound, parts, share):
+                yield Plan(requests, pieces, halves)
 
 
 def _everywhere(module: Module, cost: CostModel) -> Rates:
