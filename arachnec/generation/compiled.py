@@ -14,6 +14,7 @@ from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
 from arachnec.executable.folder import REPORT
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
 from arachnec.generation.plan import ordered, planned, traced
+from arachnec.generation.switches_seen import Seen
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.infra.instruments import Instrument
@@ -82,10 +83,14 @@ def compile_requests(
     machine: Cluster,
     pipeline: Pipeline,
     instruments: Sequence[Instrument] = (),
+    seen: Sequence[Seen] = (),
 ) -> CompiledRequests:
-    """Trace the models, plan the requests, and prove the plan. Raises ``UserError`` for any mistake."""
+    """Trace the models, plan the requests, and prove the plan. ``seen`` are switches so far, to forecast by.
+
+    Raises ``UserError`` for any mistake.
+    """
     started = time.perf_counter()
-    module = traced(sampling, requests).module(machine)
+    module = traced(sampling, requests, seen).module(machine)
     begun = time.perf_counter()
     program = planned(module, pipeline, instruments)
     tracing_ms, planning_ms = (begun - started) * 1e3, (time.perf_counter() - begun) * 1e3

@@ -16,12 +16,14 @@ import msgspec
 from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.requests import Request, read_requests
+from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM
 from arachnec.executable.program_input import demand_own_requests
 from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable
 from arachnec.generation.compiled import CompiledRequests, asked, compile_requests
 from arachnec.generation.plan import DEFAULT, planned
 from arachnec.generation.results import Outcome, Results
+from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
@@ -85,7 +87,7 @@ def prepare(
     finished = tuple(request for request in requests if request not in left)
     if not left:
         return Generation(out / PLAN, sampling.sampler.path, results, left, finished, None)
-    compiled = compile_requests(sampling, settings, left, machine, pipeline, instruments)
+    compiled = compile_requests(sampling, settings, left, machine, pipeline, instruments, read_seen(out))
     return Generation(
         out / PLAN,
         sampling.sampler.path,
@@ -155,11 +157,25 @@ def run_here(generation: Generation) -> dict[str, Any]:
     finally:  # a rank that died has taken the others along, but nothing that was finished
         report = report_of(generation, world, time.monotonic() - started)
         out.mkdir(parents=True, exist_ok=True)
+        record_seen(out, _seen(generation, report))
         (out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     failed = [row for row in report["requests"] if row["failed"]]
     if failed:
         raise UserError(*(NotFinite(None, row["id"], row["failed"]) for row in failed))
     return report
+
+
+def _seen(generation: Generation, report: Mapping[str, Any]) -> list[Seen]:
+    """Where the requests of this run have switched, if a rule that looks at them has decided it."""
+    settings = generation.results.settings
+    if not parse_switch(settings.switch).adaptive:
+        return []
+    ended = [row for row in report["requests"] if not row["earlier"] and not row["failed"]]
+    return [
+        Seen(settings.models, settings.switch, row["steps"], row["switched"])
+        for row in ended
+        if row["switched"] is not None
+    ]
 
 
 def _keep_measured(generation: Generation, world: int) -> None:

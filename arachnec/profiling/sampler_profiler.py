@@ -8,7 +8,7 @@ rank of ``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SA
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,7 +122,8 @@ class SamplerProfiler:
         if dist.get_rank() == 0:
             from arachnec.passes.trace import trace_model
 
-            clips, tokens = [request.clip() for request in self.requests], []
+            clips = [request.clip() for request in self.requests]
+            tokens: list[int] = []
             for name in names:
                 traced = trace_model(self.sampler.model_file(name), clips)
                 self._stages |= {(name, stage.name): stage for stage in traced.stages}
@@ -138,7 +139,9 @@ class SamplerProfiler:
         run = partial(self._step, name, guided, count, None, None)
         return Job(name, ("forward",), self.at_once, run, point)
 
-    def _shared_jobs(self, name: str, points: Sequence[Point], asked: dict[object, Request]) -> Iterator[Job]:  # type: ignore[type-arg]
+    def _shared_jobs(
+        self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, ...], Request]
+    ) -> Iterator[Job]:
         """Steps on 2, 4, ... ranks, side by side; none of a model whose blocks cannot be shared."""
         sequence = self._sequence(name)
         if sequence is None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.data.switch import parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
-from arachnec.generation.plan import demand_latents, ordered
+from arachnec.generation.plan import demand_latents, forecast, ordered
 from arachnec.generation.results import Outcome, Results
+from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.sampling.loop import Sampling
 from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
@@ -104,7 +106,7 @@ def test_requests_are_stored_as_they_are_and_failures_are_told_behind_all_others
     assert tuple(StoredRequest.of(request).request for request in REQUESTS) == REQUESTS
     sampler = written(tmp_path)
     assert ordered(sampler, "small") == ("small", "large")
-    demand_latents(Sampling(sampler, ("large", "small"), FIXED), REQUESTS[0])
+    demand_latents(Sampling(sampler, ("large", "small"), FIXED), REQUESTS[:1])
 
 
 def test_a_request_without_a_result_ends_the_command_with_its_name(
@@ -136,3 +138,15 @@ def json_of(outcome: Outcome) -> bytes:
 def test_sampling_of_one_model_has_no_switch(tmp_path: Path) -> None:
     sampling = sampling_of(written(tmp_path), FIXED, "large")
     assert sampling.bounds(sampling.schedule(REQUESTS[0])) == (6, 6)
+
+
+def test_a_forecast_is_the_median_of_the_switches_seen_so_far(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path), parse_switch("adaptive=0.1,least=1,most=5"))
+    request = REQUESTS[0]  # 6 steps
+    names, rule = sampling.names, str(sampling.switch)
+    assert forecast(sampling, request).forecast == 3
+    record_seen(tmp_path, [Seen(names, rule, 12, k) for k in (2, 4, 12)])
+    record_seen(tmp_path, [Seen(names, "adaptive=0.5,least=1", 6, 6)])
+    seen = read_seen(tmp_path)
+    assert len(seen) == 4 and forecast(sampling, request, seen).forecast == 2
+    assert forecast(sampling, request, [Seen(names, rule, 6, 6)]).forecast == 5  # within its window
