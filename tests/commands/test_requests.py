@@ -15,9 +15,7 @@ from arachnec.data.requests import Request
 from arachnec.executable.program_input import demand_own_requests
 from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Level
 from arachnec.ir.parser import parse_file
-from arachnec.ir.values import Attributes
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.report import plan_report
 from tests.commands.small_model import MODEL
@@ -145,8 +143,7 @@ def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, P
         Request(n, None, clip.frames, clip.height, clip.width, text_tokens=clip.text)
         for n, clip in enumerate(module.clips)
     )
-    clips = tuple(replace(clip, attrs=clip.attrs) for clip in module.clips)
-    traced = replace(module, level=Level.TRACED, cascades=(), programs=(), clips=clips, attrs=Attributes())
+    traced = parse_file(GOLDEN.with_suffix(".cascade"))
     settings = Settings(str(files[0]), ("large", "small"), "adaptive=0.1")
     write_sampling_executable(
         tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=load_sampler_file(files[0]),
