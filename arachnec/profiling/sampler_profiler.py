@@ -140,7 +140,7 @@ class SamplerProfiler:
         return Job(name, ("forward",), self.at_once, run, point)
 
     def _shared_jobs(
-        self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, ...], Request]
+        self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, int, int, int], Request]
     ) -> Iterator[Job]:
         """Steps on 2, 4, ... ranks, side by side; none of a model whose blocks cannot be shared."""
         sequence = self._sequence(name)
