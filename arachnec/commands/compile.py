@@ -125,7 +125,7 @@ def compile_sampler(
     requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = options.pipeline(passes or DEFAULT, profile)
     switch, first, history = how
-    sampling, settings = asked(sampler, switch, first, history or "carry")
+    sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
     compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())
     report = plan_report(compiled.module, compiled.planning_ms)
     folder = compiled.write(output, report, options.files) if output is not None else None

@@ -58,12 +58,20 @@ class CompiledRequests:
 
 
 def asked(
-    sampler: Path, switch: str | None, first: str | None, history: Literal["carry", "restart"]
+    sampler: Path,
+    switch: str | None,
+    first: str | None,
+    history: Literal["carry", "restart"],
+    pipeline: Pipeline | None = None,
 ) -> tuple[Sampling, Settings]:
-    """How requests are to be sampled. Raises ``UserError`` for a rule, a name or a file that is none."""
+    """How requests are to be sampled: by the first model alone where the pipeline leaves the second one out.
+
+    Raises ``UserError`` for a rule, a name or a file that is none.
+    """
     rule = None if switch is None else parse_switch(switch)
     file = load_sampler_file(sampler)
-    names = ordered(file, first)
+    alone = pipeline is not None and any(getattr(step, "models", 2) == 1 for step in pipeline.passes)
+    names = ordered(file, first)[: 1 if alone else None]
     rule = switch_of(file, names, rule)
     settings = Settings(str(Path(sampler).absolute()), names, str(rule), history)
     return Sampling(file, names, rule, settings.restart), settings

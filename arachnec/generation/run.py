@@ -81,7 +81,7 @@ def prepare(
     """Read everything, plan what is not there yet, and prove the plan. Raises ``UserError`` for any mistake."""
     requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
-    sampling, settings = asked(sampler, switch, first, history)
+    sampling, settings = asked(sampler, switch, first, history, pipeline)
     results = Results(out, settings, sampling.sampler.digest)
     left = results.unfinished(requests)
     finished = tuple(request for request in requests if request not in left)

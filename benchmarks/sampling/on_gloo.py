@@ -71,10 +71,10 @@ def plan(folder: Path) -> None:
     sampler, data = files(folder)
     ranks = int((folder / "ranks").read_text())
     machine, requests = parse_cluster(f"{ranks}:cpu"), read_requests(data)
-    sampling, settings = asked(sampler, f"fixed={LARGE_STEPS}", None, "carry")
     for name, passes in SAMPLING_PIPELINES.items():
-        profiled = passes.replace("annotate", f"annotate{{profile={folder / 'profile.json'}}}")
-        compiled = compile_requests(sampling, settings, requests, machine, Pipeline.parse(profiled))
+        profiled = Pipeline.parse(passes.replace("annotate", f"annotate{{profile={folder / 'profile.json'}}}"))
+        sampling, settings = asked(sampler, f"fixed={LARGE_STEPS}", None, "carry", profiled)
+        compiled = compile_requests(sampling, settings, requests, machine, profiled)
         compiled.write(folder / name)
         print(f"{name}: planned {quantity(compiled.module.attrs['makespan']) / 1e3:.2f} s", flush=True)
 

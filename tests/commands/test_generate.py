@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from arachnec import cli
-from arachnec.data.switch import parse_switch
+from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
+from arachnec.generation.compiled import asked
 from arachnec.generation.plan import demand_latents, forecast, ordered
 from arachnec.generation.results import Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.sampling.loop import Sampling
 from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
 
@@ -150,3 +152,12 @@ def test_a_forecast_is_the_median_of_the_switches_seen_so_far(tmp_path: Path) ->
     seen = read_seen(tmp_path)
     assert len(seen) == 4 and forecast(sampling, request, seen).forecast == 2
     assert forecast(sampling, request, [Seen(names, rule, 6, 6)]).forecast == 5  # within its window
+
+
+def test_every_switch_survives_its_text_and_a_pipeline_may_leave_the_second_model_out(tmp_path: Path) -> None:
+    for rule in (ONE_MODEL, FIXED, parse_switch("boundary=0.8755551"), parse_switch("adaptive=1e-5,least=2,most=9")):
+        assert parse_switch(str(rule)) == rule
+    path = written(tmp_path).path
+    for name, models in (("generate", ("large", "small")), ("large-only", ("large",))):
+        sampling, settings = asked(path, "fixed=2", None, "carry", Pipeline.parse(name))
+        assert settings.models == sampling.names == models
