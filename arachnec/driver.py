@@ -282,19 +282,13 @@ def compare_requests(
     pipeline can.
     """
     from arachnec.data.requests import read_requests
-    from arachnec.data.switch import parse_switch
-    from arachnec.generation.plan import ordered
+    from arachnec.generation.compiled import asked
     from arachnec.generation.plan import traced as trace_requests
-    from arachnec.generation.run import switch_of
-    from arachnec.models.sampler_file import load_sampler_file
-    from arachnec.sampling.loop import Sampling
 
-    asked = None if switch is None else parse_switch(switch)
-    requests, machine, file = read_requests(data), parse_cluster(cluster), load_sampler_file(sampler)
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    sampling, _ = asked(Path(sampler), switch, None, "carry")
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    names = ordered(file, None)
-    sampling = Sampling(file, names, switch_of(file, names, asked), False)
     return compared(trace_requests(sampling, requests).module(machine), pipelines, instruments)
 
 
