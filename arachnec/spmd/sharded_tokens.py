@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.redistribution import Dealt, redistribute
-from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.tracing.token_views import COPIES, PERMUTATIONS, TOKEN_VIEWS
 
 # Answered without gathering: the complete tensor would answer the same.
@@ -83,18 +84,19 @@ class ShardedTokens(Tensor):
         if func in COPIES:
             view = ShardedTokens(func(self.local, *args, **kwargs), self.token_dim, self.shard, self.outer, self.inner)
         elif func in PERMUTATIONS:
-            like = torch.empty_strided(self.shape, range(1, self.ndim + 1), device="meta")
+            like = torch.empty_strided(self.shape, tuple(range(1, self.ndim + 1)), device="meta")
             order = [stride - 1 for stride in func(like, *args, **kwargs).stride()]
             local = self.local.permute(order)
             view = ShardedTokens(local, order.index(self.token_dim), self.shard, self.outer, self.inner)
         else:
-            like = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
-            place = self._place_in(tuple(like.shape)) if like.dtype == self.dtype else None
-            if place is None:
+            sizes = tuple(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
+            tokens = self if self._place_in(sizes) is not None else self._split_for(sizes)
+            place = None if tokens is None else tokens._place_in(sizes)
+            if tokens is None or place is None:
                 return None
             dim, outer, inner = place
-            shape = (*like.shape[:dim], outer * self.shard.local * inner, *like.shape[dim + 1 :])
-            view = ShardedTokens(self.local.reshape(shape), dim, self.shard, outer, inner)
+            shape = (*sizes[:dim], outer * tokens.shard.local * inner, *sizes[dim + 1 :])
+            view = ShardedTokens(tokens.local.reshape(shape), dim, tokens.shard, outer, inner)
         view._view = self, lambda whole: func(whole, *args, **kwargs)
         return view
 
@@ -110,13 +112,31 @@ class ShardedTokens(Tensor):
                 return dim, outer // before, inner // after
         return None
 
+    def _split_for(self, sizes: tuple[int, ...]) -> ShardedTokens | None:
+        """Dealt out over the largest of the factors that a reshape splits its tokens into (rows of all clips into
+        clips and places)."""
+        here = self.token_dim
+        before, after = math.prod(self.shape[:here]), math.prod(self.shape[here + 1 :])
+        factors = []
+        for dim, size in enumerate(sizes):
+            outer, inner = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
+            if before and after and outer % before == 0 and inner % after == 0:
+                factors.append((size, outer // before, inner // after))
+        if not factors:
+            return None
+        size, outer, inner = max(factors)
+        shard = replace(self.shard, tokens=even_split(size, self.shard.degree))
+        old, new = Dealt(self.outer, self.shard.tokens, self.inner), Dealt(outer, shard.tokens, inner)
+        return ShardedTokens(redistribute(self.local, here, old, new, self.shard), here, shard, outer, inner)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in TOKEN_VIEWS and isinstance(args[0], ShardedTokens) and args[0]._gathered is None:
+        other_type = any(isinstance(x, torch.dtype) for x in (*args, *kwargs.values()))  # `view` has two meanings
+        if func in TOKEN_VIEWS and isinstance(args[0], ShardedTokens) and args[0]._gathered is None and not other_type:
             view = args[0].viewed(func, args[1:], kwargs)
             if view is not None:
                 return view
