@@ -19,6 +19,7 @@ from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
 from arachnec.models.batch import prediction_of
+from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
@@ -169,7 +170,8 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
     else:
         calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
-    trained = replace(trained, attrs=trained.attrs.updated(**special.step.attributes))
+    attributes = exchange_attributes(captured, special.shared) | special.step.attributes
+    trained = replace(trained, attrs=trained.attrs.updated(**attributes))
     beforehand = encoded_beforehand(clips)
     running = {name: encoder for name, encoder in encoders.items() if name not in beforehand}
     frozen, whole = _encoder_stages(running, clips, counter)

@@ -2,8 +2,8 @@
 
 A dimension without a layout is the same on every rank. A layout is a concatenation of parts, at least one of them
 sharded: a rank holds its own tokens of a sharded part and all of a replicated one. Which tokens are its own follows
-from the part's length: those of the cascade where it is the clip's sequence, else an even share (frames, or places). Lengths are symbolic and compared as
-polynomials, never as numbers: a caption may be as long as a shard.
+from the part's length: those of the cascade where it is the clip's sequence, else an even share (frames, or places).
+Lengths are symbolic and compared as polynomials, never as numbers: a caption may be as long as a shard.
 """
 
 from __future__ import annotations

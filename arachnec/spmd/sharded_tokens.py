@@ -26,6 +26,7 @@ METADATA = frozenset(
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
 
+
 class ShardedTokens(Tensor):
     """This rank's tokens of a tensor along one dimension; its shape is that of the complete tensor.
 
@@ -35,8 +36,7 @@ class ShardedTokens(Tensor):
     local: Tensor
     token_dim: int
     shard: SequenceShard
-    outer: int
-    inner: int
+    merged: tuple[int, int]  # what lies before and behind the tokens in their dimension
     _gathered: Tensor | None
     _view: tuple[ShardedTokens, Callable[[Tensor], Tensor]] | None  # of which it is one
 
@@ -48,7 +48,7 @@ class ShardedTokens(Tensor):
             cls, sizes, dtype=local.dtype, device=local.device, requires_grad=needs_grad
         )
         tokens.local, tokens.token_dim, tokens.shard, tokens._gathered = local, dim, shard, None
-        tokens.outer, tokens.inner, tokens._view = outer, inner, None
+        tokens.merged, tokens._view = (outer, inner), None
         if needs_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 tokens.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -70,24 +70,25 @@ class ShardedTokens(Tensor):
         sizes, here = tuple(self.shape), self.token_dim
         first, last = min(here, dim), max(here, dim) + 1
         before = Dealt(
-            math.prod(sizes[first:here]) * self.outer,
+            math.prod(sizes[first:here]) * self.merged[0],
             self.shard.tokens,
-            self.inner * math.prod(sizes[here + 1 : last]),
+            self.merged[1] * math.prod(sizes[here + 1 : last]),
         )
         after = Dealt(math.prod(sizes[first:dim]), shard.tokens, math.prod(sizes[dim + 1 : last]))
         merged = self.local.flatten(first, last - 1)
         moved = redistribute(merged, first, before, after, shard)
-        return moved.unflatten(first, (*sizes[first:dim], shard.local, *sizes[dim + 1 : last]))
+        shape = (*sizes[:dim], shard.local, *sizes[dim + 1 :])
+        return moved.reshape(shape)
 
     def viewed(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> ShardedTokens | None:
         """A view of it, or a copy; None where its tokens do not stay in one dimension."""
         if func in COPIES:
-            view = ShardedTokens(func(self.local, *args, **kwargs), self.token_dim, self.shard, self.outer, self.inner)
+            view = ShardedTokens(func(self.local, *args, **kwargs), self.token_dim, self.shard, *self.merged)
         elif func in PERMUTATIONS:
             like = torch.empty_strided(self.shape, tuple(range(1, self.ndim + 1)), device="meta")
             order = [stride - 1 for stride in func(like, *args, **kwargs).stride()]
             local = self.local.permute(order)
-            view = ShardedTokens(local, order.index(self.token_dim), self.shard, self.outer, self.inner)
+            view = ShardedTokens(local, order.index(self.token_dim), self.shard, *self.merged)
         else:
             sizes = tuple(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
             tokens = self if self._place_in(sizes) is not None else self._split_for(sizes)
@@ -102,8 +103,8 @@ class ShardedTokens(Tensor):
 
     def _place_in(self, sizes: tuple[int, ...]) -> tuple[int, int, int] | None:
         """Where its tokens are after a reshape: the dimension, and what they are merged with there."""
-        outer = math.prod(self.shape[: self.token_dim]) * self.outer
-        inner = self.inner * math.prod(self.shape[self.token_dim + 1 :])
+        outer = math.prod(self.shape[: self.token_dim]) * self.merged[0]
+        inner = self.merged[1] * math.prod(self.shape[self.token_dim + 1 :])
         for dim, size in enumerate(sizes):
             before, after = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
             if 0 in (before, after) or outer % before or inner % after:
@@ -126,7 +127,7 @@ class ShardedTokens(Tensor):
             return None
         size, outer, inner = max(factors)
         shard = replace(self.shard, tokens=even_split(size, self.shard.degree))
-        old, new = Dealt(self.outer, self.shard.tokens, self.inner), Dealt(outer, shard.tokens, inner)
+        old, new = Dealt(self.merged[0], self.shard.tokens, self.merged[1]), Dealt(outer, shard.tokens, inner)
         return ShardedTokens(redistribute(self.local, here, old, new, self.shard), here, shard, outer, inner)
 
     @classmethod

@@ -419,13 +419,14 @@ def _model(
         )
         for i in order
     )
+
     def outputs(of: Iterable[tuple[int, int]]) -> frozenset[Origin]:
         return frozenset(_as_tensor_output(recording, e, order) for e in of if e[0] in order)
 
     place, escapes, handed = recorded.tokens_at, outputs(recording.escapes), outputs(recording.handed)
     leaves = next(call.leaves for call in recording.calls if call.path == place.path)
-    folded = place.count(leaves, recorded.sizes[0].batch) != place.read(leaves)
-    return CapturedModel(blocks, calls, escapes, recorded.sizes, place, handed, folded)
+    tokens = place.count(leaves, recorded.sizes[0].batch)
+    return CapturedModel(blocks, calls, escapes, recorded.sizes, place, handed, tokens)
 
 
 def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict[int, int]) -> Origin:

@@ -147,8 +147,8 @@ class CapturedModel:
     """``calls`` in the order of the forward; ``blocks`` are the structures they are calls of.
 
     An ``Origin`` is only there when nothing outside the blocks reads that tensor, so both ends may keep it as a shard.
-    ``escapes`` are the outputs that are read outside, ``handed`` those of which another block takes a view. ``folded``:
-    S is not all tokens of a clip, which lie in several dimensions. Without ``blocks`` nothing is known of the calls but their order.
+    ``escapes`` are the outputs that are read outside, ``handed`` those of which another block takes a view. ``tokens``
+    are all those of a clip at the first recording. Without ``blocks`` nothing is known of the calls but their order.
     """
 
     blocks: tuple[CapturedBlock, ...]
@@ -157,7 +157,12 @@ class CapturedModel:
     sizes: tuple[Sizes, ...]
     tokens_at: TokenPlace
     handed: frozenset[Origin] = frozenset()
-    folded: bool = False
+    tokens: int = 0
+
+    @property
+    def folded(self) -> bool:
+        """Whether S is not all tokens of a clip, which lie in several dimensions."""
+        return self.tokens != self.sizes[0].tokens
 
     def block_of(self, path: str) -> CapturedBlock:
         return next(block for block in self.blocks if path in block.instances)
