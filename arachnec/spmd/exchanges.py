@@ -22,9 +22,7 @@ def exchange_attributes(captured: CapturedModel, shared: Sequence[ShardedBlock])
     """``halo``: the tokens that are dealt out anew in a forward, and ``exchanges``, how often; ``attentions`` and
     ``traffic`` of those alone that remain distributed. Nothing for a model without exchanges."""
     blocks = [shared[call.block] for call in captured.calls] if shared else []
-    between = (
-        [_output_bytes(captured.blocks[captured.calls[o.call].block], o) for o in captured.handed] if shared else []
-    )
+    between = [_output_bytes(captured, origin) for origin in captured.handed] if shared else []
     dealt = [note for block in blocks for note in block.exchanges]
     if not (dealt or between):
         return {}
