@@ -78,11 +78,12 @@ def _dealt_for(context: Context, value: Value, dim: int, sizes: Sequence[Size]) 
         inside = quotient(before, outer) is not None and quotient(after, inner) is not None
         outside = quotient(before, product(value.sizes[:dim])), quotient(after, product(value.sizes[dim + 1 :]))
         if inside and not same(size, sympy.S.One) and outside[0] is not None and outside[1] is not None:
-            factors.append(Layout((Part(size, sharded=True),), *outside))
+            factor = Layout((Part(size, sharded=True),), *outside)
+            factors += [factor] if same(factor.size, layout.size) else []  # what is rounded down may leave a rest
     if not layout.alone or not factors:
         raise MixesTokens(f"splits the token dimension: {list(value.sizes)} becomes {list(sizes)}")
-    factor = context.chosen((value.sizes, tuple(sizes)), len(factors))
-    return context.redistributed(value, dim, factors[factor], "splits the token dimension")
+    chosen = context.chosen((value.sizes, tuple(sizes)), len(factors))
+    return context.redistributed(value, dim, factors[chosen], "splits the token dimension")
 
 
 def permute(context: Context, node: fx.Node) -> Result:

@@ -187,7 +187,7 @@ GATHERED: dict[str, tuple[Function, str]] = {
     "shift": (lambda x, text, table: x.roll(1, 1), "moves tokens to other places"),
     "stride": (lambda x, text, table: x + x[:, ::2].mean(1, keepdim=True), "takes tokens with a stride"),
     "first token": (lambda x, text, table: x - x[:, 0:1], "cuts the tokens at 0 and 1"),
-    "grid": (lambda x, text, table: x.unflatten(1, (2, -1)).sum(1).repeat(1, 2, 1), "repeats the tokens"),
+    "grid": (lambda x, text, table: x.unflatten(1, (2, -1)).sum(1).repeat(1, 2, 1), "splits the token dimension"),
     "padding": (lambda x, text, table: F.pad(x, (0, 0, 1, 0))[:, :-1], "pads the tokens"),
     "linear attention": (lambda x, text, table: x @ (x.transpose(1, 2) @ x), "multiplies tokens with tokens"),
     "tokens by tokens": (
