@@ -63,7 +63,8 @@ def chosen_blocks(lists: KeyLists, blocks: int) -> Tensor:
     """[B, H, G, N] bool: whether a block is in the list."""
     counts = lists.counts
     table = torch.zeros(counts.numel(), blocks, dtype=torch.bool, device=counts.device)
-    owner = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts.view(-1))
+    every = torch.arange(counts.numel(), device=counts.device)
+    owner = torch.repeat_interleave(every, counts.view(-1), output_size=len(lists.indices))
     table[owner, lists.indices.long()] = True
     return table.view(*counts.shape, blocks)
 

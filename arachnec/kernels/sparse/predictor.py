@@ -46,15 +46,20 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
     """[B, H, C, r]: the projected means of the cells of video of a source [B, H or 1, video or S, D] in order."""
     video, sizes = cubes.video, cubes.cells.diff()
     source = source[:, :, :video].detach()
-    shape = (*source.shape[:2], len(sizes), -1, source.shape[3])
     if bool((sizes == sizes[0]).all()):
-        means: Tensor = source.reshape(shape).mean(3, dtype=projection.dtype)
+        cells = source.unflatten(2, (len(sizes), -1))
+        means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
-    cell = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(source.device)
-    sums = torch.zeros(*shape[:3], shape[4], dtype=projection.dtype, device=source.device)
-    sums.index_add_(2, cell, source.to(projection.dtype))
+    sums = _sums(source.to(projection.dtype), 2, cubes.cells)
     features: Tensor = (sums / sizes.to(source.device)[:, None]) @ projection
     return features
+
+
+def _sums(values: Tensor, dim: int, starts: Tensor) -> Tensor:
+    """Over the runs of a dimension that start there, in one fixed order: ``index_add_`` has none on a GPU."""
+    runs = starts.to(values.device, torch.int64)
+    first = values.movedim(dim, 0).contiguous()
+    return torch.segment_reduce(first, "sum", offsets=runs, axis=0, unsafe=True).movedim(0, dim)
 
 
 def predicted_scores(rows: Tensor, keys: Tensor, projections: Projections) -> Tensor:
@@ -113,9 +118,7 @@ def needed_blocks(scores: Tensor, blocks: Tensor, mass: float = MASS) -> Tensor:
 
 def _block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
     """[B, H, N]: the share of a group's attention that each block holds."""
-    block = torch.repeat_interleave(torch.arange(len(blocks) - 1), blocks.diff()).to(scores.device)
-    of_block = torch.zeros(*scores.shape[:2], len(blocks) - 1, device=scores.device)
-    return of_block.index_add_(2, block, scores.softmax(-1).mean(2))
+    return _sums(scores.softmax(-1).mean(2), 2, blocks)
 
 
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:

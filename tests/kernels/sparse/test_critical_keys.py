@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.kernels.sparse import critical_keys as module
+from arachnec.kernels.sparse.block_launch import lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.cube_sides import group_count
-from arachnec.kernels.sparse.key_lists import checked_lists, chosen_blocks
+from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
+from arachnec.kernels.sparse.predictor import Projections, cell_features, held_mass, needed_blocks, true_scores
 from arachnec.kernels.sparse.token_cubes import cube_of, token_cubes
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 14))
@@ -103,3 +105,23 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
 def test_groups_are_counted_without_their_tokens(grid: tuple[int, int, int], queries: int, keys: int) -> None:
     """A plan counts them before there is a tensor."""
     assert group_count(grid, queries, keys) == len(token_cubes(grid, queries=queries, keys=keys).groups) - 1
+
+
+@pytest.mark.parametrize("grid", [(2, 4, 8), (1, 5, 7)])
+def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, int, int]) -> None:
+    """On the device `meta` no value can be read back and no size can follow from one: either raises."""
+    cubes = token_cubes(grid, captions=3, queries=16, keys=4, cell=2)
+    total, blocks, groups = len(cubes.order), len(cubes.blocks) - 1, len(cubes.groups) - 1
+    features = torch.empty(2, 2, total, 8, device="meta")
+    by = Projections(*(torch.empty(2, 8, 4, device="meta") for _ in "qk"))
+    cells = [cell_features(features, projection, cubes) for projection in (by.query, by.key)]
+    starts = (cubes.group_cells, cubes.block_cells, cubes.cells.diff())
+    indices, counts = module.best_blocks(*cells, *starts, [1, 3], cubes.captions)
+    lists = KeyLists(indices, counts)
+    assert len(indices) == 2 * groups * (1 + 3 + 2 * cubes.captions) and counts.shape == (2, 2, groups)
+    chosen = chosen_blocks(lists, blocks)[:, :, 0, : blocks - cubes.captions]
+    scores = true_scores(features[:, :, :5], features[:, :, : cubes.video], 0.5)
+    video = cubes.blocks[: blocks - cubes.captions + 1]
+    assert held_mass(scores, chosen, video)[0].shape == needed_blocks(scores, video).shape == (2,)
+    launch = lists_of(indices, counts, cubes.groups, cubes.blocks, total, 16)
+    assert len(launch.indices) == len(launch.readers) == len(indices) + 4 * blocks
