@@ -9,10 +9,9 @@ all-reduce a step, behind the update. So no bit of the model's gradient depends 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import torch
@@ -24,9 +23,9 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
-from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
@@ -77,22 +76,6 @@ def sparse_stage(module: Module) -> Stage | None:
     return next((stage for stage in module.stages if stage.trained and layer_densities(stage)), None)
 
 
-def heads_note(module: Module) -> str | None:
-    """What a person should know where the plan divides heads by density; a run deals them out by number."""
-    for cascade in module.cascades:
-        even = sorted(even_split(_heads(cascade), cascade.degree)) if "heads" in cascade.attrs else []
-        for parts in parts_by_layer(cascade).values():
-            places = Counter(part.place for part in parts)
-            if sorted(places[place] for place in range(cascade.degree)) != even:
-                return "sparse heads go to the ranks by number, not by density as planned: steps may take longer"
-    return None
-
-
-def _heads(cascade: Cascade) -> int:
-    """Heads of a sparse layer, whole or cut."""
-    return max((part.head + 1 for parts in parts_by_layer(cascade).values() for part in parts), default=0)
-
-
 @dataclass
 class SparsePredictors:
     """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks."""
@@ -100,8 +83,8 @@ class SparsePredictors:
     names: Mapping[int, Layer]
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
+    mass: float  # of a group's attention, that its blocks are to hold
     optimizer: torch.optim.Adam
-    kept: Mapping[int, Tensor]  # of a checkpoint: sparsities, densities and whether it is sparse
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _sums: dict[int, Tensor] = field(default_factory=dict)
@@ -122,9 +105,10 @@ class SparsePredictors:
         for value in values:
             moments = {name: torch.zeros_like(value) for name in MOMENTS}
             optimizer.state[value] = {"step": torch.zeros(()), **moments}
-        kept = {number: _row(state) for number, state in layers.items()}
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
-        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), optimizer, kept)
+        mass = stage.attrs.get("mass", MASS)
+        assert isinstance(mass, int | float)
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), optimizer)
 
     def cascade(
         self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
@@ -142,6 +126,9 @@ class SparsePredictors:
                 f"{seed}/{step}/{clip.id}",
                 weight=weight,
                 sizes=self.sizes,
+                mass=self.mass,
+                parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
+                groups=integer(cascade.attrs.get("groups", 0)),
             )
         return self._cascades[cascade.name]
 
@@ -155,22 +142,23 @@ class SparsePredictors:
                 heads = self.layers[number].site.heads
                 if number not in self._sums:
                     self._sums[number] = measured.loss.new_zeros(6, heads)
-                of_heads = torch.stack([torch.ones_like(measured.loss), *_by_head(measured)])
-                self._sums[number][:, slice(*measured.heads)] += of_heads * cascade.weight
+                own = torch.tensor(measured.heads, device=measured.loss.device)
+                self._sums[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
 
-    def finish(self, step: int, *, skipped: bool) -> None:
-        """Update the predictors, and what is known of every layer, from what all ranks measured. Collective.
+    def finish(self, step: int, group: dist.ProcessGroup | None, *, skipped: bool) -> None:
+        """Update the predictors, and what is known of every layer, from what all ranks measured. Collective over the
+        group of all ranks, None for one rank.
 
         Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
         """
-        rows = self._everyone()
+        rows = self._everyone(group)
         self._sums.clear()
         if not skipped:
             self._learn(rows, step)
         self.optimizer.zero_grad()
 
-    def _everyone(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
+    def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """For every layer the sums and the predictors' gradients of all ranks, in one all-reduce."""
         own: list[Tensor] = []
         for number, state in self.layers.items():
@@ -179,7 +167,8 @@ class SparsePredictors:
             own.append(self._sums.get(number, values[0].new_zeros(6, heads)))
             own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
         flat = torch.cat([value.reshape(-1).float() for value in own])
-        dist.all_reduce(flat)
+        if group is not None:
+            dist.all_reduce(flat, group=group)
         parts = iter(
             part.view_as(value)
             for part, value in zip(flat.split_with_sizes([v.numel() for v in own]), own, strict=True)
@@ -196,32 +185,33 @@ class SparsePredictors:
             state, weights = self.layers[number], sums[0]
             of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
             state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            loss, sparsity, needed, held, of_best = sums[1:] / weights
-            measured = Measured(loss, sparsity, needed, held, of_best, (of_query, of_key), (0, state.site.heads))
+            means = sums / weights
+            measured = Measured(*means, (of_query, of_key), tuple(range(state.site.heads)))
             self.measured[number] = measured
             self.layers[number] = after(state, measured)
-            self.kept[number].copy_(_row(self.layers[number]))
         for number in known.keys() - seen.keys():
             for value in _parameters(self.layers[number]):
                 value.grad = None
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on, over the memory in use; after loading into them comes ``loaded``."""
+        """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
+        densities and whether it is sparse. What was loaded into these goes to ``loaded``."""
         state: dict[str, Tensor] = {}
         for number, (path, site) in self.names.items():
             name = f"{path}.{site}"
-            state[f"predictor/layer/{name}"] = self.kept[number]
+            state[f"predictor/layer/{name}"] = _row(self.layers[number])
             for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
                 state[f"predictor/{side}/{name}"] = value.detach()
                 for key, moment in self.optimizer.state[value].items():
                     state[f"predictor/{key}/{side}/{name}"] = moment
         return state
 
-    def loaded(self) -> None:
-        """Take the layers' states from the tensors that were loaded."""
+    def loaded(self, tensors: Mapping[str, Any]) -> None:
+        """Take the layers' states from tensors as ``tensors`` gave them, filled by now."""
         for number, state in self.layers.items():
-            values, heads = self.kept[number].tolist(), state.site.heads
+            path, site = self.names[number]
+            values, heads = tensors[f"predictor/layer/{path}.{site}"].tolist(), state.site.heads
             self.layers[number] = replace(
                 state,
                 sparsities=tuple(values[:heads]),
@@ -249,8 +239,8 @@ def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
     return state.projections.query, state.projections.key
 
 
-def _by_head(measured: Measured) -> Sequence[Tensor]:
-    return measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
+def _by_head(measured: Measured) -> tuple[Tensor, ...]:
+    return measured.counted, measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
 
 
 def _row(state: LayerState) -> Tensor:

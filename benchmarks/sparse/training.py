@@ -264,13 +264,11 @@ def train(task: Task, way: str, steps: int, like: Run | None) -> Run:
 
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
-            started = time.process_time()
             with torch.no_grad(), sequence.use(None, sparse=cascade(step, 16, None)):
                 run.losses.append((step, F.mse_loss(sequence.model(inputs), targets).item()))
             if way != "dense":
                 chosen = quality(task, sequence, cascade(step, 1, None))
                 run.history.append({"step": step, "layers": chosen})
-            run.seconds -= time.process_time() - started
             print(f"{task.name} {way:>7} {run.losses[-1]} {json.dumps(run.history[-1:])}", flush=True)
         kept = {n: kept_blocks(s.densities, blocks) if s.sparse else None for n, s in layers.items()}
         run.kept.append(kept)

@@ -50,7 +50,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, heads_note, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -188,8 +188,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What a person should know before the first step."""
-        told = says_low(self.module, self._context.parameters), heads_note(self.module)
-        return [note for note in told if note is not None]
+        note = says_low(self.module, self._context.parameters)
+        return [] if note is None else [note]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""
@@ -310,7 +310,8 @@ class Trainer:
         measured = Measured(self.intervals, elapsed, exposed)
         took = self._account.report(context, own, planned.number, run, measured)
         if context.predictors is not None and share.ends:
-            context.predictors.finish(planned.step, skipped=took.skipped)
+            everyone = context.gradient_groups.get(tuple(range(dist.get_world_size())))
+            context.predictors.finish(planned.step, everyone, skipped=took.skipped)
         return took
 
     def _watch_links(self, number: int) -> None:
@@ -464,11 +465,12 @@ class Trainer:
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         if whole is not None:
-            checkpoint.restore(whole, self._state(), self._position(0))
+            state = self._state()
+            checkpoint.restore(whole, state, self._position(0))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
-                self._context.predictors.loaded()
+                self._context.predictors.loaded(state)
 
 
 def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:

@@ -74,8 +74,13 @@ def lists_of(indices: Tensor, counts: Tensor, groups: Tensor, blocks: Tensor, to
     within = torch.arange(len(tile_groups)) - _starts(tiles)[:-1].repeat_interleave(tiles)
     first = groups[:-1].repeat_interleave(tiles) + within * queries
     return Lists(
-        *(indices[by_group].int(), _starts(lengths.view(-1)), group[reading.indices].int(), reader_starts),
-        *(x.int().to(device) for x in (groups, first, tile_groups)),
+        indices[by_group].int(),
+        _starts(lengths.view(-1)),
+        group[reading.indices].int(),
+        reader_starts,
+        groups.int().to(device),
+        first.int().to(device),
+        tile_groups.to(device),
         int(groups.diff().amax()),
     )
 

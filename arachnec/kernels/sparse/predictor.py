@@ -77,18 +77,18 @@ def true_scores(rows: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def score_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """[H]: 0.95 (1 - cosine) + 0.05 |1 - ratio of the norms| of rows of scores, mean over clips and rows."""
+    """[B, H, n]: 0.95 (1 - cosine) + 0.05 |1 - ratio of the norms| of rows of scores."""
     cosine = F.cosine_similarity(predicted, true, dim=-1)
     ratio = predicted.norm(dim=-1) / true.norm(dim=-1).clamp_min(torch.finfo(true.dtype).tiny)
-    loss: Tensor = (COSINE * (1 - cosine) + NORM * (1 - ratio).abs()).mean((0, 2))
+    loss: Tensor = COSINE * (1 - cosine) + NORM * (1 - ratio).abs()
     return loss
 
 
 def measured_sparsity(scores: Tensor, mass: float = MASS) -> Tensor:
-    """[H]: keys outside the fewest that hold ``mass`` of a query's attention; mean over clips and rows."""
+    """[B, H, n]: of rows of scores, the share of keys outside the fewest that hold ``mass`` of the attention."""
     held = scores.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
     needed = (held < mass).sum(-1) + 1
-    return 1 - needed.clamp_max(scores.shape[-1]).float().mean((0, 2)) / scores.shape[-1]
+    return 1 - needed.clamp_max(scores.shape[-1]).float() / scores.shape[-1]
 
 
 def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:

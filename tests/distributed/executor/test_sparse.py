@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
@@ -17,11 +18,14 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
-from arachnec.model_state.sparse_predictors import SparsePredictors, heads_note
+from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
-from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, lowered, traced, train_on
+from tests.distributed.executor.test_executor_ncclish import train_ncclish
+from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train_on
+from tests.distributed.harness import run_ranks
+from tests.distributed.ncclish import Settings
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
@@ -104,6 +108,16 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
     assert resumed["sparse_layers"] == through["sparse_layers"]
 
 
+def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
+    """No sum of the predictors meets one of the model's out of order, and none connects a group in use."""
+    here, gloo = executable(tmp_path / "here", 4), executable(tmp_path / "gloo", 4)
+    settings = Settings(delay=1e-3, kernels=1)
+    for counts in run_ranks(2, train_ncclish, here, RunOptions(steps=3), settings):
+        assert not counts.freed_in_flight and not counts.written_in_flight and counts.connected_in_use == 0
+    trained(gloo, steps=3)
+    assert losses(here / "run.json") == pytest.approx(losses(gloo / "run.json"), rel=1e-6)
+
+
 def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
     _, program = planned(4)
     demand_supported(program, program.programs)
@@ -139,8 +153,3 @@ def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None
     with pytest.raises(UserError, match="scores of layer 1 are not finite in step 7"):
         predictors._learn({0: (sums, gradients), 1: (sums, broken)}, 7)
     assert all(torch.equal(value, before[name]) for name, value in predictors.tensors().items())
-
-
-def test_a_person_is_told_where_the_plan_divides_heads_as_no_rank_does() -> None:
-    assert "by number, not by density" in (heads_note(planned(4)[1]) or "")  # 3 heads on 2 ranks: one is cut
-    assert heads_note(planned(4, WORKS[1:])[1]) is None

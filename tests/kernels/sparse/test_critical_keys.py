@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arachnec.kernels.attention.divided_heads import HeadShare
 from arachnec.kernels.sparse import critical_keys as module
 from arachnec.kernels.sparse.block_launch import lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
@@ -81,7 +82,16 @@ def test_ties_go_to_the_lower_index() -> None:
 def test_the_operator_keeps_pytorch_s_rules() -> None:
     cubes = token_cubes((2, 4, 4), captions=3, queries=8, keys=4, cell=2)
     query = torch.randn(1, 2, 16, 4)
-    arguments = (query, query, cubes.group_cells, cubes.block_cells, cubes.cells.diff(), [1, 3], cubes.captions)
+    arguments = (
+        query,
+        query,
+        cubes.group_cells,
+        cubes.block_cells,
+        cubes.cells.diff(),
+        [1, 3],
+        [0, 4, 1, 2],
+        cubes.captions,
+    )
     torch.library.opcheck(torch.ops.arachnec.critical_keys.default, arguments)
 
 
@@ -116,7 +126,7 @@ def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, i
     by = Projections(*(torch.empty(2, 8, 4, device="meta") for _ in "qk"))
     cells = [cell_features(features, projection, cubes) for projection in (by.query, by.key)]
     starts = (cubes.group_cells, cubes.block_cells, cubes.cells.diff())
-    indices, counts = module.best_blocks(*cells, *starts, [1, 3], cubes.captions)
+    indices, counts = module.best_blocks(*cells, *starts, [1, 3], [0, groups, 0, groups], cubes.captions)
     lists = KeyLists(indices, counts)
     assert len(indices) == 2 * groups * (1 + 3 + 2 * cubes.captions) and counts.shape == (2, 2, groups)
     chosen = chosen_blocks(lists, blocks)[:, :, 0, : blocks - cubes.captions]
@@ -125,3 +135,15 @@ def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, i
     assert held_mass(scores, chosen, video)[0].shape == needed_blocks(scores, video).shape == (2,)
     launch = lists_of(indices, counts, cubes.groups, cubes.blocks, total, 16)
     assert len(launch.indices) == len(launch.readers) == len(indices) + 4 * blocks
+
+
+def test_lists_of_some_groups_are_those_of_all_groups_there() -> None:
+    cubes = token_cubes((2, 8, 8), captions=3, queries=16, keys=8, cell=4)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 3, 32, 4)
+    every = critical_keys(query, key, cubes, [2, 5, 9])
+    shares = (HeadShare(2, None, 3, 7), HeadShare(0), HeadShare(1, None, 0, 1))
+    some = critical_keys(query[:, [2, 0, 1]], key[:, [2, 0, 1]], cubes, [9, 2, 5], [(3, 7), (0, 8), (0, 1)])
+    given = every.of_shares(shares)
+    assert torch.equal(some.indices, given.indices) and torch.equal(some.counts, given.counts)
+    assert some.counts[:, 0, :3].sum() == some.counts[:, 2, 1:].sum() == 0
