@@ -78,7 +78,7 @@ def test_a_trained_predictor_of_low_rank_heads_finds_their_blocks() -> None:
     true = true_scores(query, key, 0.25)
     for step in range(400):
         rows = slice(step % 8, None, 8)
-        loss = score_loss(predicted_scores(query[:, :, rows], key, by), true[:, :, rows])
+        loss = score_loss(predicted_scores(query[:, :, rows], key, by), true[:, :, rows]).mean((0, 2))
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
