@@ -27,10 +27,12 @@ from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
+from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 
 RATE = 3e-3  # of the predictors' Adam
+MOST = 128  # steps whose sparsities are kept
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -53,7 +55,10 @@ class CannotBeSparse(Diagnostic):
 class LayerSummary(msgspec.Struct, frozen=True):
     """Of one layer after the last step: means over heads and, by head, what is measured with momentum. ``loss``,
     ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
-    that size would hold) are of the last step that measured it."""
+    that size would hold) are of the last step that measured it. ``imbalance`` is the heaviest rank's heads over the
+    mean by the densities that are measured now, in the cascade where that is most; ``planned_imbalance`` by those that
+    the plan was made with, ``known_imbalance`` what it would be, had they been known. ``history`` are the sparsities of
+    heads after each of ``steps``; of a long run every second, fourth and so on."""
 
     layer: int
     path: str
@@ -63,6 +68,12 @@ class LayerSummary(msgspec.Struct, frozen=True):
     loss: float | None = None
     mass: float | None = None
     of_best: float | None = None
+    planned_density: list[float] = []
+    planned_imbalance: float = 1.0
+    imbalance: float = 1.0
+    known_imbalance: float = 1.0
+    steps: list[int] = []
+    history: list[list[float]] = []
 
 
 class CanBeSparse(Protocol):
@@ -84,8 +95,10 @@ class SparsePredictors:
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
     mass: float  # of a group's attention, that its blocks are to hold
+    planned: Mapping[int, tuple[float, ...]]  # densities by layer and head
     optimizer: torch.optim.Adam
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
+    history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _sums: dict[int, Tensor] = field(default_factory=dict)
 
@@ -108,7 +121,8 @@ class SparsePredictors:
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
         mass = stage.attrs.get("mass", MASS)
         assert isinstance(mass, int | float)
-        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), optimizer)
+        planned = {number: density.heads for number, density in layer_densities(stage).items()}
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), planned, optimizer)
 
     def cascade(
         self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
@@ -157,6 +171,7 @@ class SparsePredictors:
         if not skipped:
             self._learn(rows, step)
         self.optimizer.zero_grad()
+        self.history.add(step, {number: state.sparsities for number, state in self.layers.items()})
 
     def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """For every layer the sums and the predictors' gradients of all ranks, in one all-reduce."""
@@ -185,8 +200,9 @@ class SparsePredictors:
             state, weights = self.layers[number], sums[0]
             of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
             state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            means = sums / weights
-            measured = Measured(*means, (of_query, of_key), tuple(range(state.site.heads)))
+            counted, loss, sparsity, needed, held, of_best = sums / weights
+            heads = tuple(range(state.site.heads))
+            measured = Measured(counted, loss, sparsity, needed, held, of_best, (of_query, of_key), heads)
             self.measured[number] = measured
             self.layers[number] = after(state, measured)
         for number in known.keys() - seen.keys():
@@ -219,20 +235,48 @@ class SparsePredictors:
                 sparse=bool(values[-1]),
             )
 
-    def summary(self) -> list[LayerSummary]:
-        return [self._summary(number, state) for number, state in self.layers.items()]
+    def summary(self, module: Module) -> list[LayerSummary]:
+        """``module`` is the program of the last step."""
+        told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
+        return [self._summary(number, state, told[number]) for number, state in self.layers.items()]
 
-    def _summary(self, number: int, state: LayerState) -> LayerSummary:
+    def _summary(self, number: int, state: LayerState, forecast: Forecast) -> LayerSummary:
         measured = self.measured.get(number)
         means = () if measured is None else (measured.loss, measured.held, measured.of_best)
+        names = ("loss", "mass", "of_best")
         return LayerSummary(
             number,
             self.names[number][0],
             state.sparse,
             list(state.sparsities),
             list(state.densities),
-            *(float(value.mean()) for value in means),
+            **{name: float(value.mean()) for name, value in zip(names, means, strict=False)},
+            planned_density=list(self.planned[number]),
+            planned_imbalance=forecast.planned,
+            imbalance=forecast.measured,
+            known_imbalance=forecast.known,
+            steps=self.history.steps,
+            history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )
+
+
+@dataclass
+class SparsityHistory:
+    """Sparsities by layer and head after steps. Where there are more than ``MOST`` every second is forgotten."""
+
+    steps: list[int] = field(default_factory=list)
+    rows: list[Mapping[int, tuple[float, ...]]] = field(default_factory=list)
+    every: int = 1
+
+    def add(self, step: int, row: Mapping[int, tuple[float, ...]]) -> None:
+        if step % self.every:
+            return
+        self.steps.append(step)
+        self.rows.append(row)
+        while len(self.steps) > MOST:
+            self.every *= 2
+            kept = [place for place, known in enumerate(self.steps) if known % self.every == 0]
+            self.steps, self.rows = [self.steps[p] for p in kept], [self.rows[p] for p in kept]
 
 
 def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:

@@ -219,10 +219,10 @@ class OfBlock:
             scores = true_scores(of_group, keys, scale)
             held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
             needed = needed_blocks(scores, cubes.blocks[: video + 1], self.cascade.mass)
-            of_group_here = (torch.where(counted, x, 0.0) for x in (needed, held, of_best))
+            needed, held, of_best = (torch.where(counted, x, 0.0) for x in (needed, held, of_best))
             sparsity = torch.where(own, measured_sparsity(true, self.cascade.mass), 0.0).mean((0, 2))
         numbers = tuple(share.head for share in heads)
-        return Measured(counted.float(), loss.detach(), sparsity, *of_group_here, (of_query, of_key), numbers)
+        return Measured(counted.float(), loss.detach(), sparsity, needed, held, of_best, (of_query, of_key), numbers)
 
 
 def divided(parts: Sequence[HeadPart], cubes: TokenCubes, places: int) -> Division:

@@ -176,7 +176,7 @@ class Trainer:
     @property
     def sparse_layers(self) -> list[LayerSummary]:
         """What is known of the layers that can attend to chosen keys."""
-        return [] if self._context.predictors is None else self._context.predictors.summary()
+        return [] if self._context.predictors is None else self._context.predictors.summary(self.module)
 
     def leave_rates(self) -> None:
         """From now on somebody else sets the learning rates."""

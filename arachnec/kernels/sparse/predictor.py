@@ -47,7 +47,7 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
     video, sizes = cubes.video, cubes.cells.diff()
     source = source[:, :, :video].detach()
     if bool((sizes == sizes[0]).all()):
-        cells = source.unflatten(2, (len(sizes), -1))
+        cells = source.reshape(*source.shape[:2], len(sizes), -1, source.shape[3])
         means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
     sums = _sums(source.to(projection.dtype), 2, cubes.cells)

@@ -105,6 +105,10 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
     resumed = trained(folder, steps=1, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in resumed["steps"]] == losses[2:]
+    for layer in (*resumed["sparse_layers"], *through["sparse_layers"]):
+        assert layer.pop("steps") == ([2] if layer["history"][1:] == [] else [0, 1, 2])
+        assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
+        assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
 
 
