@@ -104,9 +104,14 @@ def earlier_format(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / ".metadata").is_file())
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Keep the newest ``keep`` whole checkpoints. What was never made whole and is older than the newest goes too."""
-    whole = committed(folder)
+def prune(folder: Path, keep: int, steps: int) -> None:
+    """Keep the newest ``keep`` whole checkpoints up to that of ``steps``, the one just made. What was never made whole
+    and is older than the newest goes too.
+
+    One of more steps was passed over when the run resumed, because a file of it was damaged: it stays, and counts for
+    none.
+    """
+    whole = [path for path in committed(folder) if _steps(path) <= steps]
     given_up = [
         path
         for path in folder.glob("step-*")

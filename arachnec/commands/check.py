@@ -54,4 +54,5 @@ def command(program: Path, equivalence: bool) -> None:
     if equivalence:
         from arachnec.equivalence.compare import demand_equivalent
 
-        click.echo(f"  executed  {demand_equivalent(module).text}")
+        agreement = demand_equivalent(module)
+        click.echo(f"  executed  {agreement.text}\n  by stage  {agreement.stages}")

@@ -25,6 +25,7 @@ TOLERANCE = 1e-6  # norms are made in fp32
 MOST_RANKS = 32  # processes on this machine
 SECONDS = 60.0
 MOST_TOLD = 3
+OUTSIDE = "what lies outside the layers"
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ class DidNotRun(Diagnostic):
 
 @dataclass(frozen=True)
 class Agreement:
-    """``worst`` is the largest difference, as a part of the norm of what it is in."""
+    """``worst`` is the largest difference, as a part of the norm of what it is in; ``by_stage`` that of gradients and
+    weights of each stage, and of what lies outside the layers."""
 
     ranks: int
     layers: int
     gradients: int
     steps: int
     worst: float
+    by_stage: Mapping[str, float]
 
     @property
     def text(self) -> str:
@@ -65,6 +68,10 @@ class Agreement:
             f"{counted(self.ranks, 'rank')}: loss, {counted(self.gradients, 'gradient')} and weights are the "
             f"reference's, to {self.worst:.0e}"
         )
+
+    @property
+    def stages(self) -> str:
+        return ", ".join(f"{stage} to {worst:.0e}" for stage, worst in self.by_stage.items())
 
 
 def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
@@ -92,7 +99,11 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
         told = list({d.where: d for d in by_size}.values())[-MOST_TOLD:]  # the worst of each place
         raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in reversed(told)))
     worst = max(difference.size for difference in differences)
-    return Agreement(world, len(reduced.names), len(expected.steps[0].gradients), len(expected.steps), worst)
+    by_stage: dict[str, float] = {}
+    for difference in differences:
+        if difference.stage:
+            by_stage[difference.stage] = max(by_stage.get(difference.stage, 0.0), difference.size)
+    return Agreement(world, len(reduced.names), len(expected.steps[0].gradients), len(expected.steps), worst, by_stage)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ class Difference:
     where: str
     size: float
     after: int
+    stage: str = ""  # empty: of all stages together
 
     @property
     def text(self) -> str:
@@ -118,12 +130,13 @@ def _differences(reduced: Small, ranks: Sequence[OnRank], expected: OnRank) -> I
         scale = _norm(right.gradients)
         for name, value in right.gradients.items():
             where = f"of {_place(reduced, name)}{when}"
-            yield Difference("the gradient", where, _apart(own.get(name), value, scale), number)
+            yield Difference("the gradient", where, _apart(own.get(name), value, scale), number, _stage(reduced, name))
     for number, rank in enumerate(ranks):
         scale, last = _norm(expected.weights), len(expected.steps)
         for name, value in rank.weights.items():
             where = f"of {_place(reduced, name)} on rank {number} after {last} updates"
-            yield Difference("the weight", where, _apart(value, expected.weights[name], scale), last)
+            size = _apart(value, expected.weights[name], scale)
+            yield Difference("the weight", where, size, last, _stage(reduced, name))
 
 
 def _apart(own: Tensor | None, right: Tensor, scale: float) -> float:
@@ -139,8 +152,15 @@ def _norm(values: Mapping[str, Tensor]) -> float:
 
 def _place(reduced: Small, parameter: str) -> str:
     """A parameter's place in the real model: its layer and stage."""
+    layer = _layer(parameter)
+    return OUTSIDE if layer is None else f"layer {reduced.names[layer]} of {_stage(reduced, parameter)}"
+
+
+def _stage(reduced: Small, parameter: str) -> str:
+    layer = _layer(parameter)
+    return OUTSIDE if layer is None else f"@{reduced.stage_of[layer]}"
+
+
+def _layer(parameter: str) -> int | None:
     root, *rest = parameter.split(".")
-    if root != "blocks":
-        return "what lies outside the layers"
-    layer = int(rest[0])
-    return f"layer {reduced.names[layer]} of @{reduced.stage_of[layer]}"
+    return int(rest[0]) if root == "blocks" else None

@@ -9,7 +9,7 @@ outcome, and what the other rules prove of a program holds for all of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,11 +70,24 @@ class StepsLeft(Diagnostic):
 class NotItsText(Diagnostic):
     title: ClassVar[str] = "%{cascade} of requests {requests} reads %{input}, which is of requests {others}"
     label: ClassVar[str] = "another request's"
-    help: ClassVar[str] = "a segment reads its own requests' text and latents"
+    help: ClassVar[str] = (
+        "a segment reads the text of all of its requests, and the latents of these requests in the same order"
+    )
     cascade: str
     requests: str
     input: str
     others: str
+
+
+@dataclass(frozen=True)
+class NotOneText(Diagnostic):
+    title: ClassVar[str] = "%{cascade} reads {count} cascades of @{encoder} instead of one"
+    label: ClassVar[str] = "its requests are {requests}"
+    help: ClassVar[str] = "where an encoder runs for a request, each segment reads that from one cascade of it"
+    cascade: str
+    count: int
+    encoder: str
+    requests: str
 
 
 @dataclass(frozen=True)
@@ -122,8 +135,12 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
             own[number].append(cascade)
     for clip in requests:
         yield from _request(clip, own[clip.id], models_of(values.module))
+    encoders = {
+        number: [cascade.stage for cascade in cascades if cascade.phase is Phase.ENCODE]
+        for number, cascades in own.items()
+    }
     for cascade in values.module.cascades:
-        yield from _inputs(values, cascade)
+        yield from _inputs(values, cascade, encoders)
     yield from _runs(values)
 
 
@@ -167,14 +184,27 @@ def _walk(
     return None
 
 
-def _inputs(values: Values, cascade: Cascade) -> Iterator[NotItsText]:
+def _inputs(
+    values: Values, cascade: Cascade, encoders: Mapping[int, Sequence[str]]
+) -> Iterator[NotItsText | NotOneText]:
+    """``encoders`` are those that run for each request."""
     if cascade.phase not in (Phase.DENOISE, Phase.DECODE):
         return
-    for name in cascade.inputs:
-        source = values.cascades.get(name)
-        if source is not None and not set(source.clips) & set(cascade.clips):
-            requests, others = rank_list(cascade.clips), rank_list(source.clips)
-            yield NotItsText(cascade.span, cascade.name, requests, name, others)
+    sources = [values.cascades[name] for name in cascade.inputs if name in values.cascades]
+    requests = rank_list(cascade.clips)
+    for source in sources:
+        if source.phase is Phase.ENCODE:
+            its_own = set(cascade.clips) <= set(source.clips)
+        else:
+            its_own = cascade.clips == source.clips  # its latents lie one behind the other
+        if not its_own:
+            yield NotItsText(cascade.span, cascade.name, requests, source.name, rank_list(source.clips))
+            return
+    counts = Counter(source.stage for source in sources if source.phase is Phase.ENCODE)
+    if cascade.phase is Phase.DENOISE:
+        for stage in dict.fromkeys(stage for number in cascade.clips for stage in encoders.get(number, ())):
+            if counts[stage] != 1:
+                yield NotOneText(cascade.span, cascade.name, counts[stage], stage, requests)
 
 
 def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:

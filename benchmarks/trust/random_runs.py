@@ -10,6 +10,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 from arachnec.equivalence.compare import demand_equivalent
 from arachnec.ir.diagnostic import UserError
@@ -23,8 +24,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    worst, wrong, started = 0.0, list[dict[str, object]](), time.time()
-    for number in range(options.programs):
+    result: dict[str, Any] = {"programs": 0, "seed": options.seed, "worst": 0.0, "wrong": [], "wall_s": 0}
+    if options.output and options.output.exists():  # goes on where it was stopped
+        earlier = json.loads(options.output.read_text())
+        result = earlier if earlier["seed"] == options.seed else result
+    worst, wrong, started = result["worst"], result["wrong"], time.time() - result["wall_s"]
+    for number in range(result["programs"], options.programs):
         module = checked(random_program(random.Random(f"{options.seed}/{number}"), ranks=4))
         try:
             worst = max(worst, demand_equivalent(module).worst)

@@ -132,11 +132,21 @@ def test_the_newest_stay_and_nothing_is_read_back_for_that(tmp_path: Path, monke
         write_commit(path, msgspec.structs.replace(POSITION, steps=steps), written(path, cut(whole(), [])))
     for steps in (5, 11):
         written(step_folder(tmp_path, steps), cut(whole(), []))
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, 10)
     assert not step_folder(tmp_path, 5).exists()
     assert step_folder(tmp_path, 11).exists()
     assert committed(tmp_path) == [step_folder(tmp_path, 10), step_folder(tmp_path, 3)]
     assert not step_folder(tmp_path, 1).exists()
+
+
+def test_damaged_checkpoints_that_were_passed_over_do_not_push_out_new_ones(tmp_path: Path) -> None:
+    """A run that resumed from before two damaged ones, or from nothing, keeps what it writes."""
+    for steps in (80, 90, 10, 20, 30):
+        path = step_folder(tmp_path, steps)
+        write_commit(path, msgspec.structs.replace(POSITION, steps=steps), written(path, cut(whole(), [])))
+    for steps in (10, 20, 30):
+        prune(tmp_path, 2, steps)
+    assert committed(tmp_path) == [step_folder(tmp_path, steps) for steps in (90, 80, 30, 20)]
 
 
 def earlier(folder: Path) -> Path:

@@ -26,7 +26,10 @@ def program(name: str) -> Module:
 
 @pytest.mark.parametrize("name", ["buckets_valid", "cells_valid", "tied_stages_valid"])
 def test_what_check_accepts_computes_the_reference(name: str) -> None:
-    assert demand_equivalent(program(name)).worst < 1e-7
+    agreement = demand_equivalent(program(name))
+    assert agreement.worst < 1e-7
+    trained = {stage.name for stage in program(name).stages if stage.trained}
+    assert {f"@{stage}" for stage in trained} <= set(agreement.by_stage)
 
 
 def test_a_small_program_keeps_all_instructions_and_different_clips() -> None:

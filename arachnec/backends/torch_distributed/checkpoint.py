@@ -123,7 +123,7 @@ class Checkpoints:
             try:
                 files = [answer.file for answer in answers if answer is not None and answer.file is not None]
                 write_commit(pending.path, pending.position, files)
-                prune(self._folder, self._keep)
+                prune(self._folder, self._keep, pending.position.steps)
             except OSError as error:
                 problem = (0, _reason(error))
         first = gather_text(msgspec.json.encode(problem).decode())[0]
