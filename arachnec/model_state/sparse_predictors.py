@@ -9,8 +9,9 @@ all-reduce a step, behind the update. So no bit of the model's gradient depends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -25,8 +26,10 @@ from arachnec.ir.head_density import layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
+from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
 from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
@@ -98,8 +101,10 @@ class SparsePredictors:
     planned: Mapping[int, tuple[float, ...]]  # densities by layer and head
     optimizer: torch.optim.Adam
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
+    files: ListFiles = field(default_factory=lambda: ListFiles())
     history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
+    _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
     _sums: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -134,20 +139,32 @@ class SparsePredictors:
             return None
         if cascade.name not in self._cascades:
             clip = clips[cascade.clips[0]]
+            heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
+            own = [str(clips[number].id) for number in cascade.clips]
+            replay = self.files.lists(step, own, heads, self._device()) if weight is not None else {}
+            self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self.layers[number] for number in numbers},
                 token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
                 f"{seed}/{step}/{clip.id}",
                 weight=weight,
                 sizes=self.sizes,
+                replay=replay,
                 mass=self.mass,
                 parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
                 groups=integer(cascade.attrs.get("groups", 0)),
             )
         return self._cascades[cascade.name]
 
-    def collect(self) -> None:
-        """Add up what this rank measured in one iteration, by head, each cascade with its weight."""
+    def _device(self) -> torch.device:
+        return next(iter(self.layers.values())).projections.query.device
+
+    def collect(self, step: int) -> None:
+        """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
+        trained = [(self._clips[name], c) for name, c in self._cascades.items() if c.weight is not None]
+        if self.files.save is not None and trained:
+            write_lists(self.files.save, step, dist.get_rank(), trained)
+        self._clips.clear()
         for cascade in self._cascades.values():
             for number, name in self.names.items():
                 measured = cascade.measured.get(name)
@@ -258,6 +275,35 @@ class SparsePredictors:
             steps=self.history.steps,
             history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )
+
+
+@dataclass
+class ListFiles:
+    """Folders of lists: to ``save`` those of every step, to take them from."""
+
+    save: Path | None = None
+    replay: Path | None = None
+    _step: tuple[int, Mapping[Key, KeyLists]] | None = None
+
+    def lists(
+        self, step: int, clips: Sequence[str], heads: Mapping[Layer, int], device: torch.device
+    ) -> dict[Layer, KeyLists | None]:
+        """What a cascade of these clips replays: lists, and None for a layer that was dense; nothing without a folder.
+        Raises ``UserError`` for lists of layers with other ``heads``."""
+        if self.replay is None:
+            return {}
+        if self._step is None or self._step[0] != step:
+            self._step = step, read_lists(self.replay, step)
+        known = self._step[1]
+        replayed: dict[Layer, KeyLists | None] = {}
+        for layer, count in heads.items():
+            own = [known.get((clip, layer_key(layer))) for clip in clips]
+            whole = [lists for lists in own if lists is not None]
+            if any(lists.counts.shape[1] != count for lists in whole):
+                told = f"`{layer[0]}` has {count} heads, and other lists"
+                raise UserError(ListsUnreadable(None, str(self.replay), step, told))
+            replayed[layer] = together(whole, device) if len(whole) == len(own) else None
+        return replayed
 
 
 @dataclass

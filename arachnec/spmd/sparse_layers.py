@@ -90,6 +90,7 @@ class SparseCascade:
     parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
     groups: int = 0
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
+    shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
     measured: dict[Layer, Measured] = field(default_factory=dict)
     _cubes: dict[tuple[int, str | None], TokenCubes] = field(default_factory=dict)
     _divisions: dict[tuple[Layer, int], Division | None] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class OfBlock:
         here = torch.tensor([share.head for share in heads], device=query.device)
         by = Projections(state.projections.query[here], state.projections.key[here])
         if layer not in cascade.lists:
+            cascade.shares[layer] = heads
             if layer in cascade.replay:
                 given = cascade.replay[layer]
                 cascade.lists[layer] = None if given is None else given.of_shares(heads)

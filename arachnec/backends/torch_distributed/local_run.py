@@ -44,8 +44,8 @@ def run_here(
         raise located(error, options.train) from None
     for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):
         demand_folder(place)
-    if options.checkpoint is not None:
-        demand_folder(options.checkpoint)
+    for place in filter(None, (options.checkpoint, options.save_lists)):
+        demand_folder(place)
     if options.init is not None:
         weight_files(model_folder(options.init))
     cluster = executable.program.cluster

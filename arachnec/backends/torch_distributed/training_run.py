@@ -50,7 +50,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary, ListFiles, SparsePredictors, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -92,6 +92,7 @@ class Trainer:
         """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
         that ``batches`` go on from."""
         self.timeouts = options.timeouts()
+        self._keeps_lists = options.save_lists is not None or options.replay_lists is not None
         self._enter = enter
         self._limits = StepLimits.of(self.timeouts, executable, device)
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
@@ -149,6 +150,7 @@ class Trainer:
             sequence = self._sequences.for_program(first)
             assert sequence is not None, "a sparse stage needs its blocks traced"
             predictors = SparsePredictors.of(sparse, sequence, training.seed)
+            predictors.files = ListFiles(options.save_lists, options.replay_lists)
             self._context = replace(self._context, predictors=predictors)
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
@@ -188,8 +190,10 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What a person should know before the first step."""
-        note = says_low(self.module, self._context.parameters)
-        return [] if note is None else [note]
+        unused = None
+        if self._context.predictors is None and self._keeps_lists:
+            unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
+        return [note for note in (says_low(self.module, self._context.parameters), unused) if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""

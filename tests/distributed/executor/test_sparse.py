@@ -18,6 +18,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
+from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.spmd.sparse_block import Site
@@ -50,9 +51,9 @@ def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]
     return source, lowered(source, works)
 
 
-def executable(folder: Path, rank: int | None) -> Path:
+def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1)
+    source, program = planned(rank or 1, works)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -110,6 +111,38 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
         assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
         assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
+
+
+def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """A plan of that many ranks has all clips sparse, as this one: what a layer is does not depend on ranks."""
+    folder = executable(tmp_path / "sparse", 4, (*WORKS[:2], replace(WORKS[2], attrs=SPARSE)))
+    trained(folder, steps=2, checkpoint=tmp_path / "kept")
+    through = trained(folder, steps=3)
+    resumed = train_on(3, folder, steps=1, checkpoint=tmp_path / "kept", resume=True)
+    assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-5)
+    for one, other in zip(through["sparse_layers"], resumed["sparse_layers"], strict=True):
+        assert one["sparse"] and other["sparse"]
+        assert other["sparsity"] == pytest.approx(one["sparsity"], abs=1e-4)
+
+
+def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path) -> None:
+    """The other plan has a rank more and other clips together. By itself it chooses what this one did."""
+    works = (*WORKS[:2], replace(WORKS[2], attrs=SPARSE))
+    folder, options = executable(tmp_path / "sparse", 4, works), {"steps": 3}
+    here = trained(folder, save_lists=tmp_path / "here", **options)
+    there = train_on(3, folder, save_lists=tmp_path / "there", **options)
+    again = train_on(3, folder, replay_lists=tmp_path / "here", save_lists=tmp_path / "again", **options)
+    assert [s["loss"] for s in again["steps"]] == pytest.approx([s["loss"] for s in here["steps"]], rel=1e-6)
+    lists = {name: read_lists(tmp_path / name, 2) for name in ("here", "there", "again")}
+    assert len(lists["here"]) == 2 * len(CLIPS)
+    assert share_that_differs(lists["here"], lists["again"]) == 0
+    assert share_that_differs(lists["here"], lists["there"]) <= 1e-3
+    assert there["steps"][0]["loss"] == pytest.approx(here["steps"][0]["loss"], rel=1e-6)
+    next((tmp_path / "here" / "step-2").glob("rank-1.*")).unlink()
+    with pytest.raises(UserError, match=r"cannot be replayed: head \d has no list for group"):
+        read_lists(tmp_path / "here", 2)
+    with pytest.raises(UserError, match="cannot be replayed: there are none"):
+        read_lists(tmp_path / "here", 7)
 
 
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
