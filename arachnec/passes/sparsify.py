@@ -22,6 +22,7 @@ CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measur
 # the launches of a layer on a GPU, assumed.
 CPU_OVERHEAD, GPU_OVERHEAD = 0.72, 0.05
 RANK = 16  # features of a predictor, of heads that have as many
+CPU_MOVED = 410.0  # FLOPs of attention in the time of moving a token's feature there; GPU kernels read what they need
 CELL = 8  # neighbouring tokens that are scored as one
 
 
@@ -69,13 +70,15 @@ class Sparsify(Pass):
         group = self.group or (CPU_GROUP if device == "cpu" else GPU_GROUP)
         speed = self.forward_speed, self.backward_speed, self.choice_speed
         rank = self.rank or min(RANK, self._head_size(module))
-        choice = Choice(group, self.block, CELL, rank, self.mass, self.division, GPU_OVERHEAD, speed)
+        choice = Choice(group, self.block, CELL, rank, self.mass, self.division, 0.0, GPU_OVERHEAD, speed)
         stages = tuple(self._marked(stage, module, choice, device) for stage in module.stages)
         return replace(module, stages=stages)
 
     def _marked(self, stage: Stage, module: Module, choice: Choice, device: str) -> Stage:
         if not stage.trained or not count_in(stage, "attentions"):
             return stage
+        if device == "cpu":
+            choice = replace(choice, moved=CPU_MOVED)
         if self.overhead is not None:
             choice = replace(choice, overhead=self.overhead)
         elif device == "cpu":

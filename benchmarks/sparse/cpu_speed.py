@@ -4,8 +4,9 @@
 
 fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
 other, in turn first; times are CPU times of the process, the median over rounds. ``order`` puts tokens into cubes and
-back, and is part of sparse. Below the table: what the measured times give for ``PathSpeed`` by least squares, with its
-residuals, and what the choice between the paths costs at lengths where dense is taken.
+back, and is part of sparse. ``taken`` is what the planner would take (``arachnec.cost.sparse_attention.faster_sparse``)
+with the dense time that was fitted. Below the table: what the measured times give for ``PathSpeed`` by least squares,
+with its residuals, and what the choice between the paths costs at lengths where dense is taken.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ import torch.nn.functional as F
 from scipy.optimize import nnls
 from torch import Tensor
 
-from arachnec.kernels.sparse.attention_path import CPU, PathSpeed, sparse_pays
+from arachnec.cost.sparse_attention import faster_sparse
+from arachnec.ir.head_density import LayerDensity, density_rows
+from arachnec.ir.nodes import Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.kernels.sparse.predictor import RANK, Projections, initial_projections, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
+from arachnec.passes.sparsify import CPU_MOVED, CPU_OVERHEAD, Sparsify
+from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops
 
 HEAD = 64
 UNEVEN = (0.30, 0.22, 0.16, 0.10, 0.07, 0.05, 0.04, 0.02)  # densities: 70 to 98 % sparse, 88 % in the mean
@@ -51,6 +57,40 @@ SHORT = (
     Case((8, 32, 32), UNEVEN, 3.5),
 )
 LONG = (Case((16, 32, 32), (0.1, 0.1), 6.0), Case((16, 32, 32), (0.2, 0.2), 2.8))
+
+
+@dataclass(frozen=True)
+class PathSpeed:
+    """Nanoseconds of forward and backward of one head of 64, by least squares over lengths and densities."""
+
+    dense_pair: float  # a query and a key
+    dense_token: float
+    sparse_pair: float  # one that is computed
+    cell_pair: float  # of the predictor's table
+    sparse_token: float  # order, gathered keys, features
+    sparse_call: float
+
+
+def taken(case: Case, dense_pair: float) -> str:
+    """What the planner takes on a CPU for one layer of these heads, whose dense pair takes so many nanoseconds."""
+    heads, options = len(case.densities), Sparsify()
+    speed = options.forward_speed, options.backward_speed, options.choice_speed
+    overhead = CPU_OVERHEAD * heads
+    choice = Choice(256, options.block, CELL, RANK, options.mass, options.division, CPU_MOVED, overhead, speed)
+
+    def pairs(each: float, unit: str) -> Formula:
+        return Formula((Term(each * heads, (("B", 1), ("S", 2))),), unit)
+
+    values = {
+        "flops": pairs(4e-12 * HEAD, "TFLOP"),
+        "forward": pairs(dense_pair * 1e-6 / 3, "ms"),
+        "backward": pairs(dense_pair * 2e-6 / 3, "ms"),
+        "density": density_rows({0: LayerDensity(1.0, case.densities)}),
+        "choice": choice_flops(ClassAttention(heads, HEAD), choice),
+        "choice_overhead": Quantity(choice.overhead, "ms"),
+        "sparse_speed": speed,
+    }
+    return "sparse" if faster_sparse(Stage("layer", True, Attributes.of(**values)), case.tokens, 0) else "dense"
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -97,7 +137,6 @@ def measured(case: Case, rounds: int) -> dict[str, object]:
         "choice_ms": round(choice * 1e3, 2),
         "ratio": round(dense / sparse, 2),
         "target": case.target,
-        "taken": "sparse" if sparse_pays(case.tokens, HEAD, case.densities) else "dense",
     }
 
 
@@ -136,7 +175,7 @@ def fitted(rows: Sequence[dict[str, object]]) -> tuple[PathSpeed, dict[str, floa
     sparse_terms = np.stack([density * tokens**2, (tokens / CELL) ** 2, tokens, np.ones_like(tokens)], 1)
     of_dense, dense_error = _relative_fit(dense_terms, dense)
     of_sparse, sparse_error = _relative_fit(sparse_terms, sparse)
-    speed = PathSpeed(*(round(float(x), 3) for x in (*of_dense, *of_sparse)), HEAD)
+    speed = PathSpeed(*(round(float(x), 3) for x in (*of_dense, *of_sparse)))
     return speed, {"dense": round(dense_error, 3), "sparse": round(sparse_error, 3)}
 
 
@@ -157,7 +196,7 @@ def main() -> None:
     cases = {"short": SHORT, "long": LONG, "all": (*SHORT, *LONG)}[options.cases]
     print(
         f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9} {'ratio':>6}"
-        " target taken"
+        " target"
     )
     rows = []
     for case in cases:
@@ -165,13 +204,16 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['tokens']:>7} {row['heads']:>5} {row['density']:>7} {row['dense_ms']:>9} {row['sparse_ms']:>9}"
-            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6} {row['taken']}",
+            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6}",
             flush=True,
         )
     overhead = {tokens: dispatch_overhead(tokens) for tokens in (64, 256, 1024)}
     speed, residuals = fitted(rows)
+    for case, row in zip(cases, rows, strict=True):
+        row["taken"] = taken(case, speed.dense_pair)
+    print("taken:", {f"{row['tokens']} at {row['density']}": row["taken"] for row in rows})
     print(f"dense path through the dispatcher over dense itself: {overhead}")
-    print(f"fitted: {speed}, largest relative residuals {residuals}; the default is {CPU}")
+    print(f"fitted: {speed}, largest relative residuals {residuals}")
     if options.json:
         result = {
             "rows": rows,

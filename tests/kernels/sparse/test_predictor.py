@@ -1,18 +1,14 @@
 """The predictor's loss and measurements by brute force, and the path that is taken."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from arachnec.kernels.sparse.attention_path import CPU, sparse_pays
 from arachnec.kernels.sparse.key_lists import chosen_blocks, full_lists
 from arachnec.kernels.sparse.predictor import (
     cell_features,
     held_mass,
     initial_projections,
-    kept_blocks,
     measured_sparsity,
     moved,
     needed_blocks,
@@ -101,20 +97,3 @@ def test_full_lists_and_none_are_bitwise_the_dense_path() -> None:
             *(torch.autograd.grad(x.sum(), heads, retain_graph=True) for x in (out, truth)), strict=True
         ):
             assert torch.equal(mine, theirs)
-
-
-def test_short_clips_stay_dense_and_long_sparse_heads_do_not() -> None:
-    assert not sparse_pays(256, 64, [0.1, 0.1]) and sparse_pays(8192, 64, [0.1, 0.1])
-    assert not sparse_pays(8192, 64, [0.9, 0.9])
-    ratios = [CPU.dense(s, 128) / CPU.sparse(s, 128, 0.1) for s in (512, 2048, 8192, 1 << 15)]
-    assert ratios == sorted(ratios)
-
-
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, math.nan])
-def test_densities_outside_0_to_1_and_ranks_that_no_head_has_are_refused(share: float) -> None:
-    assert kept_blocks([0.1, 1e-6, 1.0], 40) == [4, 1, 40]
-    with pytest.raises(ValueError, match="head 1 has density"):
-        kept_blocks([0.5, share], 10)
-    for rank in (0, 65):
-        with pytest.raises(ValueError, match=f"1 to the head size, 64, not {rank}"):
-            initial_projections(2, 64, 64, rank, rng())
