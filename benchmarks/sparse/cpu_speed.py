@@ -1,12 +1,14 @@
 """Sparse attention on one CPU thread against dense, forward and backward, predictor and choice included.
 
-    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all] [--json FILE]
+    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all|block] [--json FILE]
 
 fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
 other, in turn first; times are CPU times of the process, the median over rounds. ``order`` puts tokens into cubes and
 back, and is part of sparse. ``taken`` is what the planner would take (``arachnec.cost.sparse_attention.faster_sparse``)
 with the dense time that was fitted. Below the table: what the measured times give for ``PathSpeed`` by least squares,
-with its residuals, and what the choice between the paths costs at lengths where dense is taken.
+with its residuals, and what the choice between the paths costs at lengths where dense is taken. ``block`` is a whole
+block as wide as Wan2.1-1.3B's instead: 12 heads of 128, attention to 512 text tokens, a feed-forward of 8960, at 16,384
+tokens and density 0.1, forward and backward with all gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import nnls
-from torch import Tensor
+from torch import Tensor, nn
 
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.ir.head_density import LayerDensity, density_rows
@@ -140,6 +142,55 @@ def measured(case: Case, rounds: int) -> dict[str, object]:
     }
 
 
+class WideBlock(nn.Module):
+    """Without modulation, which costs no time to speak of."""
+
+    def __init__(self, width: int = 1536, heads: int = 12, inner: int = 8960) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query, self.text, self.cross = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
+        self.feed = nn.Sequential(nn.Linear(width, inner), nn.GELU("tanh"), nn.Linear(inner, width))
+
+    def forward(self, x: Tensor, text: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        query, key, value = self._split(self.qkv(self.norms[0](x)), 3)
+        x = x + self.out(attend(query, key, value).transpose(1, 2).flatten(2))
+        (query,), (key, value) = self._split(self.query(self.norms[1](x)), 1), self._split(self.text(text), 2)
+        x = x + self.cross(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.feed(self.norms[2](x))
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        return tuple(x.unflatten(2, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4))
+
+
+def wide_block(rounds: int, grid: Grid = (16, 32, 32), density: float = 0.1) -> dict[str, object]:
+    torch.manual_seed(0)
+    block, cubes = WideBlock(), token_cubes(grid)
+    x, text = torch.randn(1, cubes.video, 1536, requires_grad=True), torch.randn(1, 512, 1536)
+    kept = kept_blocks([density] * block.heads, len(cubes.blocks) - 1)
+    by = initial_projections(block.heads, 128, 128, RANK, torch.Generator().manual_seed(0))
+
+    def chosen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return video_attention(query, key, value, cubes, predicted_lists(query, key, by, cubes, kept))
+
+    def step(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+        return seconds(lambda: block(x, text, attend).sum().backward())
+
+    ways = {"dense": F.scaled_dot_product_attention, "sparse": chosen}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            times[name].append(step(ways[name]))
+    dense, sparse = (statistics.median(times[name]) for name in ways)
+    row = {"tokens": cubes.video, "width": 1536, "heads": block.heads, "density": density}
+    return row | {"dense_s": round(dense, 1), "sparse_s": round(sparse, 1), "ratio": round(dense / sparse, 2)}
+
+
 def dispatch_overhead(tokens: int) -> float:
     """The dense path through ``video_attention`` over ``scaled_dot_product_attention`` itself, forward and backward."""
     heads = [torch.randn(1, 2, tokens, HEAD, requires_grad=True) for _ in range(3)]
@@ -189,10 +240,16 @@ def _relative_fit(terms: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", choices=("short", "long", "all"), default="all")
+    parser.add_argument("--cases", choices=("short", "long", "all", "block"), default="all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.cases == "block":
+        block = wide_block(options.rounds)
+        print(block)
+        if options.json:
+            options.json.write_text(json.dumps(block | {"torch": torch.__version__}, indent=1) + "\n")
+        return
     cases = {"short": SHORT, "long": LONG, "all": (*SHORT, *LONG)}[options.cases]
     print(
         f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9} {'ratio':>6}"
