@@ -36,12 +36,17 @@ WORKS = (
     Work((1,), (0,), 1.0, attrs=SPARSE),
     Work((2,), (1,), 1.0),
 )
+ON_THREE = (
+    Work((0,), (2, 0, 1), 0.0, attrs=SPARSE),
+    Work((1,), (1, 2), 1.0, attrs=SPARSE),
+    Work((2,), (0,), 1.0),
+)
 
 
-def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]:
+def planned(rank: int, works: tuple[Work, ...] = WORKS, world: int = 2) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
     Predictors of rank 4, the size of a head, are right from the first step."""
-    source = traced(2, [CLIPS])
+    source = traced(world, [CLIPS])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
@@ -51,9 +56,9 @@ def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]
     return source, lowered(source, works)
 
 
-def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS) -> Path:
+def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, world: int = 2) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1, works)
+    source, program = planned(rank or 1, works, world)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -114,11 +119,10 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
 
 
 def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """A plan of that many ranks has all clips sparse, as this one: what a layer is does not depend on ranks."""
-    folder = executable(tmp_path / "sparse", 4, (*WORKS[:2], replace(WORKS[2], attrs=SPARSE)))
+    folder, wider = executable(tmp_path / "sparse", 4), executable(tmp_path / "wider", 4, ON_THREE, 3)
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
     through = trained(folder, steps=3)
-    resumed = train_on(3, folder, steps=1, checkpoint=tmp_path / "kept", resume=True)
+    resumed = train_on(3, wider, steps=1, checkpoint=tmp_path / "kept", resume=True)
     assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-5)
     for one, other in zip(through["sparse_layers"], resumed["sparse_layers"], strict=True):
         assert one["sparse"] and other["sparse"]
@@ -126,15 +130,15 @@ def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: 
 
 
 def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path) -> None:
-    """The other plan has a rank more and other clips together. By itself it chooses what this one did."""
-    works = (*WORKS[:2], replace(WORKS[2], attrs=SPARSE))
-    folder, options = executable(tmp_path / "sparse", 4, works), {"steps": 3}
-    here = trained(folder, save_lists=tmp_path / "here", **options)
-    there = train_on(3, folder, save_lists=tmp_path / "there", **options)
-    again = train_on(3, folder, replay_lists=tmp_path / "here", save_lists=tmp_path / "again", **options)
+    """The other plan has a rank more, and divides heads otherwise. By itself it chooses what this one did."""
+    folder, wider = executable(tmp_path / "sparse", 4), executable(tmp_path / "wider", 4, ON_THREE, 3)
+    here = trained(folder, steps=3, save_lists=tmp_path / "here")
+    there = train_on(3, wider, steps=3, save_lists=tmp_path / "there")
+    replayed = {"replay_lists": tmp_path / "here", "save_lists": tmp_path / "again"}
+    again = train_on(3, wider, steps=3, **replayed)
     assert [s["loss"] for s in again["steps"]] == pytest.approx([s["loss"] for s in here["steps"]], rel=1e-6)
     lists = {name: read_lists(tmp_path / name, 2) for name in ("here", "there", "again")}
-    assert len(lists["here"]) == 2 * len(CLIPS)
+    assert len(lists["here"]) == 4, "two clips of two layers"
     assert share_that_differs(lists["here"], lists["again"]) == 0
     assert share_that_differs(lists["here"], lists["there"]) <= 1e-3
     assert there["steps"][0]["loss"] == pytest.approx(here["steps"][0]["loss"], rel=1e-6)
