@@ -49,7 +49,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, heads_note, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary, ListFiles, SparsePredictors, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -91,6 +91,7 @@ class Trainer:
         """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
         that ``batches`` go on from."""
         self.timeouts = options.timeouts()
+        self._keeps_lists = options.save_lists is not None or options.replay_lists is not None
         self._enter = enter
         self._limits = StepLimits.of(self.timeouts, executable, device)
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
@@ -149,6 +150,7 @@ class Trainer:
             sequence = self._sequences.for_program(first)
             assert sequence is not None, "a sparse stage needs its blocks traced"
             predictors = SparsePredictors.of(sparse, sequence, training.seed)
+            predictors.files = ListFiles(options.save_lists, options.replay_lists)
             self._context = replace(self._context, predictors=predictors)
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
@@ -175,7 +177,7 @@ class Trainer:
     @property
     def sparse_layers(self) -> list[LayerSummary]:
         """What is known of the layers that can attend to chosen keys."""
-        return [] if self._context.predictors is None else self._context.predictors.summary()
+        return [] if self._context.predictors is None else self._context.predictors.summary(self.module)
 
     def leave_rates(self) -> None:
         """From now on somebody else sets the learning rates."""
@@ -187,8 +189,10 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What a person should know before the first step."""
-        told = says_low(self.module, self._context.parameters), heads_note(self.module)
-        return [note for note in told if note is not None]
+        unused = None
+        if self._context.predictors is None and self._keeps_lists:
+            unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
+        return [note for note in (says_low(self.module, self._context.parameters), unused) if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""
@@ -309,7 +313,8 @@ class Trainer:
         measured = Measured(self.intervals, elapsed, exposed)
         took = self._account.report(context, own, planned.number, run, measured)
         if context.predictors is not None and share.ends:
-            context.predictors.finish(planned.step, skipped=took.skipped)
+            everyone = context.gradient_groups.get(tuple(range(dist.get_world_size())))
+            context.predictors.finish(planned.step, everyone, skipped=took.skipped)
         return took
 
     def _watch_links(self, number: int) -> None:
@@ -463,11 +468,12 @@ class Trainer:
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         if whole is not None:
-            checkpoint.restore(whole, self._state(), self._position(0))
+            state = self._state()
+            checkpoint.restore(whole, state, self._position(0))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
-                self._context.predictors.loaded()
+                self._context.predictors.loaded(state)
 
 
 def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
