@@ -144,7 +144,7 @@ class Executable:
             return []
         origin = Path(self.header.origin)
         now = {MODEL: origin} | {name: origin.parent / name for name in self.header.modules}
-        return [str(p) for name, p in now.items() if p.is_file() and _digest(p.read_bytes()) != self.digests[name]]
+        return [str(p) for name, p in now.items() if p.is_file() and digest_of(p.read_bytes()) != self.digests[name]]
 
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""

@@ -365,7 +365,6 @@ class Profiler:
             clip = Cascade("0", Phase.ENCODE, job.stage, (), batch, tokens, text)
             sent = encoder_volumes(clip, self._stages[job.stage], Attention(job.degree, 1))
             return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved, sizes)
-<<<<<<< HEAD
         return shared_measurement(self._stages.get(job.stage), phase, batch, tokens, text, job.degree, ms)
 
 
@@ -378,6 +377,7 @@ def shared_measurement(
         return Measurement(batch, tokens, text, degree, ms)
     attrs = stage.attrs
     heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
+    dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
     sent = volumes(
         ulysses=degree,
         ring=1,
@@ -387,28 +387,10 @@ def shared_measurement(
         forward=float(phase == "forward"),
         backward=float(phase == "backward"),
         output=token_bytes(stage, batch * tokens),
+        exchanged=dealt(B=batch, S=tokens, T=text) if isinstance(dealt, Formula) else 0.0,
+        exchanges=exchanges if isinstance(exchanges, int) else 0,
     )
     return Measurement(batch, tokens, text, degree, ms, sent.messages, sent.moved)
-=======
-        if job.degree == 1 or not self._stages:
-            return Measurement(batch, tokens, text, job.degree, ms)
-        attrs = self._stages[job.stage].attrs
-        heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
-        dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
-        sent = volumes(
-            ulysses=job.degree,
-            ring=1,
-            heads=heads if isinstance(heads, int) else job.degree,
-            attentions=attentions if isinstance(attentions, int) else 0,
-            traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
-            forward=float(phase == "forward"),
-            backward=float(phase == "backward"),
-            output=token_bytes(self._stages[job.stage], batch * tokens),
-            exchanged=dealt(B=batch, S=tokens, T=text) if isinstance(dealt, Formula) else 0.0,
-            exchanges=exchanges if isinstance(exchanges, int) else 0,
-        )
-        return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
->>>>>>> w21-models
 
 
 def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:

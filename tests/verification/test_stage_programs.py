@@ -188,11 +188,11 @@ def test_layers_from_another_place_and_copies_that_are_too_small_are_found(data:
     module = program("host-zb-h1")
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute="place")))
     moved = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(place=None)))
-    assert host_memory.WrongPlace in found(moved)
+    assert host_memory.WrongPlace in problem_kinds(moved)
     name = data.draw(st.sampled_from(["from_host", "to_host"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=name)))
     less = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{name: 1})))
-    assert host_copies.HostCopyTooSmall in found(less)
+    assert host_copies.HostCopyTooSmall in problem_kinds(less)
 
 
 @settings(max_examples=6)
@@ -202,7 +202,7 @@ def test_inputs_that_do_not_come_back_are_found(data: st.DataObject) -> None:
     word, op = data.draw(st.sampled_from([("offload", "forward"), ("reload", "backward")]))
     place = data.draw(st.sampled_from(places(module, op, attribute=word)))
     stays = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{word: None})))
-    assert host_memory.WrongInputs in found(stays)
+    assert host_memory.WrongInputs in problem_kinds(stays)
 
 
 def test_an_optimizer_dealt_out_over_other_ranks_than_the_sums_is_found() -> None:
