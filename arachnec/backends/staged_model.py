@@ -115,7 +115,7 @@ class StageRun:
 def whole(output: Output, value: Tensor) -> Tensor:
     """All of a value: where ranks share a sequence, each has its tokens of what a block made."""
     gathered = getattr(value, "gathered", None)
-    return value if gathered is None else gathered()  # type: ignore[no-any-return]
+    return value if gathered is None else gathered()
 
 
 def run_stage(

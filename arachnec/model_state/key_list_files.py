@@ -50,7 +50,7 @@ def write_lists(folder: Path, step: int, rank: int, cascades: Iterable[tuple[Seq
             rows = [(share.head, share.first, end) for share, end in zip(cascade.shares[layer], ends, strict=True)]
             shares = torch.tensor(rows, dtype=torch.int32)
             sizes = lists.counts.flatten(1).sum(1).tolist()
-            for clip, indices, counts in zip(clips, lists.indices.split(sizes), lists.counts, strict=True):
+            for clip, indices, counts in zip(clips, torch.split(lists.indices, sizes), lists.counts, strict=True):
                 parts = (indices.cpu(), counts.cpu(), shares)
                 tensors |= {f"{clip}|{layer_key(layer)}|{n}": x.contiguous() for n, x in zip(PARTS, parts, strict=True)}
     place = folder / f"step-{step}"
