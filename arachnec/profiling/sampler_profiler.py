@@ -85,9 +85,13 @@ class SamplerProfiler:
             ]
         for name in names:
             alone = spread(points, SHAPES)
-            jobs = [self._step_job(name, asked[p.clips[0].shape], p.tokens, 1, g) for p in alone for g in (1.0, 2.0)]
-            middle = alone[len(alone) // 2]
-            self.jobs += [*jobs, self._step_job(name, asked[middle.clips[0].shape], middle.tokens, 2, 2.0)]
+            # pairs of requests at every size: whether a batch saves time or costs some is the machine's to say
+            ways = ((1, 1.0), (1, 2.0), (2, 2.0))
+            self.jobs += [
+                self._step_job(name, asked[point.clips[0].shape], point.tokens, count, guidance)
+                for point in alone
+                for count, guidance in ways
+            ]
             if self.at_once > 1:
                 self.jobs += self._shared_jobs(name, spread(points, SHARED_SHAPES), asked)
 
