@@ -77,9 +77,9 @@ def volumes(
     degree = ulysses * ring
     if degree == 1 or not (attentions or exchanges):
         return Volumes(ulysses, ring)
-    each = traffic * GIB / max(1, attentions)
+    per_attention = traffic * GIB / max(1, attentions)
     dense, passes = attentions - sparse.layers, forward + backward
-    share = each * dense / degree
+    share = per_attention * dense / degree
     around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
     largest = math.ceil(heads / ulysses) / heads * ulysses  # where heads do not divide, one rank trades more
     return Volumes(
@@ -90,9 +90,9 @@ def volumes(
         passed=around * share / 2,
         hops=around * dense,
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
-        gathered=passes * (each / 4 if output is None else output),
+        gathered=passes * (per_attention / 4 if output is None else output),
         gathers=passes,
-        dealt=passes * (each * sparse.received + exchanged * GIB / degree),
+        dealt=passes * (per_attention * sparse.received + exchanged * GIB / degree),
         deals=passes * (2 * sparse.layers + exchanges),
     )
 
