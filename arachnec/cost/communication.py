@@ -72,9 +72,9 @@ def volumes(
     degree = ulysses * ring
     if degree == 1 or not attentions:
         return Volumes(ulysses, ring)
-    total, each = traffic * GIB, traffic * GIB / attentions
+    total, per_attention = traffic * GIB, traffic * GIB / attentions
     dense, passes = attentions - sparse.layers, forward + backward
-    share = each * dense / degree
+    share = per_attention * dense / degree
     around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
     largest = math.ceil(heads / ulysses) / heads * ulysses  # where heads do not divide, one rank trades more
     return Volumes(
@@ -87,7 +87,7 @@ def volumes(
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
         gathered=passes * (total / (4 * attentions) if output is None else output),
         gathers=passes,
-        dealt=passes * each * sparse.received,
+        dealt=passes * per_attention * sparse.received,
         deals=passes * 2 * sparse.layers,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.nodes import Level
+from arachnec.ir.nodes import STAGE_OPS, Level
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,9 @@ INSTRUCTION = {
     ),
     "free": {},
 }
+# Of a cascade's instructions those that are written alike, ``word %cascade on [ranks]``; and of a stage's.
+CASCADE_WORDS = tuple(op for op in INSTRUCTION if op not in ("send", "receive", *STAGE_OPS))
+STAGE_WORDS = tuple(op for op in STAGE_OPS if op not in ("reduce", "step"))  # which stand outside programs, too
 
 # What `trace` says of the parts of a stage, for cutting it. A plan does not repeat it.
 FIGURES = (

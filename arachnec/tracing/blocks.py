@@ -343,8 +343,8 @@ def _refuse_unequal(model: nn.Module, recordings: Sequence[Recording]) -> None:
     for other in recordings[1:]:
         paths = [call.path for call in first.calls], [call.path for call in other.calls]
         if paths[0] != paths[1]:
-            found, expected = (f"{len(p)} block calls" for p in reversed(paths))
-            raise UserError(UnequalCall(None, type(model).__name__, found, expected))
+            actual, expected = (f"{len(p)} block calls" for p in reversed(paths))
+            raise UserError(UnequalCall(None, type(model).__name__, actual, expected))
         for a, b in zip(first.calls, other.calls, strict=True):
             if a.spec != b.spec or a.output_spec != b.output_spec:
                 raise UserError(UnequalCall(None, a.path, str(b.spec), str(a.spec)))
