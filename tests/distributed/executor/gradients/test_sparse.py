@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
@@ -24,6 +23,7 @@ from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
+from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train_on
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
