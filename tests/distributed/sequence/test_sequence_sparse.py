@@ -13,6 +13,6 @@ def test_loss_and_every_gradient_equal_those_of_one_process_under_the_same_lists
         Step((2, 0, 3), 3, 1, CLIP, recompute=True, grid=GRID),
         Step((0, 1, 2, 3), 4, 1, CLIP, grid=GRID),
     )
-    differences = compare("cogvideox-rotary", steps)
-    assert len(differences) == 9
-    assert [d for d in differences if d.loss > 1e-6 or d.gradient > 1e-5] == []
+    errors = compare("cogvideox-rotary", steps)
+    assert len(errors) == 9
+    assert [d for d in errors if d.loss > 1e-6 or d.gradient > 1e-5] == []

@@ -24,6 +24,7 @@ from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
+from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train_on
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
