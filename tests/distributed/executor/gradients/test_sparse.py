@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.distributed.executor.test_executor_ncclish import train_ncclish
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
