@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.executable.folder import Executable, iteration_of
+from arachnec.executable.sampling_folder import SamplingExecutable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
 from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Value
+
+ASKED = ("steps", "branches", "window", "arrival")  # of a request, which no plan changes
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,22 @@ def demand_own_input(
     problems += _cluster(cluster or executable.model.cluster, program.cluster)
     if cluster is None or cluster == executable.model.cluster:
         problems += _stages(executable.model.stages, program.stages)
+    if problems:
+        raise UserError(*problems)
+
+
+def demand_own_requests(executable: SamplingExecutable, program: Module) -> None:
+    """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for."""
+    traced = executable.traced
+    problems = [*_clips(traced.clips, program, 0), *_cluster(traced.cluster, program.cluster)]
+    if not problems:
+        problems += _stages(traced.stages, program.stages)
+    asked = {clip.id: clip for clip in traced.clips}
+    for clip in program.clips if not problems else ():
+        for name in ASKED:
+            right, given = asked[clip.id].attrs.get(name), clip.attrs.get(name)
+            if right != given:
+                problems.append(OtherFigure(clip.span, f"request {clip.id}", name, _shown(given), _shown(right)))
     if problems:
         raise UserError(*problems)
 

@@ -33,6 +33,7 @@ class Choice:
     rank: int
     mass: float
     division: str
+    moved: float  # FLOPs that take as long as putting a feature of a token in its place, forward and backward
     overhead: float  # ms of prediction and choice of one layer that no size of the clip changes
     speed: tuple[float, float, float]
 
@@ -93,9 +94,10 @@ def sparse_stage(
 
 
 def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
-    """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells."""
+    """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells; and
+    what takes as long as putting tokens in order and gathering keys."""
     heads, size, rank, cell = attention.heads, attention.size, choice.rank, choice.cell
-    linear = 2 * heads * size + 4 * heads * size * rank / cell
+    linear = 2 * heads * size + 4 * heads * size * rank / cell + heads * size * choice.moved
     square = 2 * heads * rank / cell**2
     pairs = Term(square / TERA, (("B", 1), ("S", 2)))
     return Formula((pairs, Term(linear / TERA, (("B", 1), ("S", 1)))), "TFLOP")
@@ -130,14 +132,14 @@ def _by_class(
     attentions: dict[int, ClassAttention] = {}
     reasons: list[tuple[str, str]] = []
     for kind, name in enumerate(blocks):
-        found, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
+        of_class, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
         reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]
-        if len(found) > 1:
+        if len(of_class) > 1:
             reasons.append((name, "has several attentions over the clip's tokens"))
-        elif found and attentions and found[0] != next(iter(attentions.values())):
+        elif of_class and attentions and of_class[0] != next(iter(attentions.values())):
             reasons.append((name, "has heads of another number or size than the first blocks"))
-        elif found:
-            attentions[kind] = found[0]
+        elif of_class:
+            attentions[kind] = of_class[0]
     return attentions, reasons
 
 
@@ -153,7 +155,7 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
     """The attentions over the clip's tokens, and for each other one its name and why it is dense."""
     types: dict[str, TensorType | None] = {item.name: item.type for item in graph.inputs}
     types |= {op.name: op.type for op in graph.ops}
-    found, reasons = [], []
+    attentions, reasons = [], []
     for op in graph.ops:
         if (
             op.target in SOFTMAXES
@@ -172,8 +174,8 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
         elif query is not None:
             heads, size = query.dims[-3], query.dims[-1]
             assert isinstance(heads, int) and isinstance(size, int)
-            found.append(ClassAttention(heads, size))
-    return found, reasons
+            attentions.append(ClassAttention(heads, size))
+    return attentions, reasons
 
 
 def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> Iterator[str]:

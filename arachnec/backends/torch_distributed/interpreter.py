@@ -91,7 +91,7 @@ def run_iteration(
     walk.end_step()
     handoffs.finish()
     if context.predictors is not None:
-        context.predictors.collect()
+        context.predictors.collect(iteration.step)
     run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 

@@ -165,7 +165,7 @@ class StageCascades:
         self._saved[cascade.name] = _Saved(run, objective, number, cut)
         if objective is not None:
             return objective, None
-        return None, pack(run.made, self._own_forms(forms_between(cut, number), going, cascade))
+        return None, pack(run.outputs, self._own_forms(forms_between(cut, number), going, cascade))
 
     def _of_tokens(self, local: Tensor, dim: int, form: Form) -> Tensor:
         assert self.sequence is not None, "ranks share the sequence"
