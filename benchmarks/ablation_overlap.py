@@ -99,7 +99,7 @@ def exposed(simulation: Simulation) -> float:
 
 def may_be_ahead(module: Module, simulation: Simulation) -> dict[int, list[str]]:
     """What each rank begins to encode for its next step before the last sum is through, by the simulated step."""
-    found = {}
+    rows = {}
     for program in module.programs:
         lane = simulation.timeline.lanes[program.rank]
         now = max((i.end for i in lane if i.op in COMPUTE), default=0.0)
@@ -111,8 +111,8 @@ def may_be_ahead(module: Module, simulation: Simulation) -> dict[int, list[str]]
                 break
             names.append(name)
             now += times[name]
-        found[program.rank] = names
-    return found
+        rows[program.rank] = names
+    return rows
 
 
 def in_a_row(module: Module, ahead: Mapping[int, Sequence[str]]) -> Module | None:
@@ -154,7 +154,7 @@ def period(module: Module) -> float:
     for interval in simulate(module).timeline.intervals:
         if interval.op == "step":
             ends[interval.rank].append(interval.end)
-    return max(each[-1] for each in ends.values()) - max(each[-2] for each in ends.values())
+    return max(times[-1] for times in ends.values()) - max(times[-2] for times in ends.values())
 
 
 def line(row: dict[str, object]) -> str:
@@ -186,8 +186,8 @@ def measured(ranks: int, mbit: float | None, rounds: int) -> dict[str, object]:
         else:
             from hosts.fabric import Fabric, hosts
 
-            with hosts(Fabric(racks=1, hosts=ranks, link_mbit=mbit, uplink_mbit=10 * mbit)) as made:
-                made.run(command, timeout=1800.0)
+            with hosts(Fabric(racks=1, hosts=ranks, link_mbit=mbit, uplink_mbit=10 * mbit)) as fabric:
+                fabric.run(command, timeout=1800.0)
         steps = json.loads(output.read_text())
     return {"ranks": ranks, "mbit": mbit, "predicted_ms": predictions, "steps": steps}
 
@@ -246,18 +246,18 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
 
     def work(device: torch.device) -> None:
         trainers = {way: Trainer(read_executable(Path(folder)), RunOptions(), device) for way, folder, _ in jobs}
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in trainers}
+        measurements: dict[str, list[dict[str, float]]] = {way: [] for way in trainers}
         for number in range(rounds + 2):  # the first warms up, and has nothing that was encoded before
             for way, _, ahead in jobs:
                 dist.barrier()
                 started = time.perf_counter()
                 report = trainers[way].step(number, last=not ahead)
                 dist.barrier()
-                found[way].append({"ms": (time.perf_counter() - started) * 1e3, "loss": report.loss})
+                measurements[way].append({"ms": (time.perf_counter() - started) * 1e3, "loss": report.loss})
         for trainer in trainers.values():
             trainer.close()
         if dist.get_rank() == 0:
-            output.write_text(json.dumps({way: rows[2:] for way, rows in found.items()}))
+            output.write_text(json.dumps({way: rows[2:] for way, rows in measurements.items()}))
 
     as_rank(work, cpu=True)
 
@@ -277,7 +277,7 @@ def report(result: dict[str, object]) -> None:
             f"predicted {predictions[way]:8.1f} ms, {predictions[way] / predictions['one all-reduce']:.3f}"
         )
     losses = list(zip(*([row["loss"] for row in rows] for rows in steps.values()), strict=True))
-    worst = max(abs(each - row[0]) / abs(row[0]) for row in losses for each in row)
+    worst = max(abs(loss - row[0]) / abs(row[0]) for row in losses for loss in row)
     print(f"  largest relative difference of the losses: {worst:.1e}")
 
 
@@ -289,14 +289,14 @@ def main() -> None:
     real.add_argument("--ranks", type=int, default=3)
     real.add_argument("--mbit", type=float, help="speed of each rank's link; without it ranks share this machine")
     real.add_argument("--rounds", type=int, default=7)
-    for each in (simulated, real):
-        each.add_argument("--json", type=Path)
+    for table in (simulated, real):
+        table.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.kind == "predicted":
         result: object = predicted()
     else:
-        result = found = measured(options.ranks, options.mbit, options.rounds)
-        report(found)
+        result = measurements = measured(options.ranks, options.mbit, options.rounds)
+        report(measurements)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -77,9 +77,9 @@ def planned_imbalance(clips: Callable[[int], int], draws: int) -> float:
             for f in drawn
         ]
         problem = Problem(tuple(jobs), RANKS)
-        found = solve(problem, Clock(started=0.0, budget=0.0, steps=STEPS), SEED).schedule
-        busy = sum(job.choices[k].area for job, k in zip(jobs, found.picks, strict=True))
-        total += 1 - busy / (RANKS * found.makespan(problem))
+        schedule = solve(problem, Clock(started=0.0, budget=0.0, steps=STEPS), SEED).schedule
+        busy = sum(job.choices[k].area for job, k in zip(jobs, schedule.picks, strict=True))
+        total += 1 - busy / (RANKS * schedule.makespan(problem))
     return total / draws
 
 

@@ -6,9 +6,9 @@ The demo's model with its video and text encoders, its clips, and one long clip 
 whole step. The machine is profiled first; then every pipeline runs as a person would run it, in turn, `rounds` times.
 Measured is the median step without each run's first and last. The last one's clips are encoded by the step before, and
 it encodes none ahead. Predicted is what the simulator says of the program. Losses must agree with the first pipeline's
-at every step: a plan may change the speed only. `tests/distributed/launch/test_baselines_on_ranks.py` holds gradients
-against one process. Ends with 1 where losses do not agree. Takes a quarter of a minute for each pipeline and round, and
-two minutes before.
+at every step: a plan may change the speed only. `tests/distributed/launch/machines/test_baselines_on_ranks.py` holds
+gradients against one process. Ends with 1 where losses do not agree. Takes a quarter of a minute for each pipeline and
+round, and two minutes before.
 """
 
 from __future__ import annotations

@@ -55,15 +55,15 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device: --device cpu --tiny shows that the script works")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "results": []}
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "results": []}
     for model, (heads, width) in (TINY if arguments.tiny else MODELS).items():
         for row in block_rows(model, heads, width, device, arguments):
-            found["results"].append(row)
+            report["results"].append(row)
             print(line(row), flush=True)
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    if any("failed" in row for row in found["results"]):
+                arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    if any("failed" in row for row in report["results"]):
         sys.exit("some forms failed")
 
 
@@ -131,11 +131,11 @@ def captured_block(
 
 
 def inputs_of(captured: CapturedBlock, sizes: dict[Any, int], device: torch.device) -> list[Tensor]:
-    made = []
+    forms = []
     for dims, node, learned in zip(captured.input_dims, captured.input_nodes, captured.input_grads, strict=True):
         value = torch.randn([int(d.subs(sizes)) for d in dims], device=device).to(node.meta["val"].dtype)
-        made.append(value.requires_grad_(learned))
-    return made
+        forms.append(value.requires_grad_(learned))
+    return forms
 
 
 def forms(captured: CapturedBlock, block: torch.nn.Module, device: torch.device) -> dict[str, Run]:
@@ -162,9 +162,9 @@ def step(run: Run, inputs: Sequence[Tensor], block: torch.nn.Module) -> list[Ten
     return [output.detach(), *(x.grad.detach().clone() for x in learned if x.grad is not None)]
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
+def relative(value: Tensor, truth: Tensor) -> float:
     size = torch.linalg.vector_norm(truth.float())
-    return float(torch.linalg.vector_norm(found.float() - truth.float()) / size.clamp(min=1e-3))
+    return float(torch.linalg.vector_norm(value.float() - truth.float()) / size.clamp(min=1e-3))
 
 
 def synchronize(device: torch.device) -> None:

@@ -102,10 +102,10 @@ def alpha_beta(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return alpha * 1e3, sum(size - short for size, _ in long) / sum(ms - alpha for _, ms in long) / 1e6
 
 
-def measure_links(made: Hosts, scratch: Path) -> Links:
-    found = scratch / "links.json"
-    work(made, "links", found)
-    measured: Links = json.loads(found.read_text())
+def measure_links(machines: Hosts, scratch: Path) -> Links:
+    file = scratch / "links.json"
+    work(machines, "links", file)
+    measured: Links = json.loads(file.read_text())
     return measured
 
 
@@ -124,7 +124,7 @@ def compile_plans(
     scratch: Path, clips: Path, cluster: Path, schedules: dict[str, str], profile: Path
 ) -> dict[tuple[str, str], tuple[Path, Module]]:
     """The executable and the program of every schedule with every placement; each schedule is made once."""
-    made: dict[tuple[str, str], tuple[Path, Module]] = {}
+    executables: dict[tuple[str, str], tuple[Path, Module]] = {}
     texts = {name: before.replace("PROFILE", str(profile)) for name, before in schedules.items()}
     compiled = arachnec.driver.compile(MODEL, clips, cluster, passes=f"{next(iter(texts.values()))},place,lower,check")
     traced = iteration_of(compiled.traced, 0)
@@ -135,22 +135,22 @@ def compile_plans(
             plan = dataclasses.replace(
                 compiled, pipeline=Pipeline.parse(f"{before},{place},lower,check"), module=module
             )
-            made[schedule, name] = plan.write(scratch / f"plan{len(made)}"), module
-    return made
+            executables[schedule, name] = plan.write(scratch / f"plan{len(executables)}"), module
+    return executables
 
 
-def run_plans(made: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> Run:
+def run_plans(machines: Hosts, scratch: Path, folders: Sequence[Path], rounds: int) -> Run:
     """What every step of every plan came to, by folder, and the links between the rounds."""
     output = scratch / "steps.json"
-    work(made, "steps", output, rounds, made.name, *folders)
-    found = json.loads(output.read_text())
-    return Run(found["steps"], found["links"])
+    work(machines, "steps", output, rounds, machines.name, *folders)
+    measured = json.loads(output.read_text())
+    return Run(measured["steps"], measured["links"])
 
 
-def work(made: Hosts, *arguments: str | int | Path) -> None:
+def work(machines: Hosts, *arguments: str | int | Path) -> None:
     """The worker on every host."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    made.run([sys.executable, "-m", WORKER, *map(str, arguments)], environment={"PYTHONPATH": path}, timeout=1800.0)
+    machines.run([sys.executable, "-m", WORKER, *map(str, arguments)], environment={"PYTHONPATH": path}, timeout=1800.0)
 
 
 def crossing_bytes(module: Module) -> list[int]:
@@ -206,17 +206,17 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    with hosts(FABRIC) as made, tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
-        results = measure(made, Path(scratch), options.rounds)
+    with hosts(FABRIC) as machines, tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+        results = measure(machines, Path(scratch), options.rounds)
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
+def measure(machines: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
     clips, cluster, stages = scratch / "clips.jsonl", scratch / "cluster.toml", scratch / "profile.json"
     write_clips(clips)
-    write_cluster(cluster, made.fabric, measure_links(made, scratch))
+    write_cluster(cluster, machines.fabric, measure_links(machines, scratch))
     profile_here(MODEL, clips, "1:cpu", stages)
     plans: dict[tuple[str, str], list[tuple[str, str, Path, Module]]] = defaultdict(list)  # those that are the same
     for mix, counts in MIXES.items():
@@ -225,9 +225,9 @@ def measure(made: Hosts, scratch: Path, rounds: int) -> dict[str, object]:
         of_mix = compile_plans(scratch / mix, scratch / mix / "clips.jsonl", cluster, SCHEDULES, stages)
         for (schedule, place), (folder, module) in of_mix.items():
             plans[mix, shape(module)].append((schedule, place, folder, module))
-    run = run_plans(made, scratch, [same[0][2] for same in plans.values()], rounds + 1)
+    run = run_plans(machines, scratch, [same[0][2] for same in plans.values()], rounds + 1)
     links = middle(run.links[1:])
-    write_cluster(cluster, made.fabric, links)
+    write_cluster(cluster, machines.fabric, links)
     rows = []
     for (mix, _), same in plans.items():
         _, _, folder, module = same[0]
@@ -288,7 +288,7 @@ def named(plans: list[list[str]]) -> str:
     places: dict[str, list[str]] = defaultdict(list)
     for schedule, place in plans:
         places[schedule].append(place)
-    return ", ".join(" ".join([schedule, *each]) for schedule, each in places.items())
+    return ", ".join(" ".join([schedule, *ranks]) for schedule, ranks in places.items())
 
 
 def compared(rows: list[dict]) -> dict[tuple[str, str], tuple[dict, dict]]:  # type: ignore[type-arg]

@@ -49,13 +49,13 @@ def captured_block() -> tuple[Any, CapturedBlock]:
 
 def calls_of(module: torch.fx.GraphModule, run: Callable[[], object]) -> dict[str, Sequence[Any]]:
     """What each region is called with."""
-    found: dict[str, Sequence[Any]] = {}
+    arguments: dict[str, Sequence[Any]] = {}
     regions = [part for part in module.children() if isinstance(part, Region)]
-    hooks = [part.register_forward_pre_hook(lambda m, args: found.update({m.name: args})) for part in regions]
+    hooks = [part.register_forward_pre_hook(lambda m, args: arguments.update({m.name: args})) for part in regions]
     run()
     for hook in hooks:
         hook.remove()
-    return found
+    return arguments
 
 
 def milliseconds(function: Callable[..., Any], values: Sequence[Any]) -> float:

@@ -66,8 +66,8 @@ def main() -> None:
             graph = fuse_graph(block_graph(block))
             generated = generated_estimates(block, graph, sizes)
             for region in graph.fused:
-                found = [*matched_estimates(graph, region, sizes), *generated.get(region.name, [])]
-                for way, e in found:
+                estimates = [*matched_estimates(graph, region, sizes), *generated.get(region.name, [])]
+                for way, e in estimates:
                     held = 4 * 32 * e.warps * e.registers / 1024
                     print(f"| {path.stem} {graph.name} | @{region.name} | {region.attrs['kernel']} | {region.attrs.get('registers', '-')} | {way} | {e.registers} | {held:.0f} | {e.spilled} | {e.shared / 1024:.1f} | {e.resident} |", flush=True)  # fmt: skip  # noqa: E501
 
@@ -78,7 +78,7 @@ def matched_estimates(graph: Graph, region: Fused, sizes: dict[str, int]) -> Fou
         return []
     known = FusionGraph(graph, constraints_of(graph))
     mask = sum(1 << known.index[name] for name in region.ops)
-    found: dict[Any, tuple[str, Estimate]] = {}
+    worst: dict[Any, tuple[str, Estimate]] = {}
     for match in match_region(known, mask):
         tensors = {role: _meta(known, name, sizes) for role, name in match.operands.items()}
         with recorded() as recorders:
@@ -86,8 +86,8 @@ def matched_estimates(graph: Graph, region: Fused, sizes: dict[str, int]) -> Fou
         for name, recorder in recorders.items():
             for _, given, options in recorder.calls if name != "column_sums" else ():
                 key = name, specialisation(recorder.kernel, given, options)
-                found.setdefault(key, (name, estimate(recorder.kernel, given, options)))
-    return list(found.values())
+                worst.setdefault(key, (name, estimate(recorder.kernel, given, options)))
+    return list(worst.values())
 
 
 def _meta(known: FusionGraph, name: str, sizes: dict[str, int]) -> Tensor:
@@ -152,26 +152,26 @@ _LAUNCH = {
 
 def generated_estimates(block: CapturedBlock, graph: Graph, sizes: dict[str, int]) -> dict[str, Found]:
     """Of every region that becomes Triton source, by its name; those that are left to Inductor are missing."""
-    made: list[tuple[fx.GraphModule, Generated | None]] = []
+    kernels: list[tuple[fx.GraphModule, Generated | None]] = []
 
     def compiler(region: fx.GraphModule) -> fx.GraphModule:
         try:
-            made.append((region, Generated(region)))
+            kernels.append((region, Generated(region)))
         except Unsupported as reason:
-            made.append((region, None))
+            kernels.append((region, None))
             print(f"  left to Inductor: {reason}")
         return region
 
     alone = [region for region in graph.fused if region.attrs["kernel"] == "generated" and len(region.ops) > 1]
-    found: dict[str, Found] = {}
+    estimates: dict[str, Found] = {}
     for region in alone:
-        made.clear()
+        kernels.clear()
         only = Graph(graph.name, graph.inputs, graph.ops, graph.outputs, graph.attrs, fused=(region,))
         fuse_block(block, only, kernels=False, compiler=compiler)
-        found[region.name] = [
-            pair for module, kernel in made if kernel for pair in _compiled(block, module, kernel, sizes)
+        estimates[region.name] = [
+            pair for module, kernel in kernels if kernel for pair in _compiled(block, module, kernel, sizes)
         ]
-    return found
+    return estimates
 
 
 def _compiled(

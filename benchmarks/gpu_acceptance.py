@@ -167,9 +167,9 @@ def run_section(name: str, end: str, scratch: str, *, dry: bool, gpus: int) -> i
 
 def write(output: Path, results: dict[str, Any]) -> None:
     """Whole or not at all."""
-    beside = output.with_suffix(".part")
-    beside.write_text(json.dumps(results, indent=1) + "\n")
-    beside.replace(output)
+    partial = output.with_suffix(".part")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(output)
 
 
 if __name__ == "__main__":

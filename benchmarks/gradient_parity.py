@@ -98,16 +98,16 @@ def plain_loop(model_file: Path, clips, gradients: Path, step: int = 0, device: 
         loss.backward()
         total += loss.item()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-    save_file({name: gradient.contiguous() for name, gradient in found.items()}, gradients)
+    saved = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    save_file({name: gradient.contiguous() for name, gradient in saved.items()}, gradients)
     return total
 
 
-def compare(expected: Path, found: Path) -> tuple[float, str]:
+def compare(expected: Path, actual: Path) -> tuple[float, str]:
     """The largest error of a parameter, and that parameter's name."""
     from safetensors.torch import load_file
 
-    a, b = load_file(expected), load_file(found)
+    a, b = load_file(expected), load_file(actual)
     if a.keys() != b.keys():
         return float("inf"), f"other parameters: {', '.join(sorted(a.keys() ^ b.keys()))}"
     whole = sum(float(g.double().square().sum()) for g in a.values()) ** 0.5
@@ -342,8 +342,8 @@ def sweep(bench: Bench, model: Path, plans: dict[str, str], arguments: argparse.
         except RuntimeError as error:
             results = dict.fromkeys(plans, (None, str(error)))
         shown: set[str] = set()
-        for plan, (found, gradients) in results.items():
-            if found is None:
+        for plan, (planned, gradients) in results.items():
+            if planned is None:
                 refused = gradients.startswith("REFUSED ")
                 bad += not refused
                 text = "as above" if gradients in shown else gradients.removeprefix("REFUSED ")
@@ -352,7 +352,7 @@ def sweep(bench: Bench, model: Path, plans: dict[str, str], arguments: argparse.
                 print(f"{model.stem:28} {plan:14} {'':>9} {'':>9}  {'refused' if refused else 'FAILED'}: {text}")
                 continue
             error, worst = compare(expected, gradients)
-            off = abs(found - loss) / abs(loss)
+            off = abs(planned - loss) / abs(loss)
             good = error <= GRADIENT and off <= LOSS
             bad += not good
             print(

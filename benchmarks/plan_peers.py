@@ -109,7 +109,7 @@ def highs(problem: Problem, seconds: float) -> Answer:
     left = seconds - (time.perf_counter() - started)
     if left <= 0:
         return Answer(None, False, time.perf_counter() - started)
-    found = milp(
+    answer = milp(
         cost,
         integrality=np.array([1] * len(where) + [0]),
         bounds=Bounds(0, np.array([1.0] * len(where) + [np.inf])),
@@ -117,9 +117,9 @@ def highs(problem: Problem, seconds: float) -> Answer:
         options={"time_limit": left},
     )
     seconds_spent = time.perf_counter() - started
-    if found.x is None:
+    if answer.x is None:
         return Answer(None, False, seconds_spent)
-    placed = tuple(each for each, value in zip(where, found.x, strict=False) if value > 0.5)
+    placed = tuple(place for place, value in zip(where, answer.x, strict=False) if value > 0.5)
     return Answer(realize(problem, Packing(placed, ())), False, seconds_spent)
 
 

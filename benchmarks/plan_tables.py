@@ -111,23 +111,23 @@ def _stages(rng: random.Random, law: str, depth: int, size: float, gpus: int) ->
 
 def wrongs(module: Module, tasks: list[Task]) -> list[str]:
     """What is wrong with a plan, by its table alone."""
-    found, held, cascades = [], [], iter(module.cascades)
+    problems, held, cascades = [], [], iter(module.cascades)
     for task in tasks:
         ready = 0.0
         for stage in task["stages"]:
             cascade = next(cascades)
             if str(cascade.degree) not in stage["ms"] or len(set(cascade.ranks)) != cascade.degree:
-                found.append(f"{cascade.name}: degree {cascade.degree} on {cascade.ranks}")
+                problems.append(f"{cascade.name}: degree {cascade.degree} on {cascade.ranks}")
             elif cascade.end - cascade.start < stage["ms"][str(cascade.degree)] - 1e-6:
-                found.append(f"{cascade.name} is too short")
+                problems.append(f"{cascade.name} is too short")
             if cascade.start < ready - 1e-6:
-                found.append(f"{cascade.name} does not wait")
+                problems.append(f"{cascade.name} does not wait")
             ready = cascade.end
             held += [(rank, cascade.start, cascade.end) for rank in cascade.ranks]
     for (rank, _, end), (other, start, _) in pairwise(sorted(held)):
         if rank == other and start < end - 1e-6:
-            found.append(f"rank {rank} is in two cascades at {start} ms")
-    return found
+            problems.append(f"rank {rank} is in two cascades at {start} ms")
+    return problems
 
 
 def measured(case: int, budget: float, cp_seconds: float) -> dict[str, object]:

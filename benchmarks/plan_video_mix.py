@@ -64,8 +64,8 @@ def instance(clips: int, gpus: int, seed: int, *, wide: bool) -> Problem:
 
 def ours(problem: Problem, seconds: float) -> Answer:
     started = time.perf_counter()
-    found = solve(problem, Clock(started, seconds * 1e3), seed=0)
-    return Answer(found.schedule, found.proved, time.perf_counter() - started, found.first_ms)
+    solution = solve(problem, Clock(started, seconds * 1e3), seed=0)
+    return Answer(solution.schedule, solution.proved, time.perf_counter() - started, solution.first_ms)
 
 
 def first(problem: Problem, seconds: float) -> Answer:
@@ -134,8 +134,8 @@ def table(rows: list[dict[str, object]]) -> str:
     for clips, gpus, wide in sizes:
         cells = []
         for name in names:
-            found = [r for r in rows if (r["clips"], r["gpus"], r["wide"], r["solver"]) == (clips, gpus, wide, name)]
-            gap = found[0]["median_gap"] if found else None
+            runs = [r for r in rows if (r["clips"], r["gpus"], r["wide"], r["solver"]) == (clips, gpus, wide, name)]
+            gap = runs[0]["median_gap"] if runs else None
             cells.append("none" if not isinstance(gap, float) or gap == float("inf") else f"{gap:.2%}")
         own = next(r for r in rows if (r["clips"], r["gpus"], r["wide"], r["solver"]) == (clips, gpus, wide, names[0]))
         cells += [f"{own['proved']} of {own['seeds']}", str(own["first_ms"]), str(own["most_wall_s"])]

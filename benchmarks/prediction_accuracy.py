@@ -93,7 +93,7 @@ def manifest() -> str:
 def plans(traced: Module) -> Iterator[tuple[str, list[str], Module]]:
     """For each mix the different programs that the pipelines make of it, with the names of those that made them."""
     for number, mix in enumerate(MIXES):
-        found: dict[str, tuple[list[str], Module]] = {}
+        candidates: dict[str, tuple[list[str], Module]] = {}
         for name in (*TRIED, *BY_HAND):
             try:
                 text = PIPELINES.get(name) or BY_HAND[name]
@@ -101,8 +101,8 @@ def plans(traced: Module) -> Iterator[tuple[str, list[str], Module]]:
             except UserError as error:
                 print(f"{mix}: {name} makes no plan: {error}", file=sys.stderr)
                 continue
-            found.setdefault(shape(module), ([], module))[0].append(name)
-        for names, module in found.values():
+            candidates.setdefault(shape(module), ([], module))[0].append(name)
+        for names, module in candidates.values():
             yield mix, names, module
 
 
@@ -127,16 +127,16 @@ def main() -> None:
         clips = folder / "clips.jsonl"
         clips.write_text(manifest())
         traced = trace(MODEL, clips, f"{options.ranks}:cpu")
-        found = list(plans(traced))
-        for number, (_, _, module) in enumerate(found):
+        candidates = list(plans(traced))
+        for number, (_, _, module) in enumerate(candidates):
             (folder / f"{number:03d}.cascade").write_text(print_module(checked(module)))
-        print(f"{len(found)} plans, {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        print(f"{len(candidates)} plans, {time.perf_counter() - started:.0f} s", file=sys.stderr)
         measured, times = measure(folder, cluster, options.rounds)
         profile = fitted(measured, cluster)
         write_profile(profile, folder / "profile.json")
         rows = [
             predicted(mix, names, module, every, folder / "profile.json")
-            for (mix, names, module), every in zip(found, times, strict=True)
+            for (mix, names, module), every in zip(candidates, times, strict=True)
         ]
     report = summary(rows) | {"ranks": options.ranks, "rounds": options.rounds, "machine": profile.machine}
     show(rows, report)

@@ -129,16 +129,16 @@ def main() -> int:
     arguments = parser.parse_args()
     traced = trace_model(load_model_file(MODEL), [clip_of(*size) for size in PUBLISHED])
     stage = next(stage for stage in traced.stages if stage.trained)
-    found: list[Row] = []
+    predictions: list[Row] = []
     print("            seconds:          published predicted   error  of that: links  decode  TFLOP/s")
     for height, width in PUBLISHED:
         for row in rows(stage, traced.tokens(clip_of(height, width)), height, width):
-            found.append(row)
+            predictions.append(row)
             print(printed(row))
     if arguments.json:
-        text = json.dumps([asdict(row) | {"error": row.error} for row in found], indent=1)
+        text = json.dumps([asdict(row) | {"error": row.error} for row in predictions], indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")
-    predicted = [row for row in found if row.degree > 1]
+    predicted = [row for row in predictions if row.degree > 1]
     outside = [row for row in predicted if abs(row.error) > LIMIT]
     print(f"{len(predicted) - len(outside)} of {len(predicted)} predictions are within 10 %")
     return int(any((row.device, row.degree) not in EXPECTED_OUTSIDE for row in outside))

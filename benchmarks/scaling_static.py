@@ -63,11 +63,11 @@ def advantage(rows: Iterable[dict[str, Any]], layout: str) -> float:
 
 def points(rows: Sequence[dict[str, Any]], kind: str) -> dict[int, list[dict[str, Any]]]:
     """The rows of one kind by the number of GPUs."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    curves: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         if row["scaling"] == kind:
-            found.setdefault(row["gpus"], []).append(row)
-    return dict(sorted(found.items()))
+            curves.setdefault(row["gpus"], []).append(row)
+    return dict(sorted(curves.items()))
 
 
 def draw(rows: Sequence[dict[str, Any]], place: Path) -> None:
@@ -80,16 +80,16 @@ def draw(rows: Sequence[dict[str, Any]], place: Path) -> None:
     plt.rcParams.update({"svg.hashsalt": "scaling", "font.size": 9})
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, kind in zip(axes, ("strong", "weak"), strict=True):
-        found = points(rows, kind)
+        curve = points(rows, kind)
         for layout, colour in COLOURS.items():
-            saved = [100 * advantage(of_size, layout) for of_size in found.values()]
-            axis.plot(list(found), saved, marker="o", color=colour, label=layout)
+            saved = [100 * advantage(of_size, layout) for of_size in curve.values()]
+            axis.plot(list(curve), saved, marker="o", color=colour, label=layout)
         clips = {
             row["clips"] / row["gpus"] if kind == "weak" else row["clips"] for row in rows if row["scaling"] == kind
         }
         what = f"{min(clips):g} clips a GPU" if kind == "weak" else f"{min(clips):g} clips"
         axis.set(title=f"{kind} scaling: {what}", xlabel="GPUs", xscale="log", ylim=(-5, 100))
-        axis.set_xticks(list(found), [str(gpus) for gpus in found])
+        axis.set_xticks(list(curve), [str(gpus) for gpus in curve])
         axis.minorticks_off()
         axis.grid(color="#d0d7de", linewidth=0.6)
     axes[0].set_ylabel("iteration time saved, %")

@@ -50,15 +50,15 @@ def clip(number: int, frames: int, height: int, width: int) -> Clip:
 def video_mix(count: int, seed: int) -> tuple[Clip, ...]:
     """The bucketed video mix of `plan_video_mix.py` with its shapes: 35 % images, 25 % 256p, 30 % 480p, 10 % 720p."""
     rng = random.Random(seed)
-    made = []
+    stages = []
     for number in range(count):
         u = rng.random()
         if u < 0.35:
-            made.append(clip(number, 1, *rng.choice(IMAGES)))
+            stages.append(clip(number, 1, *rng.choice(IMAGES)))
         else:
             size = (256, 400) if u < 0.60 else (480, 832) if u < 0.90 else (720, 1280)
-            made.append(clip(number, rng.choice(FRAMES), *size))
-    return tuple(made)
+            stages.append(clip(number, rng.choice(FRAMES), *size))
+    return tuple(stages)
 
 
 def retrace(name: str) -> str:

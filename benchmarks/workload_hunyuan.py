@@ -1,7 +1,8 @@
 """Every named pipeline on real training iterations of HunyuanVideo at 720p: simulated iteration times.
 
-    python benchmarks/workload_hunyuan.py [MANIFEST] [--clusters 2x8:h100-80g,8x8:h100-80g]
+    python benchmarks/workload_hunyuan.py [MANIFEST] [--clusters 2x8:h100-80g,8x8:h100-80g] [--iterations 7,8]
 
+A file of rows keeps what is not measured again, pipelines of a row likewise: a long table can be made in parts.
 The manifest is nine iterations sampled from Koala-36M, as published with Arachne's artifact; any manifest with
 `iteration` will do. The model is traced once, on the meta device. Costs are those of the device specs, so ratios mean
 more than the milliseconds. Ends with 1 if the default is slower than another pipeline anywhere.
@@ -43,10 +44,10 @@ def traced_on(model: Path, data: Path, cluster: str) -> Module:
     return front_end(trace_file(load_model_file(model), manifest), manifest, parse_cluster(cluster))
 
 
-def rows(traced: Module, cluster: str, iterations: int, pipelines: list[str]) -> Iterator[dict[str, object]]:
+def rows(traced: Module, cluster: str, iterations: list[int], pipelines: list[str]) -> Iterator[dict[str, object]]:
     """One row per iteration: of every pipeline ms, planning ms, imbalance, and the bound of the default's cascades."""
     here = replace(traced, cluster=parse_cluster(cluster))
-    for number in range(iterations):
+    for number in iterations:
         row: dict[str, object] = {
             "cluster": cluster,
             "iteration": number,
@@ -79,10 +80,20 @@ def milliseconds(row: dict[str, object], name: str) -> float | None:
     return cell.get("iteration_ms")
 
 
-def slower(found: list[dict[str, object]], pipelines: list[str]) -> list[str]:
+def write(path: Path, row: dict[str, object]) -> None:
+    """The row in the file's ``rows``, by cluster and iteration; of what it has not measured the file keeps its own."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    rows = {(known["cluster"], known["iteration"]): known for known in kept["rows"]}
+    place = (row["cluster"], row["iteration"])
+    rows[place] = rows.get(place, {}) | row
+    kept["rows"] = [rows[place] for place in sorted(rows, key=str)]
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def slower(rows: list[dict[str, object]], pipelines: list[str]) -> list[str]:
     """Where the default is slower than another pipeline, in words."""
     said = []
-    for row in found:
+    for row in rows:
         ours = milliseconds(row, "default")
         for name in set(pipelines) - {ALONE}:
             theirs = milliseconds(row, name)
@@ -97,26 +108,28 @@ def main() -> int:
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--pipelines", help="names separated by semicolons; default: all")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--iterations", help="numbers separated by commas; default: all of the manifest")
+    parser.add_argument("--json", type=Path, help="write every figure there, beside those that are not measured again")
     options = parser.parse_args()
     pipelines = options.pipelines.split(";") if options.pipelines else [p for p in NAMED if p not in NOT_COMPARED]
     clusters = options.clusters.split(",")
     traced = traced_on(options.model, options.data, clusters[0])
-    iterations = len(read_manifest(options.data, batch=None).iterations)
+    count = len(read_manifest(options.data, batch=None).iterations)
+    iterations = [int(number) for number in options.iterations.split(",")] if options.iterations else [*range(count)]
     print(f"{'cluster':>14} {'iter':>4} {'clips':>5} " + " ".join(f"{name[:10]:>10}" for name in pipelines) + "   (s)")
-    found: list[dict[str, object]] = []
+    measured: list[dict[str, object]] = []
     for cluster in clusters:
         of_cluster: list[dict[str, object]] = []
         for row in rows(traced, cluster, iterations, pipelines):
             of_cluster.append(row)
-            found.append(row)
+            measured.append(row)
             if options.json:  # what is known so far, of a run that takes long
-                options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write(options.json, row)
         total = {name: [milliseconds(row, name) for row in of_cluster] for name in pipelines}
         for name, times in total.items():
             if all(t is not None for t in times):
                 print(f"  {cluster} {name:20s} {sum(t for t in times if t is not None) / 1e3:10.2f} s in all")
-    said = slower(found, pipelines) if "default" in pipelines else []
+    said = slower(measured, pipelines) if "default" in pipelines else []
     print("\n".join(said) or "the default is nowhere slower")
     return 1 if said else 0
 

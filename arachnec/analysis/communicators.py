@@ -100,8 +100,8 @@ def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
         return (step.peers,)
     if step.op not in ("forward", "denoise"):
         return ()
-    beside = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
-    return tuple(group for ranks in beside for group in subgroups(ranks, *grid(step)))
+    side_groups = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
+    return tuple(group for ranks in side_groups for group in subgroups(ranks, *grid(step)))
 
 
 def grid(step: Instruction) -> tuple[int, int]:

@@ -50,10 +50,10 @@ class Gathers:
         scattered, last = set(layers_listed(instruction, "scatter")), len(sizes) - 1
         whole = self._whole.setdefault(name, set())
         through = [sizes[n] for n in gathered & released if n < last]
-        ending = [sizes[n] for n in (whole | gathered) & released if n == last or (n < last and n in whole)]
+        released_sizes = [sizes[n] for n in (whole | gathered) & released if n == last or (n < last and n in whole)]
         held = integer(instruction.attrs.get("held", HELD))
         elements = min(held, len(through)) * max((size.parameters for size in through), default=0.0)
-        bytes_held = (elements + sum(size.parameters for size in ending)) * element_bytes(stage)
+        bytes_held = (elements + sum(size.parameters for size in released_sizes)) * element_bytes(stage)
         blocks = [sizes[n].trained for n in scattered if n < last]
         gradients = min(2, len(blocks)) * max(blocks, default=0.0) + (sizes[last].trained if last in scattered else 0.0)
         bytes_held += gradients * gradient_element_bytes(stage)

@@ -71,8 +71,8 @@ def backward_of(run: StageRun, objective: Tensor | None, gradients: Mapping[Outp
     if objective is not None:
         roots, with_respect = [objective], [None]
     for output, gradient in gradients.items():
-        if run.made[output].requires_grad:
-            roots.append(run.made[output])
+        if run.outputs[output].requires_grad:
+            roots.append(run.outputs[output])
             with_respect.append(gradient)
     if roots:
         _run_backward(roots, with_respect)

@@ -105,10 +105,10 @@ class Cuts:
 
 @dataclass(frozen=True, eq=False)
 class StageRun:
-    """One stage's forward of one micro-batch: what it was given, and what it made; both still in autograd's graph."""
+    """One stage's forward of one micro-batch: what it was given, and its outputs; both still in autograd's graph."""
 
     given: Mapping[Output, Tensor]
-    made: Mapping[Output, Tensor]  # what goes on to the next stage
+    outputs: Mapping[Output, Tensor]  # what goes on to the next stage
     prediction: Tensor | None  # of the last stage
 
 
@@ -136,7 +136,7 @@ class _Walk:
     stage: int
     given: Mapping[Output, Tensor]
     device: torch.device
-    made: dict[Output, tuple[Tensor, int]] = field(default_factory=dict)  # with its version when it was made
+    outputs: dict[Output, tuple[Tensor, int]] = field(default_factory=dict)  # with its version when it was made
     at: int = 0
     inside: bool = False
 
@@ -162,7 +162,7 @@ class _Walk:
                 self.inside = False
             for leaf, value in enumerate(pytree.tree_leaves(output)):
                 if isinstance(value, Tensor):
-                    self.made[Output(number, leaf)] = value, value._version
+                    self.outputs[Output(number, leaf)] = value, value._version
             return output
 
         return run
@@ -188,7 +188,7 @@ class _Walk:
             if output in self.given:
                 values[output] = self.given[output]
                 continue
-            value, version = self.made[output]
+            value, version = self.outputs[output]
             if value._version != version:
                 raise UserError(ChangedInPlace(None, self.cut.flow.calls[output.call].path))
             gathered = getattr(value, "gathered", None)  # of the ranks that share the sequence, each has its tokens

@@ -76,7 +76,7 @@ class StagesInTurn:
         cut = self._cuts.at(clips[0], len(clips))
         given: dict[Output, Tensor] = {}
         if number:
-            given = as_inputs(self._runs[source][0].made, forms_between(cut, number - 1))
+            given = as_inputs(self._runs[source][0].outputs, forms_between(cut, number - 1))
         arguments, target = batch_of(self.model_file, clips, encoded, self.training, step, device)
         with self._deferring(cascade.name):
             run = run_stage(self.model, cut, number, arguments, given)

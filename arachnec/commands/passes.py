@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 
 from arachnec.commands.pass_options import load_option
+from arachnec.ir.nodes import Level
 from arachnec.passes.infra import options
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.named_pipelines import NAMED
 from arachnec.passes.infra.registry import Registry, installed, load_file
 
@@ -32,12 +33,18 @@ def command(load: tuple[Path, ...]) -> None:
 
 def _passes(registry: Registry) -> Iterator[str]:
     yield "Passes"
-    for name in registry:
-        kind = registry.get(name)
+    kinds = {name: registry.get(name) for name in registry}
+    for name, kind in sorted(kinds.items(), key=_turn):
         levels = kind.needs.word if kind.gives <= kind.needs else f"{kind.needs.word} -> {kind.gives.word}"
         yield f"  {name}  ({levels}, once per {kind.scope.value})"
         yield f"      {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
         yield from _options(kind)
+
+
+def _turn(item: tuple[str, type[Pass]]) -> tuple[bool, Level, Level, str]:
+    """About where in a pipeline it stands."""
+    name, kind = item
+    return kind.scope is Scope.ITERATION, kind.needs, kind.gives, name
 
 
 def _options(kind: type[Pass]) -> Iterator[str]:

@@ -183,8 +183,8 @@ class BatchSource:
             shape = tuple(value.shape)
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
-                announced, found, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
-                raise UserError(UnlikeBefore(None, clip.id, announced, name, found, other, expected))
+                announced, actual, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
+                raise UserError(UnlikeBefore(None, clip.id, announced, name, actual, other, expected))
         return clip
 
     def _item(self, *, again: bool) -> Any:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.data.clip import VideoClip, caption_tokens
-from arachnec.data.rows import ALIASES, Row, read_rows
+from arachnec.data.clip import VideoClip
+from arachnec.data.row_values import BadValue, MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
+from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "steps": 1, "seed": 0}
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
-# larger numbers are typing mistakes
-MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
+CLIP = "clip"  # what a row stands for, in messages
+SEEDS = "ids seed a clip's noise and must differ"
 
 
 @dataclass(frozen=True)
@@ -22,35 +22,6 @@ class EmptyManifest(Diagnostic):
     title: ClassVar[str] = "the manifest `{path}` lists no clips"
     help: ClassVar[str] = 'add a line such as {{"frames": 81, "height": 480, "width": 832, "text_tokens": 226}}'
     path: str
-
-
-@dataclass(frozen=True)
-class MissingKey(Diagnostic):
-    title: ClassVar[str] = "the clip has no `{key}`"
-    label: ClassVar[str] = "missing here"
-    help: ClassVar[str] = "{remedy}"
-    key: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class BadValue(Diagnostic):
-    title: ClassVar[str] = "`{key}` is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "{remedy}"
-    key: str
-    found: str
-    expected: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class DuplicateId(Diagnostic):
-    title: ClassVar[str] = "two clips have the id `{id}`"
-    label: ClassVar[str] = "the other is in row {row}, counted from 1"
-    help: ClassVar[str] = "ids seed a clip's noise and must differ; leave `id` out to use the row's number"
-    id: str | int
-    row: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +55,7 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
         group = _iteration(row, grouped)
         for clip in clips_of_row(row):
             if str(clip.id) in seen:
-                raise UserError(DuplicateId(row.span("id"), clip.id, seen[str(clip.id)] + 1))
+                raise UserError(SameId(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS))
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
     if grouped:
@@ -106,7 +77,7 @@ def _iteration(row: Row, grouped: bool) -> object:
     if ("iteration" in row.values) != grouped:
         remedy = "give `iteration` in every row, or in none"
         if grouped:
-            raise UserError(MissingKey(row.span(), "iteration", remedy))
+            raise UserError(MissingKey(row.span(), CLIP, "iteration", remedy))
         raise UserError(
             BadValue(row.span("iteration"), "iteration", "given here", "no row or every row to have it", remedy)
         )
@@ -123,23 +94,8 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
     start = integer(row, "start") or 0
     if None in sizes.values():
         sizes = _probed(row, path, start, sizes)
-    caption = row.values.get("caption")
-    if not isinstance(caption, str | None):
-        raise UserError(bad_value(row, "caption", "a string", "put the caption in quotes"))
-    if caption is not None and not is_text(caption):
-        remedy = "write the characters themselves, unescaped"
-        raise UserError(bad_value(row, "caption", "text that UTF-8 can hold", remedy))
-    text_tokens = integer(row, "text_tokens")
-    if text_tokens is None:
-        if caption is None:
-            remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
-            raise UserError(MissingKey(row.span(), "text_tokens", remedy))
-        text_tokens = caption_tokens(caption)
-    row_id = row.values.get("id", row.number)
-    if not isinstance(row_id, int | str) or isinstance(row_id, bool) or row_id == "":
-        raise UserError(bad_value(row, "id", "a string or a number", "leave `id` out to use the row's number"))
-    if isinstance(row_id, str) and not is_text(row_id):
-        raise UserError(bad_value(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
+    caption = text(row, "caption")
+    text_tokens, row_id = tokens_of_text(row, CLIP, caption), identifier(row)
     cached = _encoded(row)
     count = integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
@@ -179,7 +135,7 @@ def _encoded(row: Row) -> dict[str, Path]:
 def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
-        raise UserError(MissingKey(row.span(), key, f"add `{key}`, or the `path` of a video to read it from"))
+        raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
     from arachnec.data.video import probe
 
     header = probe(path)
@@ -188,38 +144,6 @@ def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
         raise UserError(BadValue(row.span("start"), "start", str(start), f"less than {header.frames}", remedy))
     probed = {"frames": header.frames - start, "height": header.height, "width": header.width}
     return {key: probed[key] if value is None else value for key, value in sizes.items()}
-
-
-def integer(row: Row, key: str) -> int | None:
-    """The row's whole number; None where it has none. Raises ``UserError`` out of its bounds."""
-    value = row.values.get(key)
-    if value is None:
-        return None
-    least = LEAST[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(bad_value(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
-    if value < least:
-        remedy = "an image is a clip of 1 frame" if key == "frames" else f"the smallest `{key}` is {least}"
-        raise UserError(bad_value(row, key, f"at least {least}", remedy))
-    if value > MOST[key]:
-        raise UserError(bad_value(row, key, f"at most {MOST[key]}", f"correct `{key}`"))
-    return value
-
-
-def bad_value(row: Row, key: str, expected: str, remedy: str) -> BadValue:
-    """The diagnostic at the key of the row, under whichever name it is written there."""
-    written = next((name for name, first in ALIASES.items() if first == key and f'"{name}"' in row.text), key)
-    shown = repr(row.values[key])
-    return BadValue(row.span(written), key, shown if len(shown) <= 80 else f"{shown[:77]}...", expected, remedy)
-
-
-def is_text(value: str) -> bool:
-    """Whether it has no half of a surrogate pair, as JSON's escapes can."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_file(path: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from arachnec.data.clip import VideoClip, caption_tokens
-from arachnec.data.manifest import MissingKey, bad_value, integer, is_text
+from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.rows import ALIASES, Row, RowKeys, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, GUIDANCE = 50, 1.0  # of a row that does not say
+REQUEST = "request"  # what a row stands for, in messages
+NAMES_FILES = "a request's files are named by its id"
 REQUEST_KEYS = RowKeys(
     keys=(
         *("id", "caption", "negative_prompt", "text_tokens", "frames", "height", "width"),
@@ -38,15 +40,6 @@ class NoRequests(Diagnostic):
     title: ClassVar[str] = "`{path}` lists no requests"
     help: ClassVar[str] = 'add a line such as {{"caption": "a fox", "frames": 81, "height": 480, "width": 832}}'
     path: str
-
-
-@dataclass(frozen=True)
-class SameId(Diagnostic):
-    title: ClassVar[str] = "two requests have the id `{id}`"
-    label: ClassVar[str] = "the other is in row {row}, counted from 1"
-    help: ClassVar[str] = "a request's files are named by its id; leave `id` out to use the row's number"
-    id: str | int
-    row: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
         request = _request(row)
         name = str(request.id)
         if name in requests:
-            raise UserError(SameId(row.span("id"), request.id, rows[name] + 1))
+            raise UserError(SameId(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES))
         requests[name], rows[name] = request, row.number
     if not requests:
         raise UserError(NoRequests(None, str(path)))
@@ -110,15 +103,9 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
 def _request(row: Row) -> Request:
     for key in ("frames", "height", "width"):
         if key not in row.values:
-            raise UserError(MissingKey(row.span(), key, f"add `{key}`, in pixels of the video to generate"))
+            raise UserError(MissingKey(row.span(), REQUEST, key, f"add `{key}`, in pixels of the video to generate"))
     frames, height, width = (integer(row, key) or 0 for key in ("frames", "height", "width"))
-    caption, negative = (_text(row, key) for key in ("caption", "negative_prompt"))
-    tokens = integer(row, "text_tokens")
-    if tokens is None:
-        if caption is None:
-            remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
-            raise UserError(MissingKey(row.span(), "caption", remedy))
-        tokens = caption_tokens(caption)
+    caption = text(row, "caption")
     seed, steps = integer(row, "seed"), integer(row, "steps")
     return Request(
         id=_id(row),
@@ -130,31 +117,20 @@ def _request(row: Row) -> Request:
         guidance=_number(row, "guidance", GUIDANCE),
         seed=row.number if seed is None else seed,
         arrival=_number(row, "arrival", 0.0),
-        text_tokens=tokens,
-        negative_prompt=negative,
+        text_tokens=tokens_of_text(row, REQUEST, caption),
+        negative_prompt=text(row, "negative_prompt"),
     )
 
 
 def _id(row: Row) -> str | int:
-    value = row.values.get("id", row.number)
-    if not isinstance(value, int | str) or isinstance(value, bool) or value == "":
-        raise UserError(bad_value(row, "id", "a string or a number", "leave `id` out to use the row's number"))
-    if isinstance(value, str) and (not is_text(value) or not _names_a_file(value)):
+    value = identifier(row)
+    if isinstance(value, str) and not _names_a_file(value):
         raise UserError(bad_value(row, "id", "a name for files", "use letters, digits, `-`, `_` and `.`"))
     return value
 
 
 def _names_a_file(value: str) -> bool:
     return len(value) <= 100 and value.isprintable() and not set(value) & set('/\\:*?"<>|') and value.strip(". ") != ""
-
-
-def _text(row: Row, key: str) -> str | None:
-    value = row.values.get(key)
-    if not isinstance(value, str | None):
-        raise UserError(bad_value(row, key, "a string", f"put the {key.replace('_', ' ')} in quotes"))
-    if value is not None and not is_text(value):
-        raise UserError(bad_value(row, key, "text that UTF-8 can hold", "write the characters themselves, unescaped"))
-    return value
 
 
 def _number(row: Row, key: str, default: float) -> float:

@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,13 +105,15 @@ class RepeatedKey(Diagnostic):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its values by canonical key, and its place. ``text`` is empty for Parquet."""
+    """One row: its values by canonical key, and its place. ``text`` is empty for Parquet; ``written`` are the keys that
+    the row calls otherwise."""
 
     number: int
     values: Mapping[str, Any]
     file: Path
     line: int
     text: str
+    written: Mapping[str, str] = field(default_factory=dict)
 
     def span(self, key: str | None = None) -> Span:
         """The key in the row's text, or the whole row; a Parquet row's number stands by the file's name."""
@@ -243,6 +245,7 @@ def parquet_row(path: Path, number: int, values: Mapping[str, Any], keys: RowKey
 def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     """The row by canonical keys, without what is None. Raises ``UserError`` for an unknown or repeated key."""
     values: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for key, value in row.values.items():
         name = canonical_key(key, row.span(key), keys)
         if value is None:
@@ -250,7 +253,9 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
         if name in values:
             raise UserError(KeyTwice(row.span(key), name, next(a for a, n in keys.aliases.items() if n == name)))
         values[name] = value
-    return Row(row.number, values, row.file, row.line, row.text)
+        if name != key:
+            written[name] = key
+    return replace(row, values=values, written=written)
 
 
 def canonical_key(key: str, span: Span, keys: RowKeys) -> str:

@@ -242,11 +242,11 @@ def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
         path = Path(json.loads(option[2])) if option[2].startswith('"') else Path(option[2])
         if not path.is_file():
             return option[0]  # the name of device specs
-        stem, ending = FILES[option[1]]
+        stem, suffix = FILES[option[1]]
         own = {name: text for name, text in texts.items() if name.startswith(stem)}
         text = path.read_text(encoding="utf-8")
         earlier = next((name for name, other in own.items() if other == text), None)
-        name = earlier or (f"{stem}_{len(own)}{ending}" if own else f"{stem}{ending}")
+        name = earlier or (f"{stem}_{len(own)}{suffix}" if own else f"{stem}{suffix}")
         texts[name] = text
         return f"{option[1]}={name}"
 

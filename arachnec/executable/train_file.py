@@ -135,9 +135,9 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
     schedule = dict(_table(values["schedule"], "schedule", lines))
     warmup, name = schedule.pop("warmup", 0), schedule.get("name")
     if name is None and schedule:
-        found = next(iter(schedule))
+        option = next(iter(schedule))
         remedy = 'add `name`, such as name = "CosineAnnealingLR"; without one there is `warmup` alone'
-        raise UserError(_bad(lines, f"schedule.{found}", schedule[found], "no scheduler takes it", remedy))
+        raise UserError(_bad(lines, f"schedule.{option}", schedule[option], "no scheduler takes it", remedy))
     scheduler = None if name is None else _torch_class(schedule, "schedule", lines)
     tables["schedule"] = {"warmup": warmup, "scheduler": scheduler}
     tables["groups"] = [_group(group, lines) for group in _list(values["groups"], "groups", lines)]
@@ -147,9 +147,9 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
         message, _, place = str(error).partition(" - at `$")
         key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
         key = key.replace("scheduler.", "").replace("arguments.", "")
-        found = _at(tables, place.strip("`"))
+        value = _at(tables, place.strip("`"))
         remedy = "docs/training_options.md says what it takes"
-        raise UserError(_bad(lines, key, found, _in_words(message), remedy)) from None
+        raise UserError(_bad(lines, key, value, _in_words(message), remedy)) from None
     try:
         return verified(training)
     except UserError as error:

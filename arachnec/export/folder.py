@@ -19,7 +19,7 @@ from arachnec.export.trained_values import trained_values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.adapters import plain_model
 from arachnec.models.initial_weights import folded, model_folder
-from arachnec.models.weight_files import ENDING, INDEX, PREFERRED, SHARD_BYTES, write_weights
+from arachnec.models.weight_files import INDEX, PREFERRED, SHARD_BYTES, SUFFIX, write_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA = "pytorch_lora_weights.safetensors"
@@ -122,7 +122,7 @@ def _write_model(values: ModelValues, folder: Path, dtype: str | None, shard_byt
     write_weights(folder, names, sizes, value, stem=stem, shard_bytes=shard_bytes)
     save_config: Callable[[Path], Any] | None = getattr(plain, "save_config", None)
     if save_config is None:
-        loading = f'model.load_state_dict(safetensors.torch.load_file("{{folder}}/{stem}{ENDING}"))'
+        loading = f'model.load_state_dict(safetensors.torch.load_file("{{folder}}/{stem}{SUFFIX}"))'
     else:
         save_config(folder)
         loading = f'{type(plain).__name__}.from_pretrained("{{folder}}")'
@@ -178,6 +178,6 @@ def _moved(path: Path, folder: Path) -> Path:
 def _drop_stale(folder: Path, written: set[str]) -> None:
     """Shards and indices that an earlier export left, which a loader would take for this one's, and its adapter."""
     for path in folder.iterdir():
-        ours = path.name == LORA or (path.name.startswith(PREFERRED) and path.name.endswith((ENDING, INDEX)))
+        ours = path.name == LORA or (path.name.startswith(PREFERRED) and path.name.endswith((SUFFIX, INDEX)))
         if ours and path.name not in written:
             path.unlink()

@@ -138,8 +138,8 @@ def demand_latents(sampling: Sampling, request: Request) -> None:
                 raise UserError(_other(sampling, name, _sizes(shape), loop.latents, request))
 
 
-def _other(sampling: Sampling, name: str, found: str, latents: torch.Tensor, request: Request) -> OtherLatents:
-    return OtherLatents(sampling.sampler.span("models"), name, found, _sizes(latents.shape), request.id)
+def _other(sampling: Sampling, name: str, held: str, latents: torch.Tensor, request: Request) -> OtherLatents:
+    return OtherLatents(sampling.sampler.span("models"), name, held, _sizes(latents.shape), request.id)
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -235,7 +235,7 @@ class Step:
 class Instruction:
     """One line of a rank's program.
 
-    ``op`` is one of ``INSTRUCTIONS``. ``target`` is the name of a cascade; of a stage for those of ``STAGE_OPS``.
+    ``op`` is one of ``tables.INSTRUCTION``. ``target`` is the name of a cascade; of a stage for those of ``STAGE_OPS``.
     ``peers`` is the other end of a send or receive (``send %0 to 4``, ``receive %0 from 2``). For a collective it is
     the group, this rank included (``forward %1 on [0..2]``).
     """
@@ -248,7 +248,6 @@ class Instruction:
 
 
 STAGE_OPS = ("gather", "reduce", "norm", "step")
-INSTRUCTIONS = ("encode", "forward", "backward", "weight", "denoise", "decode", "send", "receive", *STAGE_OPS, "free")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Text to module: ``parse_module(print_module(m)) == m``.
 
-The grammar is ``grammar.lark`` (LALR with a contextual lexer); ``builder`` makes the nodes while lark parses. A node's
-span is its head, up to its attributes; every attribute's own span is in ``Attributes.spans``.
+The grammar is ``grammar.lark`` (LALR with a contextual lexer), its instructions are those of ``tables``; ``builder``
+makes the nodes while lark parses. A node's span is its head, up to its attributes; every attribute's own span is in
+``Attributes.spans``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from arachnec.ir.builder import ModuleBuilder
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.syntax_diagnosis import diagnose
+from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 from arachnec.ir.tokens import PARSED
 
 
@@ -59,4 +61,6 @@ def parse_file(path: Path) -> Module:
 @functools.cache
 def _lark() -> Lark:
     grammar = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
+    for terminal, words in (("CASCADE_OP", CASCADE_WORDS), ("STAGE_OP", STAGE_WORDS)):
+        grammar += f"{terminal}: /({'|'.join(words)})\\b/\n"
     return Lark(grammar, start="module", parser="lalr", lexer="contextual", transformer=ModuleBuilder())

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from arachnec.ir.nodes import (
-    INSTRUCTIONS,
     STAGE_OPS,
     Cascade,
     Clip,
@@ -28,6 +27,7 @@ from arachnec.ir.nodes import (
     Step,
     TensorType,
 )
+from arachnec.ir.tables import INSTRUCTION
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 WIDTH = 120
@@ -118,7 +118,7 @@ def _program(program: Program) -> str:
 
 
 def _instruction(item: Instruction) -> str:
-    if item.op not in INSTRUCTIONS:
+    if item.op not in INSTRUCTION:
         raise ValueError(f"no such instruction: {item.op}")
     target = symbol(item.target) if item.op in STAGE_OPS else percent(item.target)
     return f"    {item.op} {target}{_peers(item)}" + _inline(item.attrs)

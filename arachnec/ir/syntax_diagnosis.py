@@ -13,8 +13,9 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from arachnec.ir import syntax_errors
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import INSTRUCTIONS, STAGE_OPS, Phase
+from arachnec.ir.nodes import Phase
 from arachnec.ir.span import Span
+from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 
 _WORDS = {
     "SYMBOL": ["a name such as `@dit`"],
@@ -31,8 +32,8 @@ _WORDS = {
     "RANGE": ["a range such as `0..3`"],
     "KIND": ["`trained`", "`frozen`"],
     "PHASE": [f"`{phase.value}`" for phase in Phase],
-    "CASCADE_OP": [f"`{op}`" for op in INSTRUCTIONS if op not in ("send", "receive", *STAGE_OPS)],
-    "STAGE_OP": ["`gather`", "`norm`"],
+    "CASCADE_OP": [f"`{op}`" for op in CASCADE_WORDS],
+    "STAGE_OP": [f"`{op}`" for op in STAGE_WORDS],
     "$END": ["the end of the text"],
 }
 _VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
@@ -94,19 +95,21 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
         span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
         return syntax_errors.TextEnds(span, expected=_joined(words))
     if isinstance(error, UnexpectedCharacters):
-        found = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
+        unexpected = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
         span = Span(file, error.line, error.column, error.line, error.column + 1, text)
-        if found == '"':
+        if unexpected == '"':
             return syntax_errors.OpenString(span)
     else:
         token = cast(UnexpectedToken, error).token
-        found, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
-        if not found.startswith('"'):
-            found = found.split(maxsplit=1)[0]  # a token may be a number with a word that was not meant as its unit
-            span = replace(span, end_line=span.line, end_column=span.column + len(found))
+        unexpected, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
+        if not unexpected.startswith('"'):
+            # a token may be a number with a word that was not meant as its unit
+            unexpected = unexpected.split(maxsplit=1)[0]
+            span = replace(span, end_line=span.line, end_column=span.column + len(unexpected))
     bare = [word.strip("`") for word in words if word.startswith("`")]
-    close = difflib.get_close_matches(found, bare, 1)
-    shown = "the end of the line" if found == "\n" else f"`{found.splitlines()[0] if found else found}`"
+    close = difflib.get_close_matches(unexpected, bare, 1)
+    line = unexpected.splitlines()[0] if unexpected else unexpected
+    shown = "the end of the line" if unexpected == "\n" else f"`{line}`"
     if close:
         return syntax_errors.UnknownWord(span, expected=_joined(words), found=shown, suggestion=close[0])
     if words == ["`module`"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.nodes import Level
+from arachnec.ir.nodes import STAGE_OPS, Level
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ STAGE = table("""
     divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
     undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take
     held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
-    halo            | GiB formula    | traced | optional | what each of a clip's ranks exchanges with others
+    halo            | GiB formula    | traced | optional | what each of a clip's ranks sends; trained: tokens dealt anew
     exchanges       | int            | traced | optional | how often, at most
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train
@@ -333,6 +333,9 @@ INSTRUCTION = {
     ),
     "free": {},
 }
+# Of a cascade's instructions those that are written alike, ``word %cascade on [ranks]``; and of a stage's.
+CASCADE_WORDS = tuple(op for op in INSTRUCTION if op not in ("send", "receive", *STAGE_OPS))
+STAGE_WORDS = tuple(op for op in STAGE_OPS if op not in ("reduce", "step"))  # which stand outside programs, too
 
 # What `trace` says of the parts of a stage, for cutting it. A plan does not repeat it.
 FIGURES = (

@@ -112,8 +112,8 @@ class SamplerFile:
 
         latents = self.start(request, generator)
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
-            found = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
-            raise UserError(BadStart(self.span("start"), request.id, found))
+            actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
+            raise UserError(BadStart(self.span("start"), request.id, actual))
         return latents
 
     def call(

@@ -46,13 +46,13 @@ class _Place:
 class _Visit:
     """The constructor comes to a storage, and may ``overwrite`` it whole before anything else.
 
-    Or it casts it: ``cast`` is what of it, and ``made`` the number of the storage with the result.
+    Or it casts it: ``cast`` is what of it, and ``result`` the number of the storage with the result.
     """
 
     storage: int
     overwrites: bool = False
     cast: _Place | None = None
-    made: int | None = None
+    result: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.visited(_Visit(number, overwrites=True))
 
     def _cast(self, number: int, func: Any, args: Any, kwargs: Any) -> Tensor:
-        visit = _Visit(number, cast=_place(args[0], number), made=len(self._numbers))
+        visit = _Visit(number, cast=_place(args[0], number), result=len(self._numbers))
         self.visited(visit)
         self.reached(visit)
         result = self.result_of(visit, func, args, kwargs)
@@ -245,8 +245,8 @@ class _Stream(_Watch):  # type: ignore[no-untyped-call]
             for name, place in self._names.pop(visit.storage, ()):
                 self._give(name, storage, place, place.dtype)
             _give_up(storage)
-        elif again.cast is not None and again.made is not None and visit.storage in self._only_cast:
-            for name, place in self._names.pop(again.made, ()):
+        elif again.cast is not None and again.result is not None and visit.storage in self._only_cast:
+            for name, place in self._names.pop(again.result, ()):
                 self._give(name, storage, again.cast, place.dtype)
             self._cast_before.add(visit.storage)
             _give_up(storage)
@@ -284,10 +284,10 @@ def _only_cast(construction: Construction) -> set[int]:
         number
         for number, visit in last.items()
         if visit.cast is not None
-        and visit.made is not None
-        and casts[number] == counts[visit.made] == 1
+        and visit.result is not None
+        and casts[number] == counts[visit.result] == 1
         and number not in sizes
-        and sizes.get(visit.made) == visit.cast.size
+        and sizes.get(visit.result) == visit.cast.size
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import save_tensors
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-ENDING, INDEX = ".safetensors", ".safetensors.index.json"
+SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 PREFERRED = ("diffusion_pytorch_model", "model")  # of several in a folder, what Diffusers and transformers load
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 LARGEST_INDEX = 64 * 2**20  # bytes
@@ -105,20 +105,20 @@ def weight_files(folder: Path) -> WeightFiles:
         raise UserError(NoWeights(None, str(folder), "there is no such folder"))
     if folder.is_file() and folder.suffix in PICKLES:
         raise UserError(OnlyPickles(None, str(folder)))
-    if folder.is_file() and folder.suffix != ENDING:
-        raise UserError(NoWeights(None, str(folder), f"it is no {ENDING} file"))
+    if folder.is_file() and folder.suffix != SUFFIX:
+        raise UserError(NoWeights(None, str(folder), f"it is no {SUFFIX} file"))
     if folder.is_file():
         return WeightFiles(folder, _headers([folder]))
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     indices = [name for name in names if name.endswith(INDEX)]
-    files = [name for name in names if name.endswith(ENDING)]
+    files = [name for name in names if name.endswith(SUFFIX)]
     for stem in PREFERRED:
         if f"{stem}{INDEX}" in indices:
             return _sharded(folder, f"{stem}{INDEX}")
-        if f"{stem}{ENDING}" in files:
-            return WeightFiles(folder, _headers([folder / f"{stem}{ENDING}"]))
+        if f"{stem}{SUFFIX}" in files:
+            return WeightFiles(folder, _headers([folder / f"{stem}{SUFFIX}"]))
     if len(indices) > 1 or (len(files) > 1 and not indices):
-        reason = f"it has {', '.join(indices or files)}, and none of them is {PREFERRED[0]}{ENDING}"
+        reason = f"it has {', '.join(indices or files)}, and none of them is {PREFERRED[0]}{SUFFIX}"
         raise UserError(NoWeights(None, str(folder), reason))
     if indices:
         return _sharded(folder, indices[0])
@@ -148,7 +148,7 @@ def write_weights(
     placed: dict[str, str] = {}
     written: list[Path] = []
     for number, shard in enumerate(shards, 1):
-        name = f"{stem}{ENDING}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ENDING}"
+        name = f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}"
         save_tensors({key: value(key).contiguous() for key in shard}, folder / name, {"format": "pt"})
         placed |= dict.fromkeys(shard, name)
         written.append(folder / name)

@@ -13,9 +13,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.dynamic_cp import in_dynamic_rounds
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Solution
+from arachnec.planning.formulate import problem_of, with_schedule
 
 
 @dataclass(frozen=True)
@@ -40,5 +38,4 @@ class ScheduleDynamicCp(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         schedule = in_dynamic_rounds(module, problem, self.tokens)
-        bound = lower_bound(problem)
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+        return with_schedule(module, cost, problem, schedule)

@@ -12,9 +12,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Duration, Pass
 from arachnec.planning.baselines.flexsp import DEFAULT_BUCKETS, DEFAULT_MICRO_BATCHES, solved
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Problem, Schedule, Solution
+from arachnec.planning.formulate import problem_of, with_schedule
+from arachnec.solver.problem import Problem, Schedule
 from arachnec.solver.static_layouts import best_one_degree
 
 DEFAULT_LIMIT = Duration(2000.0)  # what the default scheduler has
@@ -40,8 +39,7 @@ class ScheduleFlexsp(Pass):
         cost = CostModel(module)
         problem = problem_of(module, cost)
         schedule = self._schedule(problem)
-        bound = lower_bound(problem)
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+        return with_schedule(module, cost, problem, schedule)
 
     def _schedule(self, problem: Problem) -> Schedule:
         candidates = [best_one_degree(problem), *solved(problem, self.limit / 1e3, self.buckets, self.micro_batches)]

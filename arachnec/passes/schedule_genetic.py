@@ -12,9 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.genetic import ELITE, decode, evolve
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Solution
+from arachnec.planning.formulate import problem_of, with_schedule
 
 
 @dataclass(frozen=True)
@@ -33,5 +31,4 @@ class ScheduleGenetic(Pass):
         problem = problem_of(module, cost)
         best = evolve(problem, cost.cluster, max(0, self.generations), max(ELITE + 1, self.population), self.seed)
         schedule = decode(problem, cost.cluster, best)[0]
-        bound = lower_bound(problem)
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+        return with_schedule(module, cost, problem, schedule)

@@ -10,9 +10,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.knapformer import best_bags, cuts
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Solution
+from arachnec.planning.formulate import problem_of, with_schedule
 
 
 @dataclass(frozen=True)
@@ -51,5 +49,4 @@ class ScheduleKnapformer(Pass):
         if schedule is None:
             widest = max(job.choices[0].degree for job in problem.jobs)
             raise UserError(BagsTooSmall(None, written, widest))
-        bound = lower_bound(problem)
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+        return with_schedule(module, cost, problem, schedule)

@@ -13,9 +13,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.same_bucket import bucket_by_bucket
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Solution
+from arachnec.planning.formulate import problem_of, with_schedule
 
 
 @dataclass(frozen=True)
@@ -46,5 +44,4 @@ class ScheduleSameBucket(Pass):
             raise UserError(BadBucketDegree(None, self.degree, counted(world, "GPU"), world))
         problem = problem_of(module, cost)
         schedule = bucket_by_bucket(module, problem, self.degree)
-        bound = lower_bound(problem)
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+        return with_schedule(module, cost, problem, schedule)

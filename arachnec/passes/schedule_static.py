@@ -16,9 +16,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import Problem, Schedule, Solution
+from arachnec.planning.formulate import problem_of, with_schedule
+from arachnec.solver.problem import Problem, Schedule
 from arachnec.solver.static_layouts import at_least, best_one_degree, deal
 
 
@@ -51,10 +50,7 @@ class ScheduleStatic(Pass):
         if self.degree is not None and self.degree < 1:
             raise UserError(BadDegree(None, self.degree, counted(cost.cluster.world, "GPU"), cost.cluster.world))
         problem = problem_of(module, cost)
-        bound = lower_bound(problem)
-        schedule = self._schedule(problem)
-        proved = schedule.makespan(problem) <= bound
-        return scheduled(module, cost, problem, Solution(schedule, bound, bound, proved))
+        return with_schedule(module, cost, problem, self._schedule(problem))
 
     def _schedule(self, problem: Problem) -> Schedule:
         if self.policy == "data-parallel":

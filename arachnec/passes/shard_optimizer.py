@@ -71,13 +71,13 @@ def spread(module: Module) -> Module:
 
 
 def _sharded_stages(
-    module: Module, cluster: Cluster, parts: Sequence[Stage], each: int, degrees: tuple[int, ...] | None
+    module: Module, cluster: Cluster, parts: Sequence[Stage], per_rank: int, degrees: tuple[int, ...] | None
 ) -> Module:
     """Where the fullest rank of the pipeline would be crowded; its stages are taken to be as large as the largest."""
     everywhere = sum(gib(stage.attrs.get("state")) for stage in module.stages if stage not in parts)
-    if everywhere + each * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
+    if everywhere + per_rank * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
         return module
-    ranks = ranks_of_stages(cluster.world, len(parts), each, degrees)
+    ranks = ranks_of_stages(cluster.world, len(parts), per_rank, degrees)
     placed = [integers(part.attrs["place"]) if "place" in part.attrs else None for part in parts]
     counts = [count if place is None else len(place) for count, place in zip(ranks, placed, strict=True)]
     dealt = {part.name: _dealt_out(part, count) for part, count in zip(parts, counts, strict=True)}

@@ -31,14 +31,14 @@ class Joint:
     runs: Runs
     degree: int
     instance: PipelineInstance
-    found: FoundPlan
+    search: FoundPlan
     step: float
 
 
 def adaptis_stages(layers: CostedLayers, stage: Stage) -> tuple[Stage, ...]:
     """The stages of the best plan, each with its ``place``. Raises UserError where nothing fits."""
     plan = joint_plan(layers)
-    sizes, placement = plan.found.plan.sizes, plan.found.plan.placement
+    sizes, placement = plan.search.plan.sizes, plan.search.plan.placement
     parts = parts_of(stage, list(accumulate(sizes))[:-1])
     places = (plan.runs[run] for run in placement)
     return tuple(

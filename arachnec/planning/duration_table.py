@@ -224,8 +224,8 @@ class _Reader:
                 raise UserError(UnknownTableKey(self._span(key), key, where, suggestion, ", ".join(known)))
         return value
 
-    def _bad(self, where: str, found: Any, expected: str, near: str) -> UserError:
-        shown = "missing" if found is None else json.dumps(found) if not isinstance(found, str) else found
+    def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
+        shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
         return UserError(BadTable(self._span(near), where, shown[:80], expected))
 
     def _span(self, word: str) -> Span:

@@ -187,6 +187,12 @@ def scheduled(module: Module, cost: CostModel, problem: Problem, solution: Solut
     return _at_level_scheduled(module, cascades, solution, schedule.makespan(problem) / TICKS)
 
 
+def with_schedule(module: Module, cost: CostModel, problem: Problem, schedule: Schedule) -> Module:
+    """The module at level scheduled, of a schedule that was not searched for: the bound is the problem's own."""
+    bound = lower_bound(problem)
+    return scheduled(module, cost, problem, Solution(schedule, bound, bound, schedule.makespan(problem) <= bound))
+
+
 def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, tuple[float, float]]) -> Module:
     """The module at level scheduled, from the degree and the start and end in ms of every cascade by name.
 

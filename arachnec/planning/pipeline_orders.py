@@ -21,10 +21,10 @@ SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients
 
 @dataclass(frozen=True)
 class ScheduleForOtherStages(Diagnostic):
-    title: ClassVar[str] = "`{schedule}` puts {each} stages on every rank, and the model has {stages}"
-    help: ClassVar[str] = "give `stages` a p that {each} divides"
+    title: ClassVar[str] = "`{schedule}` puts {per_rank} stages on every rank, and the model has {stages}"
+    help: ClassVar[str] = "give `stages` a p that {per_rank} divides"
     schedule: str
-    each: int
+    per_rank: int
     stages: int
 
 
@@ -35,16 +35,16 @@ def stages_each(name: ScheduleName, v: int) -> int:
 
 def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     """Ranks of one pipeline. Raises UserError where its stages do not go on them evenly."""
-    each = stages_each(name, v)
-    if stages % each:
-        raise UserError(ScheduleForOtherStages(None, name, each, stages))
-    return stages // each
+    per_rank = stages_each(name, v)
+    if stages % per_rank:
+        raise UserError(ScheduleForOtherStages(None, name, per_rank, stages))
+    return stages // per_rank
 
 
-def ranks_of_stages(world: int, stages: int, each: int, degrees: Sequence[int] | None) -> tuple[int, ...]:
-    """How many ranks hold every stage: with ``each`` stages on a rank, or where they have ``degrees`` of their own."""
+def ranks_of_stages(world: int, stages: int, per_rank: int, degrees: Sequence[int] | None) -> tuple[int, ...]:
+    """How many ranks hold every stage: ``per_rank`` stages lie on a rank, or stages have ``degrees`` of their own."""
     if degrees is None or len(degrees) != stages:
-        return (world * each // stages,) * stages
+        return (world * per_rank // stages,) * stages
     return tuple(world // max(1, sum(degrees)) * degree for degree in degrees)
 
 

@@ -130,14 +130,14 @@ def _by_class(
     attentions: dict[int, ClassAttention] = {}
     reasons: list[tuple[str, str]] = []
     for kind, name in enumerate(blocks):
-        found, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
+        of_class, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
         reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]
-        if len(found) > 1:
+        if len(of_class) > 1:
             reasons.append((name, "has several attentions over the clip's tokens"))
-        elif found and attentions and found[0] != next(iter(attentions.values())):
+        elif of_class and attentions and of_class[0] != next(iter(attentions.values())):
             reasons.append((name, "has heads of another number or size than the first blocks"))
-        elif found:
-            attentions[kind] = found[0]
+        elif of_class:
+            attentions[kind] = of_class[0]
     return attentions, reasons
 
 
@@ -153,7 +153,7 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
     """The attentions over the clip's tokens, and for each other one its name and why it is dense."""
     types: dict[str, TensorType | None] = {item.name: item.type for item in graph.inputs}
     types |= {op.name: op.type for op in graph.ops}
-    found, reasons = [], []
+    attentions, reasons = [], []
     for op in graph.ops:
         if (
             op.target in SOFTMAXES
@@ -172,8 +172,8 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
         elif query is not None:
             heads, size = query.dims[-3], query.dims[-1]
             assert isinstance(heads, int) and isinstance(size, int)
-            found.append(ClassAttention(heads, size))
-    return found, reasons
+            attentions.append(ClassAttention(heads, size))
+    return attentions, reasons
 
 
 def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> Iterator[str]:

@@ -72,10 +72,10 @@ class CutOutside(Diagnostic):
 
 @dataclass(frozen=True)
 class CutsForOtherStages(Diagnostic):
-    title: ClassVar[str] = "{cuts} cuts make {made} stages, and p is {stages}"
+    title: ClassVar[str] = "{cuts} cuts make {cut} stages, and p is {stages}"
     help: ClassVar[str] = "give `cuts` or `p`"
     cuts: int
-    made: int
+    cut: int
     stages: int
 
 

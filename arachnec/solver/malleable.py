@@ -256,9 +256,9 @@ def _last_steps(chain: Chain, width: int, room: int) -> tuple[int, int]:
     """From which step of the chain on, counted over all runs, the rest fits; and its ticks."""
     at, ticks = sum(run.steps for run in chain.runs), 0
     for run in reversed(chain.runs):
-        each = run.at(width).ticks
-        fitting = min(run.steps, (room - ticks) // each)
-        at, ticks = at - fitting, ticks + fitting * each
+        step_ticks = run.at(width).ticks
+        fitting = min(run.steps, (room - ticks) // step_ticks)
+        at, ticks = at - fitting, ticks + fitting * step_ticks
         if fitting < run.steps:
             break
     return at, ticks

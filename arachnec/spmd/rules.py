@@ -112,7 +112,8 @@ def _table() -> dict[Any, Rule]:
         dropout: "dropout feature_dropout alpha_dropout",
         norm: "layer_norm rms_norm",
         reduction: "sum mean amax amin max min var std prod any all logsumexp linalg_vector_norm argmax argmin norm",
-        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod sort topk glu repeat_interleave",
+        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin diff sort topk glu "
+        "repeat_interleave",
         factory: "new_zeros new_ones new_empty new_full",
         attention.attention: "scaled_dot_product_attention",
         attention.matmul: "matmul bmm mm",

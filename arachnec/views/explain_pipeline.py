@@ -35,11 +35,11 @@ def _stage(module: Module, cost: CostModel, costs: Performance, name: str, ranks
     rank = max(ranks, key=lambda rank: stage_share(module, name, rank))
     own = stage_share(module, name, rank)
     others = [other for other, held in stages_of(module).items() if other != name and rank in held]
-    beside = f", beside {' and '.join(f'@{other}' for other in others)}" if others else ""
+    together = f", beside {' and '.join(f'@{other}' for other in others)}" if others else ""
     memory = machines(cost.cluster)[node_of(cost.cluster, rank)].memory
     who = "rank" if len(ranks) == 1 else "ranks"
     return (
-        f"@{name}, {blocks} on {who} {ranges(ranks)}{beside}: computes {ms(own)}; rank {rank} holds up to "
+        f"@{name}, {blocks} on {who} {ranges(ranks)}{together}: computes {ms(own)}; rank {rank} holds up to "
         f"{costs.memory[rank]:.3g} of {memory:.3g} GiB, sends for {ms(costs.communication[rank])} and waits "
         f"{ms(costs.bubble[rank])}, {100 * costs.bubble[rank] / costs.makespan:.1f} % of the time."
     )

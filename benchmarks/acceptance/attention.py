@@ -75,8 +75,8 @@ def in_blocks(given: list[Tensor], chunks: int, causal: bool) -> list[Tensor]:
     return [torch.cat(outs, 2), *grads]
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def relative(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
 
 
 def milliseconds(machine: Machine, run: Callable[[], Any]) -> float:

@@ -22,22 +22,22 @@ COMPILES_S = 60.0  # left, for torch.compile to be tried
 def rows(machine: Machine) -> Iterator[Row]:
     dtype = torch.float32 if machine.dry else torch.bfloat16
     models = speed.TINY if machine.dry else speed.MODELS
-    made = {}
+    cases = {}
     for model, (heads, width) in models.items():
-        made[model] = speed.captured_block(heads, 16 if machine.dry else 128, width, machine.device, dtype)
+        cases[model] = speed.captured_block(heads, 16 if machine.dry else 128, width, machine.device, dtype)
         for tokens in (24, 48) if machine.dry else LENGTHS:
             for form in ("eager", "ours"):
-                yield from measured(machine, model, made[model], tokens, form, dtype)
-    for model, block in made.items():
+                yield from measured(machine, model, cases[model], tokens, form, dtype)
+    for model, block in cases.items():
         for form in ("torch.compile", "ours + torch.compile"):
             if machine.left > COMPILES_S and not machine.dry:
                 yield from measured(machine, model, block, LENGTHS[-1], form, dtype)
 
 
 def measured(
-    machine: Machine, model: str, made: tuple[Any, Any], tokens: int, form: str, dtype: torch.dtype
+    machine: Machine, model: str, case: tuple[Any, Any], tokens: int, form: str, dtype: torch.dtype
 ) -> Iterator[Row]:
-    block, captured = made
+    block, captured = case
     torch._dynamo.reset()
     inputs = speed.inputs_of(captured, {B: 1, S: tokens, T: 16 if machine.dry else speed.CAPTION}, machine.device)
     forms = speed.forms(captured, block, machine.device)

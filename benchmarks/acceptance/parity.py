@@ -26,12 +26,12 @@ def rows(machine: Machine) -> Iterator[Row]:
     expected = machine.scratch / "expected.safetensors"
     parity.plain_loop(MODEL, parity.read_clips(CLIPS), expected, device=str(machine.device))
     for name, pipeline in plans(machine.gpus).items():
-        folder, found = machine.scratch / name, machine.scratch / f"{name}.safetensors"
+        folder, gradients = machine.scratch / name, machine.scratch / f"{name}.safetensors"
         parity.command("compile", MODEL, "--data", CLIPS, "--cluster", machine.cluster(machine.gpus), "-o", folder,
                        "--passes", pipeline, "--load", parity.PASSES)  # fmt: skip
         for dtype, limit in LIMITS.items():
-            parity.command("run", folder, "--steps", 1, "--save-gradients", found, "--dtype", dtype)
-            error, worst = parity.compare(expected, found)
+            parity.command("run", folder, "--steps", 1, "--save-gradients", gradients, "--dtype", dtype)
+            error, worst = parity.compare(expected, gradients)
             report = json.loads((folder / "run.json").read_text())
             row = {"plan": name, "ranks": machine.gpus, "dtype": dtype, "device": report["device"]}
             yield verdict({**row, "loss": report["steps"][-1]["loss"], "error": error, "worst": worst}, "error", limit)

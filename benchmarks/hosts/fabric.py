@@ -177,24 +177,24 @@ def hosts(fabric: Fabric) -> Iterator[Hosts]:
     Raises NoHosts where this machine does not let us make it.
     """
     _remove_orphans()
-    made = Hosts(fabric, f"{PREFIX}-{os.getpid()}")
+    machines = Hosts(fabric, f"{PREFIX}-{os.getpid()}")
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _exit) if main else None
     try:
         try:
-            _build(made)
+            _build(machines)
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
             reason = getattr(error, "stderr", None) or str(error)
             raise NoHosts(f"no network namespaces here: {reason.strip()}") from error
-        yield made
+        yield machines
     finally:
-        _remove(made.name)
+        _remove(machines.name)
         if main:
             signal.signal(signal.SIGTERM, before)
 
 
-def _build(made: Hosts) -> None:
-    fabric, switch = made.fabric, made.name
+def _build(machines: Hosts) -> None:
+    fabric, switch = machines.fabric, machines.name
     _namespace(switch)
     for rack in range(fabric.racks):
         _run("ip", "-n", switch, "link", "add", f"rack{rack}", "type", "bridge")

@@ -37,12 +37,12 @@ Links = dict[str, list[tuple[int, float]]]  # bytes and ms of messages, by pairs
 
 def links(repeats: int) -> Links:
     """Bytes and ms of messages that pairs of hosts send to each other, both ways and all pairs at once."""
-    found: Links = {}
+    rates: Links = {}
     for name, pairs in PAIRS.items():
         rank = dist.get_rank()
         peer = next((sum(pair) - rank for pair in pairs if rank in pair), None)
-        found[name] = [(size, _exchange(size, peer, repeats)) for size in SIZES]
-    return found
+        rates[name] = [(size, _exchange(size, peer, repeats)) for size in SIZES]
+    return rates
 
 
 def _exchange(size: int, peer: int | None, repeats: int) -> float:
@@ -73,7 +73,7 @@ def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.devic
     links are measured again.
     """
     trainers = {folder: Trainer(read_executable(folder), RunOptions(), device) for folder in folders}
-    found: dict[str, list[dict[str, float]]] = {str(folder): [] for folder in folders}
+    times: dict[str, list[dict[str, float]]] = {str(folder): [] for folder in folders}
     measured: list[Links] = []
     for number in range(rounds):
         measured.append(links(AGAIN))
@@ -82,10 +82,10 @@ def steps(rounds: int, fabric: str, folders: Sequence[Path], device: torch.devic
             report = trainer.step(number)
             after = _sent(fabric)
             sent = {f"rack {rack}": b - a for rack, (a, b) in enumerate(zip(before, after, strict=True))}
-            found[str(folder)].append({"ms": report.step_ms, "loss": report.loss, **sent})
+            times[str(folder)].append({"ms": report.step_ms, "loss": report.loss, **sent})
     for trainer in trainers.values():
         trainer.close()
-    return {"links": measured, "steps": found}
+    return {"links": measured, "steps": times}
 
 
 def _sent(fabric: str) -> list[int]:
@@ -99,12 +99,12 @@ def _sent(fabric: str) -> list[int]:
 def main(what: str, output: str, *arguments: str) -> None:
     def work(device: torch.device) -> None:
         if what == "links":
-            found: object = links(REPEATS)
+            measured: object = links(REPEATS)
         else:
             rounds, fabric, *folders = arguments
-            found = steps(int(rounds), fabric, [Path(folder) for folder in folders], device)
+            measured = steps(int(rounds), fabric, [Path(folder) for folder in folders], device)
         if dist.get_rank() == 0:
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(measured))
 
     as_rank(work, cpu=True)
 

@@ -112,7 +112,7 @@ def cases(
     def rope(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (norm_rope(x, weight, None, cos, sin),)
 
-    made = {
+    builders = {
         "norm, modulate": lambda name: case(
             name,
             (rows(), vector(*groups), vector(*groups)),
@@ -153,4 +153,4 @@ def cases(
         ),
     }
     for kernel in kernels:
-        yield made[kernel](kernel)
+        yield builders[kernel](kernel)

@@ -65,9 +65,9 @@ def without_gpu(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, 
                     print(f"{name:14} {layout:8} {hidden:6} | {e.registers:3}, {e.spilled:3} | {e.shared:6}, {e.warps:2} | {e.resident:2} | {e.instructions:4}, {e.barriers:2}, {e.access:2}", flush=True)  # fmt: skip  # noqa: E501
             name, kernel, call = calls[0]
             moved = getattr(bytes_of(tokens, hidden, layout, dtype)[case], f"{way}_bytes")
-            found = fraction_of_copy(compiled[name, specialisation(kernel, *call[1:])], work_of(kernel, call, tokens * (4 if layout == "batch 4" else 1), moved))  # fmt: skip  # noqa: E501
+            fraction = fraction_of_copy(compiled[name, specialisation(kernel, *call[1:])], work_of(kernel, call, tokens * (4 if layout == "batch 4" else 1), moved))  # fmt: skip  # noqa: E501
             row = {"kernel": case, "pass": way, "layout": layout, "tokens": tokens, "hidden": hidden}
-            estimates.append(row | {"bytes": moved, "estimated_of_copy": found})
+            estimates.append(row | {"bytes": moved, "estimated_of_copy": fraction})
     print("\nestimated, not measured (speed_model.py beside this): fraction of an H200's copy bandwidth; MB moved")
     for r in estimates:
         print(f"{r['kernel']:31} {r['pass']:8} {r['layout']:8} S {r['tokens']:6} H {r['hidden']:5} {r['estimated_of_copy']:6.1%} {r['bytes'] / 1e6:9.1f} MB")  # fmt: skip  # noqa: E501

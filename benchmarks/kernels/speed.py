@@ -59,13 +59,13 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="search the launches of the norm kernels instead")
     parser.add_argument("--output", type=Path, help="keep the results here as JSON")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
-    for found in on_gpu(arguments) if torch.cuda.is_available() else [without_gpu(arguments, DTYPES[arguments.dtype])]:
+    rows: dict[str, Any] = {}
+    for rows in on_gpu(arguments) if torch.cuda.is_available() else [without_gpu(arguments, DTYPES[arguments.dtype])]:
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    if found.get("wrong"):
-        sys.exit("wrong: " + "; ".join(found["wrong"]))
+            arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+    if rows.get("wrong"):
+        sys.exit("wrong: " + "; ".join(rows["wrong"]))
 
 
 def on_gpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -330,9 +330,9 @@ def search(case: Case, name: str, stopwatch: Stopwatch) -> tuple[Launch, float, 
             continue
         slots = row_launch.device_of(case.tensors[0]).multiprocessors * programs * (4 if name == "forward" else 1)
         option = replace(chosen, warps=warps, stages=stages, registers=registers, slots=slots)
-        found = timed(lambda _, option=option: option)
-        if found < best:
-            best, chosen = found, option
+        ms = timed(lambda _, option=option: option)
+        if ms < best:
+            best, chosen = ms, option
     return chosen, default, best
 
 

@@ -96,12 +96,12 @@ def measure(style: str, model: str | None) -> dict[str, object]:
             loss = bench.call(parity.plain_loop, file, parity.read_clips(data), expected)
             took, degrees = bench.call(steps_of, file, data, timeout=600.0)
             plan = PLAN if degrees is None else ALONE
-            ((found, gradients),) = bench.call(
+            ((planned, gradients),) = bench.call(
                 parity.run_plans, file, data, {"plan": plan}, folder, timeout=900.0
             ).values()
         except RuntimeError as error:
-            found, gradients, took = None, str(error), "-"
-        if found is None:
+            planned, gradients, took = None, str(error), "-"
+        if planned is None:
             refused = gradients.startswith("REFUSED ")
             said = parity.last_line(gradients.removeprefix("REFUSED "), refused)
             return {
@@ -118,7 +118,7 @@ def measure(style: str, model: str | None) -> dict[str, object]:
         "degrees": [1, 2, 3, 4] if degrees is None else degrees,
         "error": error,
         "worst": worst,
-        "loss": abs(found - loss) / abs(loss),
+        "loss": abs(planned - loss) / abs(loss),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
@@ -185,7 +185,7 @@ def main() -> int:
         if known is None:
             print(table([row]).splitlines()[-1], flush=True)
             if arguments.write:
-                write(kept | {each["name"]: each for each in rows}, wanted)
+                write(kept | {measured["name"]: measured for measured in rows}, wanted)
     bad = [row for row in rows if row["error"] is not None and not row["error"] <= parity.GRADIENT]
     return 1 if bad or any(str(row["took"]).startswith("failed") for row in rows) else 0
 

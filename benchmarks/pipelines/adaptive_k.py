@@ -64,16 +64,16 @@ def compile_plans(scratch: Path, mbit: float) -> list[Path]:
 
 def measure(mbit: float, steps: int) -> list[dict]:  # type: ignore[type-arg]
     with (
-        hosts(Fabric(racks=1, hosts=2, link_mbit=mbit, uplink_mbit=10 * mbit)) as made,
+        hosts(Fabric(racks=1, hosts=2, link_mbit=mbit, uplink_mbit=10 * mbit)) as machines,
         tempfile.TemporaryDirectory(prefix="arachnec-") as scratch,
     ):
         folders, output = compile_plans(Path(scratch), mbit), Path(scratch) / "rows.json"
         links = ",".join(str(speed) for speed in (mbit, mbit / 10, mbit))
         path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", WORKER, str(output), made.name, links, str(steps), *map(str, folders)]
-        made.run(command, environment={"PYTHONPATH": path}, timeout=1200.0)
-        found: list[dict] = json.loads(output.read_text())  # type: ignore[type-arg]
-        return found
+        command = [sys.executable, "-m", WORKER, str(output), machines.name, links, str(steps), *map(str, folders)]
+        machines.run(command, environment={"PYTHONPATH": path}, timeout=1200.0)
+        rows: list[dict] = json.loads(output.read_text())  # type: ignore[type-arg]
+        return rows
 
 
 def report(rows: list[dict], steps: int) -> None:  # type: ignore[type-arg]

@@ -23,7 +23,7 @@ from benchmarks.hosts.fabric import set_links
 def rows(fabric: str, links: Sequence[float], steps: int, folders: Sequence[Path], device: torch.device) -> list[dict]:  # type: ignore[type-arg]
     """Of every step of every executable its phase, its time and its grouping; in a phase links have one speed."""
     trainers = {folder.name: Trainer(read_executable(folder), RunOptions(), device) for folder in folders}
-    found = []
+    rows = []
     for phase, mbit in enumerate(links):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -33,19 +33,19 @@ def rows(fabric: str, links: Sequence[float], steps: int, folders: Sequence[Path
             for name, trainer in trainers.items():
                 took = trainer.step(step)
                 grouping = trainer.module.attrs.get("grouping", 1)
-                found.append({"plan": name, "phase": phase, "step": step, "ms": took.step_ms, "k": grouping,
+                rows.append({"plan": name, "phase": phase, "step": step, "ms": took.step_ms, "k": grouping,
                               "loss": took.loss, "planning_ms": took.exposed_planning_ms})  # fmt: skip
     for trainer in trainers.values():
         trainer.close()
-    return found
+    return rows
 
 
 def main(output: str, fabric: str, links: str, steps: str, *folders: str) -> None:
     def work(device: torch.device) -> None:
         speeds = [float(mbit) for mbit in links.split(",")]
-        found = rows(fabric, speeds, int(steps), [Path(folder) for folder in folders], device)
+        measured = rows(fabric, speeds, int(steps), [Path(folder) for folder in folders], device)
         if dist.get_rank() == 0:
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(measured))
 
     as_rank(work, cpu=True)
 

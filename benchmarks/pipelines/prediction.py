@@ -69,7 +69,7 @@ def plans(ranks: int) -> dict[str, str]:
     def dealt(cell: int, policy: str = "single") -> str:
         return f"shard-parameters{{cell={cell}}},partition{{policy={policy}}},annotate,schedule-z3{{budget=0ms}},{_END}"
 
-    found = {
+    pipelines = {
         "1f1b": staged(ranks, "1f1b"),
         "zb-h1": staged(ranks, "zb-h1"),
         "planned": staged(ranks, "planned"),
@@ -78,8 +78,8 @@ def plans(ranks: int) -> dict[str, str]:
         f"cells of {ranks}, filled": dealt(ranks, "equal-token"),
     }
     if ranks == 4:
-        found |= {"2 stages, 1f1b": staged(2, "1f1b"), "cells of 2": dealt(2)}
-    return found
+        pipelines |= {"2 stages, 1f1b": staged(2, "1f1b"), "cells of 2": dealt(2)}
+    return pipelines
 
 
 def write_plans(folder: Path, ranks: int) -> list[tuple[str, str, Module]]:
@@ -130,14 +130,14 @@ def main() -> None:
         kinds = json.loads((folder / "kinds.json").read_text())
         write_profile(fitted(measured, cluster), folder / "profile.json")
         recost = Recost(str(folder / "profile.json"))
-        found = [
+        rows = [
             row_of(mix, plan, simulate(recost.run(module)), every, spent)
             for (mix, plan, module), every, spent in zip(modules, times, kinds, strict=True)
         ]
         profile = msgspec.json.decode((folder / "profile.json").read_bytes())
-    show(found, options.ranks)
+    show(rows, options.ranks)
     if options.json is not None:
-        options.json.write_text(json.dumps({"plans": [asdict(row) for row in found], "profile": profile}, indent=1))
+        options.json.write_text(json.dumps({"plans": [asdict(row) for row in rows], "profile": profile}, indent=1))
 
 
 def row_of(mix: str, plan: str, simulation: Simulation, every: list[float], spent: dict[str, float]) -> Row:
@@ -150,20 +150,19 @@ def row_of(mix: str, plan: str, simulation: Simulation, every: list[float], spen
     return Row(mix, plan, simulation.iteration_ms, statistics.median(every), sorted(every), kinds)
 
 
-def show(found: list[Row], ranks: int) -> None:
+def show(rows: list[Row], ranks: int) -> None:
     print(f"{ranks} ranks; ms\n{'clips':10s} {'plan':22s} predicted  measured   error   spread")
-    for row in sorted(found, key=lambda row: row.measured):
+    for row in sorted(rows, key=lambda row: row.measured):
         spread = (row.every[-1] - row.every[0]) / row.measured
         print(
             f"{row.clips:10s} {row.plan:22s} {row.predicted:9.1f} {row.measured:9.1f} {row.error:+7.1%} {spread:8.1%}"
         )
         kinds = [f"{kind} {a:.0f}/{b:.0f}" for kind, (a, b) in row.kinds.items() if max(a, b) >= 1.0]
         print(f"{'':12s}{', '.join(kinds)}")
-    errors = [abs(row.error) for row in found]
-    tau = kendalltau([row.predicted for row in found], [row.measured for row in found]).statistic
+    errors = [abs(row.error) for row in rows]
+    tau = kendalltau([row.predicted for row in rows], [row.measured for row in rows]).statistic
     print(
-        f"{len(found)} plans: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, "
-        f"Kendall's tau {tau:.2f}"
+        f"{len(rows)} plans: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, Kendall's tau {tau:.2f}"
     )
 
 

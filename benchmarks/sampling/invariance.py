@@ -48,9 +48,9 @@ PLANS: dict[str, Mapping[str, Mapping[str, object]]] = {
 }
 
 
-def difference(found: torch.Tensor, reference: torch.Tensor) -> float:
+def difference(latents: torch.Tensor, reference: torch.Tensor) -> float:
     """The largest, relative to the largest number of the reference."""
-    return float((found - reference).abs().max() / reference.abs().max())
+    return float((latents - reference).abs().max() / reference.abs().max())
 
 
 def at_every_outcome(folder: Path, program: Module, switch: Switch) -> list[torch.Tensor]:
@@ -58,11 +58,11 @@ def at_every_outcome(folder: Path, program: Module, switch: Switch) -> list[torc
     told = run_ranks(len(program.programs), _every_outcome, folder, print_module(program), switch)
     latents: list[torch.Tensor | None] = [None] * (STEPS + 1)
     for rank in told:
-        for outcome, steps, found in rank:
+        for outcome, steps, produced in rank:
             assert steps == STEPS
-            latents[outcome] = torch.tensor(found)
-    assert all(found is not None for found in latents)
-    return [found for found in latents if found is not None]
+            latents[outcome] = torch.tensor(produced)
+    assert all(produced is not None for produced in latents)
+    return [produced for produced in latents if produced is not None]
 
 
 def _every_outcome(folder: Path, program: str, switch: Switch) -> list[tuple[int, int, list[object]]]:
@@ -96,8 +96,10 @@ def main() -> None:
         references = {str(request.id): expected(sampling, request) for request in REQUESTS}
         for plan, works in PLANS.items():
             program = lowered(partitioned(sampling, REQUESTS, WORLD), works)
-            latents = {id: found for id, (_, found) in run(folder, program, rule, REQUESTS).items()}
-            worst = max(difference(found, references[id]) for id, found in latents.items() if found is not None)
+            latents = {id: produced for id, (_, produced) in run(folder, program, rule, REQUESTS).items()}
+            worst = max(
+                difference(produced, references[id]) for id, produced in latents.items() if produced is not None
+            )
             rows.append({"what": plan, "relative_difference": worst})
             print(f"{plan:34} {worst:.1e}", flush=True)
         adaptive = Switch("adaptive", 0.1, least=0, most=STEPS)
@@ -105,9 +107,9 @@ def main() -> None:
         ranks = ((0,), (1,), (0, 1))
         program = lowered(module, {c.name: {"ranks": ranks[n % 3]} for n, c in enumerate(module.cascades)})
         worst = 0.0
-        for outcome, found in enumerate(at_every_outcome(folder, program, adaptive)):
+        for outcome, produced in enumerate(at_every_outcome(folder, program, adaptive)):
             fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
-            worst = max(worst, difference(found, expected(fixed, REQUESTS[0])))
+            worst = max(worst, difference(produced, expected(fixed, REQUESTS[0])))
         rows.append({"what": f"every K from 0 to {STEPS} through one program", "relative_difference": worst})
         print(f"{rows[-1]['what']:34} {worst:.1e}", flush=True)
     if len(sys.argv) > 1:

@@ -56,9 +56,9 @@ def iteration_ms(module: Module, pipeline: str) -> tuple[float, float]:
 def dsv_model(layers: int = 32, heads: int = 16, size: int = 128) -> Stage:
     """Per layer 4 S^2 h for attention, 28 h^2 S for products: attention 4, cross-attention 2, feed-forward 8, twice."""
     hidden = heads * size
-    pairs, each = 4 * hidden * layers / 1e12, 28 * hidden**2 * layers / 1e12
+    pairs, linear = 4 * hidden * layers / 1e12, 28 * hidden**2 * layers / 1e12
     params = 2_700_000_000
-    flops = Formula((Term(pairs, (("B", 1), ("S", 2))), Term(each, (("B", 1), ("S", 1)))), "TFLOP")
+    flops = Formula((Term(pairs, (("B", 1), ("S", 2))), Term(linear, (("B", 1), ("S", 1)))), "TFLOP")
     traffic = Formula((Term(4 * 2 * hidden * layers / 2**30, (("B", 1), ("S", 1))),), "GiB")
     attrs = Attributes.of(
         source="DSV", params=params, dtype="bf16", hidden=hidden, heads=heads, attentions=layers, flops=flops,

@@ -101,8 +101,8 @@ def started(build: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def steps_in(log: Path) -> list[tuple[int, float]]:
-    found = (STEP.match(line) for line in log.read_text(errors="replace").splitlines())
-    return [(int(match[1]), float(match[2])) for match in found if match]
+    matches = (STEP.match(line) for line in log.read_text(errors="replace").splitlines())
+    return [(int(match[1]), float(match[2])) for match in matches if match]
 
 
 def rank_process(job: int, rank: int) -> int:

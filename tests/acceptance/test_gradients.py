@@ -45,8 +45,8 @@ def test_gradients_saved_by_the_command_line_equal_those_of_a_plain_loop(
     passes = ["--passes", parity.PLANS["mixed"], "--load", str(HERE / "passes.py")]
     parity.command("compile", file, "--data", CLIPS, "--cluster", "4:cpu", "-o", build, *passes)
     parity.command("run", build, "--ranks", 4, "--steps", 1, "--save-gradients", gradients)
-    found = json.loads((build / "run.json").read_text())["steps"][-1]["loss"]
-    assert_equal(expected, gradients, loss, found)
+    actual = json.loads((build / "run.json").read_text())["steps"][-1]["loss"]
+    assert_equal(expected, gradients, loss, actual)
     assert degrees_of(build) == parity.DEGREES["mixed"]
 
 
@@ -54,16 +54,16 @@ def test_gradients_saved_by_ranks_that_were_forked_equal_those_of_a_plain_loop(t
     """Another model and plan, as benchmarks/gradient_parity.py runs them: traced once, not by every rank."""
     file = HERE / "models" / "wan.py"
     loss, expected = in_a_process_of_its_own(LOOP, file, tmp_path)
-    found, gradients = in_a_process_of_its_own(PLAN, file, tmp_path, "skewed")
-    assert found is not None, gradients
-    assert_equal(expected, gradients, loss, found)
+    actual, gradients = in_a_process_of_its_own(PLAN, file, tmp_path, "skewed")
+    assert actual is not None, gradients
+    assert_equal(expected, gradients, loss, actual)
     assert degrees_of(tmp_path / "skewed") == parity.DEGREES["skewed"]
 
 
-def assert_equal(expected: str, gradients: str | Path, loss: float, found: float) -> None:
+def assert_equal(expected: str, gradients: str | Path, loss: float, actual: float) -> None:
     error, worst = parity.compare(Path(expected), Path(gradients))
     assert error <= parity.GRADIENT, worst
-    assert abs(found - loss) <= parity.LOSS * abs(loss)
+    assert abs(actual - loss) <= parity.LOSS * abs(loss)
 
 
 def degrees_of(build: Path) -> set[int]:

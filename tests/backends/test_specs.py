@@ -57,8 +57,8 @@ def spec(kind: str) -> tuple[TensorSpec, Encoder]:
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", 0), ("item", 1), ("list", 1), ("select", 1)])
 def test_only_an_encoder_that_looks_at_values_is_run(kind: str, runs: int) -> None:
-    found, encoder = spec(kind)
-    assert found == TensorSpec((2, 3, 4), torch.float32)
+    specs, encoder = spec(kind)
+    assert specs == TensorSpec((2, 3, 4), torch.float32)
     assert encoder.real == runs
 
 

@@ -34,8 +34,8 @@ def refusal(text: str) -> UserError:
 def test_a_pipeline_is_refused_with_the_cascades_that_cannot_run(name: str, expected: set[str]) -> None:
     error = refusal((CHECKED / f"{name}.cascade").read_text())
     said = "\n".join(map(render, error.diagnostics))
-    for each in expected:
-        assert f"`{each}" in said
+    for line in expected:
+        assert f"`{line}" in said
     assert "takes `encode` of encode, `forward` of train" in said
     assert len([d for d in error.diagnostics if isinstance(d, SeveralTrainedStages)]) == 1
 

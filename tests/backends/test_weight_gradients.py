@@ -49,6 +49,6 @@ def test_the_two_halves_are_the_whole_backward_and_compute_every_product_once() 
     assert model.twice.weight.grad is None
     assert model.norm.weight.grad is not None
     assert flops(deferred.run) == 3 * product == whole - 4 * product
-    found = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+    gradients = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-15, msg=name)
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-15, msg=name)

@@ -199,9 +199,9 @@ def test_the_drivers_library_is_asked_where_it_answers(
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(["cluster", "detect"]) == 0
-    found = capsys.readouterr().out
-    assert 'device = "h200-141g"' in found
-    assert "gpus = 2" in found
+    printed = capsys.readouterr().out
+    assert 'device = "h200-141g"' in printed
+    assert "gpus = 2" in printed
 
 
 def test_every_known_device_has_a_short_form() -> None:

@@ -115,11 +115,11 @@ def test_a_rack_needs_its_uplink_and_the_other_way_round(text: str, expected: st
     file.write_text(f'nodes = 4\ngpus = 1\ndevice = "cpu"\n{text}')
     with pytest.raises(UserError) as caught:
         parse_cluster(file)
-    assert [expected in render(each) for each in caught.value.diagnostics] == [True]
+    assert [expected in render(problem) for problem in caught.value.diagnostics] == [True]
 
 
 def test_a_rack_of_nothing_is_refused_by_the_verifier_too() -> None:
     cluster = racks()
     broken = replace(cluster, attrs=cluster.attrs.updated(rack=0))
     module = Module("m", Level.TRACED, broken)
-    assert ["rack = 0" in render(each) for each in verify(module)] == [True]
+    assert ["rack = 0" in render(problem) for problem in verify(module)] == [True]

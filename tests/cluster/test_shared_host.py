@@ -56,4 +56,4 @@ def test_a_host_is_a_speed_and_in_mixed_nodes_that_of_the_device(tmp_path: Path)
         file.write_text(text)
         with pytest.raises(UserError) as caught:
             parse_cluster(file)
-        assert [expected in render(each) for each in caught.value.diagnostics] == [True]
+        assert [expected in render(problem) for problem in caught.value.diagnostics] == [True]

@@ -15,10 +15,10 @@ def test_the_explanation_of_a_plan_reads_as_expected(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     assert run(["explain", str(HERE / "plan.cascade"), "--no-what-if"]) == 0
-    found, expect = capsys.readouterr().out, HERE / "plan.expect"
+    printed, expect = capsys.readouterr().out, HERE / "plan.expect"
     if request.config.getoption("--update-golden"):
-        expect.write_text(found, encoding="utf-8")
-    assert found == expect.read_text(encoding="utf-8")
+        expect.write_text(printed, encoding="utf-8")
+    assert printed == expect.read_text(encoding="utf-8")
 
 
 def test_what_would_change_a_plan_is_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,11 +347,11 @@ def test_an_option_of_run_that_cannot_be(
 
 @pytest.mark.parametrize("found", [0, 1])
 def test_gpus_to_profile_that_this_machine_does_not_have(
-    found: int, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    devices: int, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
     said = refused("profile", "model.py", "--data", "clips.jsonl", "--cluster", "2:h100", "-o", "profile.json")
-    assert f"this machine: {found}; needed are 2 x h100-80g" in said
+    assert f"this machine: {devices}; needed are 2 x h100-80g" in said
 
 
 @pytest.mark.parametrize(

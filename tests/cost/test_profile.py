@@ -55,22 +55,22 @@ SHARED = [shared(100, 9, 1e5), shared(1000, 9, 1e6), shared(5000, 13, 5e6)]
 
 def profile(path: Path) -> Profile:
     end = Synchronisation("dit", 4, 4_000_000, reduce_ms=12.0, step_ms=7.0)
-    made = fit_profile(
+    fitted = fit_profile(
         [("dit", "forward", ALONE + SHARED), ("dit", "backward", ALONE)],
         machine="m",
         device="cpu",
         synchronisation=[end],
     )
-    write_profile(made, path)
-    assert read_profile(path) == made
-    return made
+    write_profile(fitted, path)
+    assert read_profile(path) == fitted
+    return fitted
 
 
 def test_a_clip_costs_something_beside_its_tokens_and_a_call_something_beside_its_clips() -> None:
-    found = fit(ALONE)
-    assert found.coefficients["B"] == pytest.approx(3.0, rel=1e-6)
-    assert found.coefficients["1"] == pytest.approx(10.0, rel=1e-6)
-    assert formula_of(found.coefficients)(B=3, S=700, T=20) == pytest.approx(alone(3, 700).ms)
+    curve = fit(ALONE)
+    assert curve.coefficients["B"] == pytest.approx(3.0, rel=1e-6)
+    assert curve.coefficients["1"] == pytest.approx(10.0, rel=1e-6)
+    assert formula_of(curve.coefficients)(B=3, S=700, T=20) == pytest.approx(alone(3, 700).ms)
 
 
 def encoded(ms: float, tokens: int, caption: int, batch: int = 1, /, **sizes: int) -> Measurement:
@@ -102,31 +102,31 @@ def test_a_clip_takes_what_was_measured_of_clips_equal_in_all_that_decides() -> 
     batch = encoded(300, 12, 15, 4, frames=1, width=64)
     again = encoded(12, 12, 99, frames=1, width=64)
     padded = [encoded(3, 12, 15), encoded(5, 420, 70)]
-    made = fit_profile(
+    fitted = fit_profile(
         [("vae", "forward", [*PIXELS, batch, again]), ("text", "forward", padded), ("dit", "forward", ALONE)],
         machine="m",
         device="cpu",
     )
     clip = {"frames": 1, "height": 48, "width": 64, "text": 30}
-    assert find_clip_time(made, "vae", clip) == pytest.approx(11)
-    assert find_clip_time(made, "vae", clip | {"width": 96}) is None
-    assert find_clip_time(made, "text", clip | {"width": 96}) == pytest.approx(4)
-    assert find_clip_time(made, "dit", clip) is None
+    assert find_clip_time(fitted, "vae", clip) == pytest.approx(11)
+    assert find_clip_time(fitted, "vae", clip | {"width": 96}) is None
+    assert find_clip_time(fitted, "text", clip | {"width": 96}) == pytest.approx(4)
+    assert find_clip_time(fitted, "dit", clip) is None
 
 
 def test_what_ranks_that_share_a_clip_take_beyond_their_part_and_their_messages_is_undivided() -> None:
     alone = encoded(100, 60, 61, frames=17)
     shared = Measurement(1, 60, 61, 2, 62.0, messages=100.0, moved=1e6, sizes={"frames": 17})
     links = LinkProfile(latency=10.0, intra=1.0)  # 1 ms for the messages, 1 ms for the bytes
-    made = fit_profile([("vae", "forward", [alone, shared])], machine="m", device="cpu", links=links)
-    assert made.links == links  # an encoder says nothing of them
-    assert find_undivided(made, "vae") == pytest.approx(2 * (0.6 - 0.5))
-    assert find_undivided(made, "text") is None
+    fitted = fit_profile([("vae", "forward", [alone, shared])], machine="m", device="cpu", links=links)
+    assert fitted.links == links  # an encoder says nothing of them
+    assert find_undivided(fitted, "vae") == pytest.approx(2 * (0.6 - 0.5))
+    assert find_undivided(fitted, "text") is None
 
 
 def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:
-    made = fit_profile([("vae", "forward", PIXELS), ("dit", "forward", ALONE)], machine="m", device="cpu")
-    content = msgspec.json.decode(msgspec.json.encode(made))
+    fitted = fit_profile([("vae", "forward", PIXELS), ("dit", "forward", ALONE)], machine="m", device="cpu")
+    content = msgspec.json.decode(msgspec.json.encode(fitted))
     for stage in content["stages"]:
         for row in stage["measurements"]:
             del row["sizes"]
@@ -137,11 +137,11 @@ def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:
 
 
 def test_the_links_are_what_cascades_on_several_ranks_took_beyond_their_computing(tmp_path: Path) -> None:
-    made = profile(tmp_path / "p.json")
-    assert made.links is not None
-    assert made.links.latency == pytest.approx(ALPHA * 1e3)
-    assert made.links.intra == pytest.approx(BETA * 1e-6)
-    forward = made.stages[0].fit
+    loaded = profile(tmp_path / "p.json")
+    assert loaded.links is not None
+    assert loaded.links.latency == pytest.approx(ALPHA * 1e3)
+    assert loaded.links.intra == pytest.approx(BETA * 1e-6)
+    forward = loaded.stages[0].fit
     assert forward.residuals == pytest.approx([0.0] * 9, abs=1e-6)
     assert forward.held_out is not None
 
@@ -195,22 +195,24 @@ ONE_SHAPE = [alone(1, 300), alone(4, 300), alone(2, 300)]
 
 
 def test_clips_of_one_shape_are_costed_as_measured(tmp_path: Path) -> None:
-    made = fit_profile([("dit", "forward", ONE_SHAPE), ("dit", "backward", ONE_SHAPE)], machine="m", device="cpu")
-    for entry in made.stages:
+    fitted = fit_profile([("dit", "forward", ONE_SHAPE), ("dit", "backward", ONE_SHAPE)], machine="m", device="cpu")
+    for entry in fitted.stages:
         assert only_length(entry) == 300
         assert entry.fit.residuals == pytest.approx([0.0] * 3, abs=1e-6)
     assert only_length(profile(tmp_path / "p.json").stages[0]) is None
-    assert exponent_of(made, "dit") is None
+    assert exponent_of(fitted, "dit") is None
 
 
 def test_messages_of_one_size_leave_the_bandwidth_to_plain_messages() -> None:
     runs = [*ONE_SHAPE, shared(300, 9, 3e5), shared(300, 9, 3e5), shared(300, 9, 3e5)]
     plain = LinkProfile(latency=40.0, intra=1.5)
-    made = fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu", links=plain)
-    assert made.links is not None
-    assert made.links.intra == 1.5
-    beyond = runs[3].ms - predict(made.stages[0].fit.coefficients, runs[3])
-    assert made.links.latency == pytest.approx((beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6)  # the rest is the messages'
+    fitted = fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu", links=plain)
+    assert fitted.links is not None
+    assert fitted.links.intra == 1.5
+    beyond = runs[3].ms - predict(fitted.stages[0].fit.coefficients, runs[3])
+    assert fitted.links.latency == pytest.approx(
+        (beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6
+    )  # the rest is the messages'
 
 
 def test_a_collective_has_its_latency_from_the_small_layer_and_its_speed_from_what_the_large_one_takes_beyond() -> None:

@@ -69,15 +69,15 @@ def test_a_cascade_holds_what_a_walk_through_forward_and_backward_finds(
 ) -> None:
     inputs, work, again = 1e-5, 2e-4, max(saves) + 1e-5
     cost = model(
-        sum(saves) + BLOCKS * inputs + head, spared=tuple((1, per_token(each, "GiB")) for each in saves),
+        sum(saves) + BLOCKS * inputs + head, spared=tuple((1, per_token(saved, "GiB")) for saved in saves),
         saved_recompute=per_token(BLOCKS * inputs + again + head, "GiB"), recomputing=per_token(again, "GiB"),
         shell=per_token(head, "GiB"), head=(per_token(head, "GiB"), per_token(head + running, "GiB")),
         workspace=per_token(work, "GiB"),
     )  # fmt: skip
-    kept = [inputs if i < recomputed else inputs + each for i, each in enumerate(saves)]
+    kept = [inputs if i < recomputed else inputs + saved for i, saved in enumerate(saves)]
     most = sum(kept) / degree + max(head + running, head + work / degree)
-    for i, each in enumerate(saves):  # the backward has freed the blocks behind
-        whole = max(each + inputs, again) if i < recomputed else kept[i]
+    for i, saved in enumerate(saves):  # the backward has freed the blocks behind
+        whole = max(saved + inputs, again) if i < recomputed else kept[i]
         most = max(most, (sum(kept[:i]) + whole + work) / degree)
     counted = cost.memory(clip(), degree, recomputed)
     assert counted >= 24_000 * most - 1e-6

@@ -30,8 +30,8 @@ PAIRS, EACH = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))
 EVEN = ((0.1,) * 4,) * 2
 
 
-def formula(unit: str, pairs: float, each: float = 0.0, fixed: float = 0.0) -> Formula:
-    return Formula((Term(pairs, PAIRS), Term(each, EACH), Term(fixed)), unit)
+def formula(unit: str, pairs: float, linear: float = 0.0, fixed: float = 0.0) -> Formula:
+    return Formula((Term(pairs, PAIRS), Term(linear, EACH), Term(fixed)), unit)
 
 
 def stage(densities: tuple[tuple[float, ...], ...] = EVEN, **changed: Value | None) -> Stage:

@@ -110,8 +110,8 @@ def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path
     shard = tmp_path / "shard-0.tar"
     with tarfile.open(shard, "w") as tar:
         for name in ("first", "second"):
-            for ending, data in (("json", b'{"frames": 5, "height": 16, "width": 32}'), ("txt", b"a cat" * 400)):
-                member = tarfile.TarInfo(f"{name}.{ending}")
+            for suffix, data in (("json", b'{"frames": 5, "height": 16, "width": 32}'), ("txt", b"a cat" * 400)):
+                member = tarfile.TarInfo(f"{name}.{suffix}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
 

@@ -56,8 +56,8 @@ MISTAKES = [
     ({**ROW, "guidance": float("nan")}, "`guidance` is nan", "correct `guidance`"),
     ({**ROW, "seed": -1}, "`seed` is -1", "the smallest `seed` is 0"),
     ({**ROW, "id": "a/b"}, "`id` is 'a/b'", "letters, digits"),
-    ({"frames": 5, "height": 8, "width": 8}, "the clip has no `caption`", "add `caption`, or `text_tokens`"),
-    ({"caption": "x", "frames": 5, "height": 8}, "the clip has no `width`", "in pixels"),
+    ({"frames": 5, "height": 8, "width": 8}, "the request has no `text_tokens`", "add `caption`, or `text_tokens`"),
+    ({"caption": "x", "frames": 5, "height": 8}, "the request has no `width`", "in pixels"),
 ]
 
 
@@ -72,6 +72,13 @@ def test_a_mistake_is_told_at_its_row_with_a_remedy(
     assert title in message
     assert f"{path}:2:" in message
     assert remedy in message
+
+
+def test_a_mistake_points_at_the_key_as_it_is_written(tmp_path: Path) -> None:
+    path = written(tmp_path, {"frames": 5, "height": 8, "width": 8, "prompt": 3})
+    with pytest.raises(UserError, match="`caption` is 3, expected a string") as caught:
+        read_requests(path)
+    assert f"{path}:1:40" in render(caught.value.diagnostics[0])
 
 
 def test_ids_differ_and_there_is_at_least_one_request(tmp_path: Path) -> None:

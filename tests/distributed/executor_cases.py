@@ -382,20 +382,20 @@ def plain_loop(
     torch.manual_seed(seed)
     encoders = model_file.encoders() if model_file.encoders else {}
     total = 0.0
-    for each in clips:
+    for clip_shape in clips:
         with torch.no_grad():
-            encoded = {name: encoder(encoder.load(each, "cpu")) for name, encoder in encoders.items()}
-        given = replace(each, encoded=encoded)
-        kwargs, target = model_file.sample(given, clip_generator(seed, step, each.id))
+            encoded = {name: encoder(encoder.load(clip_shape, "cpu")) for name, encoder in encoders.items()}
+        given = replace(clip_shape, encoded=encoded)
+        kwargs, target = model_file.sample(given, clip_generator(seed, step, clip_shape.id))
         loss = model_file.loss(model(**kwargs), target) / len(clips)
         loss.backward()
         total += float(loss.detach())
     return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def assert_same_gradients(found: Path, expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same_gradients(saved: Path, expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
     """Every tensor within ``tolerance`` of its own norm, or of a thousandth of the whole gradient's norm."""
-    gradients = load_file(found)
+    gradients = load_file(saved)
     assert set(gradients) == set(expected)
     whole = math.sqrt(sum(float(value.double().norm()) ** 2 for value in expected.values()))
     for name, value in expected.items():

@@ -138,11 +138,11 @@ class _Dispatch(TorchDispatchMode):
         if name == "aten::_to_copy" and there and not given:
             return DEVICE.tensor(args[0].to(kwargs.get("dtype")))
         with _LOCK, DEVICE.mode:  # a mode counts who is inside, not by thread
-            made = func(*args, **kwargs)
-        for value in _pytree.tree_leaves(made):
+            result = func(*args, **kwargs)
+        for value in _pytree.tree_leaves(result):
             if isinstance(value, FakeTensor) and value.device.type == NAME:
                 DEVICE.memory.add(value)
-        return made
+        return result
 
 
 def _crosses(name: str, args: Any, kwargs: Mapping[str, Any], given: list[FakeTensor]) -> bool:
@@ -172,9 +172,9 @@ class FakeDevice:
     def tensor(self, like: Tensor) -> FakeTensor:
         """A tensor of this shape on the device; may be called from any thread."""
         value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        made = FakeTensor(self.mode, value, self.device)
-        self.memory.add(made)
-        return made
+        fake = FakeTensor(self.mode, value, self.device)
+        self.memory.add(fake)
+        return fake
 
     def move(self, model: nn.Module) -> None:
         """A model's parameters and buffers, from wherever they are."""

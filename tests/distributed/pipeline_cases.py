@@ -71,12 +71,12 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
     """What ``trace`` says of the parts of a stage, made up: the paths of each block class, in order."""
     paths = [path for members in classes.values() for path in members]
     numbers = tuple(number for number, members in enumerate(classes.values()) for _ in members)
-    each = (gib,) * len(classes)
+    per_class = (gib,) * len(classes)
     return Attributes.of(
         layers=tuple((path, 1000) for path in paths), layer_params=(1000,) * len(paths), classes=numbers,
         blocks=tuple((Symbol(name), len(members)) for name, members in classes.items()),
-        block_flops=(TFLOP,) * len(classes), block_saved=each, block_inputs=each, block_shared=each,
-        block_workspace=each, block_traffic=each, block_attentions=(1,) * len(classes),
+        block_flops=(TFLOP,) * len(classes), block_saved=per_class, block_inputs=per_class, block_shared=per_class,
+        block_workspace=per_class, block_traffic=per_class, block_attentions=(1,) * len(classes),
         block_heads=(3,) * len(classes), end_params=((84, 84), (24, 24)), end_flops=(TFLOP, TFLOP),
         end_saved=(gib, gib), cuts=((len(paths) - 1, gib),),
     )  # fmt: skip

@@ -116,9 +116,9 @@ def test_the_check_finds_what_is_missing_and_what_is_unknown(name: str, path: tu
         table = table[key]
     del table[path[-1]]
     table["other"] = 1
-    found = list(problems(manifest, KINDS[manifest["kind"]]))
-    assert told in found
-    assert any(problem.endswith(".other is unknown") for problem in found)
+    errors = list(problems(manifest, KINDS[manifest["kind"]]))
+    assert told in errors
+    assert any(problem.endswith(".other is unknown") for problem in errors)
 
 
 def test_the_jobset_says_one_number_of_hosts_and_reaches_its_first_pod() -> None:

@@ -70,5 +70,5 @@ def plan(nodes: int, gpus: int, clips: int, seed: int, pipeline: str = PIPELINES
 
 def _tokens(rng: random.Random) -> int:
     share = rng.random()
-    each = next(tokens for limit, tokens in LATENT if share < limit)
-    return each * ((rng.choice(FRAMES) - 1) // 4 + 1) if each else rng.choice((1024, 1560, 3600))
+    per_frame = next(tokens for limit, tokens in LATENT if share < limit)
+    return per_frame * ((rng.choice(FRAMES) - 1) // 4 + 1) if per_frame else rng.choice((1024, 1560, 3600))

@@ -82,7 +82,7 @@ def test_fuse_stands_in_a_pipeline_by_its_name() -> None:
 
 
 def block(*ops: tuple[str, str, tuple[str, ...], TensorType, dict[str, object]]) -> Graph:
-    made = tuple(
+    nodes = tuple(
         GraphOp(name, f"aten.{target}", operands, kind, Attributes.of(**attrs))  # type: ignore[arg-type]
         for name, target, operands, kind, attrs in ops
     )
@@ -91,7 +91,7 @@ def block(*ops: tuple[str, str, tuple[str, ...], TensorType, dict[str, object]])
         for name, kind in (("x", ROWS), ("r", ROWS), ("s", VECTOR), ("b", VECTOR), ("g", VECTOR),
                            ("c", TensorType("f32", (64,))))
     )  # fmt: skip
-    return Graph("Block", inputs, made, (made[-1].name,))
+    return Graph("Block", inputs, nodes, (nodes[-1].name,))
 
 
 NORM = ("n", "layer_norm.default", ("x",), ROWS, {"normalized_shape": (64,), "eps": 1e-6})
@@ -315,12 +315,12 @@ def test_a_norm_wider_than_the_kernels_rows_is_generated() -> None:
     from arachnec.kernels.rowwise.row_launch import LARGEST_ROW
 
     assert WIDEST == LARGEST_ROW
-    wide, each = TensorType("f32", ("B", "S", 8448)), TensorType("f32", ("B", 1, 8448))
+    wide, row = TensorType("f32", ("B", "S", 8448)), TensorType("f32", ("B", 1, 8448))
     graph = block(
         ("n", "layer_norm.default", ("x",), wide, {"normalized_shape": (8448,), "eps": 1e-6}),
-        ("f", "add.Tensor", ("a",), each, {"other": 1}), ("y", "mul.Tensor", ("n", "f"), wide, {}),
+        ("f", "add.Tensor", ("a",), row, {"other": 1}), ("y", "mul.Tensor", ("n", "f"), wide, {}),
     )  # fmt: skip
-    graph = replace(graph, inputs=(GraphInput("x", wide), GraphInput("a", each)))
+    graph = replace(graph, inputs=(GraphInput("x", wide), GraphInput("a", row)))
     assert kernels(graph) == ["generated"]
 
 

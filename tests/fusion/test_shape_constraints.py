@@ -11,10 +11,10 @@ B, S, N0 = (sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S
 
 
 def graph(inputs, *ops):
-    made = tuple(
+    nodes = tuple(
         GraphOp(name, target, operands, TensorType("f32", dims), Attributes()) for name, target, operands, dims in ops
     )
-    return Graph("g", tuple(GraphInput(n, TensorType("f32", d)) for n, d in inputs.items()), made, (ops[-1][0],))
+    return Graph("g", tuple(GraphInput(n, TensorType("f32", d)) for n, d in inputs.items()), nodes, (ops[-1][0],))
 
 
 def test_a_sum_makes_two_sizes_one():

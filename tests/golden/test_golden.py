@@ -33,11 +33,11 @@ def opt(case: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_opt_prints_what_is_expected(case: str, request: pytest.FixtureRequest) -> None:
-    found, expect = opt(case), HERE / f"{case}.expect"
+    printed, expect = opt(case), HERE / f"{case}.expect"
     if request.config.getoption("--update-golden"):
-        expect.write_text(found, encoding="utf-8")
+        expect.write_text(printed, encoding="utf-8")
     assert expect.is_file(), f"{case}.expect is missing: run pytest tests/golden --update-golden and read it"
-    assert found == expect.read_text(encoding="utf-8")
+    assert printed == expect.read_text(encoding="utf-8")
 
 
 def test_no_expectation_stands_alone() -> None:

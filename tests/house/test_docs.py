@@ -83,9 +83,9 @@ def made_by_following(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    made = made_by_following(page)
+    followed = made_by_following(page)
     for path in PATH.findall(prose(page)):
-        ours = any(own == path or own.startswith(f"{path}/") for own in made)
+        ours = any(own == path or own.startswith(f"{path}/") for own in followed)
         assert ours or (ROOT / path).exists() or Path(path).stem in READERS_OWN, f"{page.name} speaks of {path}"
 
 
@@ -100,12 +100,12 @@ def test_every_python_file_that_a_page_names_is_one_of_ours(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_module_that_a_page_names_is_there(page: Path) -> None:
-    made = {path.removesuffix(".py").replace("/", ".") for path in made_by_following(page)}
+    followed = {path.removesuffix(".py").replace("/", ".") for path in made_by_following(page)}
     known = modules()
     folders = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
-    for name in set(NAME.findall(page.read_text(encoding="utf-8"))) - made - folders - set(known):
+    for name in set(NAME.findall(page.read_text(encoding="utf-8"))) - followed - folders - set(known):
         module, _, attribute = name.rpartition(".")
-        assert module in made | folders | set(known), f"{page.name} speaks of {name}"
+        assert module in followed | folders | set(known), f"{page.name} speaks of {name}"
         if module in known:
             source = known[module].read_text(encoding="utf-8")
             assert re.search(rf"\b{attribute}\b", source), f"{page.name} speaks of {name}"
@@ -128,8 +128,8 @@ def test_every_command_that_a_page_types_is_there_with_its_options(page: Path) -
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     text = prose(page)
     for pattern, better in DIALECT.items():
-        found = re.search(pattern, text, re.IGNORECASE)
-        assert not found, f"{page.name} says {found[0]!r}: say {better}"
+        match = re.search(pattern, text, re.IGNORECASE)
+        assert not match, f"{page.name} says {match[0]!r}: say {better}"
 
 
 def test_the_drawing_of_the_house_is_the_house() -> None:

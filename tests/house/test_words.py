@@ -1,6 +1,9 @@
 """The field's words in the code, its comments and its texts: what this project once called otherwise stays renamed."""
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,14 @@ DIALECT = {
     r"(?:data )?sheets?": "device specs",
     r"sums? of (?:the )?gradients?|gradient sums?": "gradient all-reduce, or synchronisation",
 }
+# Names that say that there is something, and not what.
+SAY_NOTHING = {"found", "made", "each", "thing", "things"}
+BOUND = re.compile(rf"\b(?:{'|'.join(SAY_NOTHING)})\b\s*(?:=|:|,|\)|\(|in\b)")  # or a word of a sentence
+
+
+@cache
+def spoken_by(path: Path) -> str:
+    return words(path.read_text(encoding="utf-8"))
 
 
 def words(text: str) -> str:
@@ -33,7 +44,7 @@ def test_the_code_uses_the_words_of_the_field(dialect: str) -> None:
         f"{path.relative_to(ROOT)} says `{match[0]}`: say {DIALECT[dialect]}"
         for path in SOURCES
         if path.parent != ROOT / "tests" / "house"
-        for match in pattern.finditer(words(path.read_text(encoding="utf-8")))
+        for match in pattern.finditer(spoken_by(path))
     ]
     assert not spoken, "\n".join(spoken)
 
@@ -50,3 +61,39 @@ def test_files_are_named_in_the_words_of_the_field() -> None:
     ]
     spoken = [path for path in names if re.search(rf"\b(?:{'|'.join(DIALECT)})\b", words(path.stem))]
     assert not spoken, spoken
+
+
+def variables(source: str) -> Iterator[tuple[int, str]]:
+    """Every variable, parameter and function of a file. A field is none: a diagnostic says what it ``expected`` and
+    what it ``found``, as compilers do."""
+    tree = ast.parse(source)
+    fields = {
+        statement.target
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef)
+        for statement in kind.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+
+
+def test_variables_are_named_for_what_they_hold() -> None:
+    nameless = [
+        f"{path.relative_to(ROOT)}:{line}: `{name}`"
+        for path in SOURCES
+        if path.suffix == ".py" and BOUND.search(source := path.read_text(encoding="utf-8"))
+        for line, name in variables(source)
+        if name in SAY_NOTHING
+    ]
+    assert not nameless, "name them for what they hold:\n" + "\n".join(nameless)
+
+
+def test_a_nameless_variable_is_seen() -> None:
+    source = "def f(made):\n    for each in made: found = each\nclass Wrong:\n    found: str\n"
+    assert sorted(variables(source)) == [(1, "f"), (1, "made"), (2, "each"), (2, "found"), (3, "Wrong")]

@@ -27,7 +27,7 @@ quantities = st.builds(Quantity, finite, units)
 
 
 def _attributes(values: st.SearchStrategy[Value]) -> st.SearchStrategy[Attributes]:
-    return st.dictionaries(keys, values, max_size=4).map(lambda found: Attributes(tuple(found.items())))
+    return st.dictionaries(keys, values, max_size=4).map(lambda pairs: Attributes(tuple(pairs.items())))
 
 
 values: st.SearchStrategy[Value] = st.recursive(
@@ -54,7 +54,7 @@ graphs = st.builds(
 cascades = st.builds(
     nodes.Cascade, names, st.sampled_from(list(Phase)), names, ranks, sizes, sizes, sizes, inputs, attributes
 )
-instructions = st.builds(nodes.Instruction, st.sampled_from(nodes.INSTRUCTIONS), names, ranks, attributes)
+instructions = st.builds(nodes.Instruction, st.sampled_from([*tables.INSTRUCTION]), names, ranks, attributes)
 programs = st.builds(nodes.Program, sizes, st.lists(instructions, max_size=4).map(tuple), attributes)
 
 
@@ -98,7 +98,7 @@ _positive_terms = st.builds(Term, st.floats(0, 1), st.just((("S", 1),)) | st.jus
 def _sample(kind: str) -> st.SearchStrategy[Value]:
     if kind.endswith(" formula"):
         unit = kind.removesuffix(" formula")
-        return st.lists(_positive_terms, max_size=3).map(lambda found: Formula(tuple(found), unit))
+        return st.lists(_positive_terms, max_size=3).map(lambda terms: Formula(tuple(terms), unit))
     if kind in UNITS:
         return st.floats(0, 1e6).map(lambda value: Quantity(value, kind))
     if kind.startswith("[[") and kind not in _SAMPLES:

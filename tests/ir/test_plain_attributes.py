@@ -72,11 +72,11 @@ def test_a_wrong_block_gets_the_message_it_would_get_token_by_token(body: str) -
 
 
 def test_values_that_are_not_plain_are_read_by_the_grammar() -> None:
-    found = parsed("{ a = 2*S^2 + 1 ms, b = [[1, 3 ms]], c = { d = 1 }, e = @x, f = (1) ms, g = 3ms }")
-    assert isinstance(found["a"], Formula)
-    assert found["b"] == ((1, Quantity(3.0, "ms")),)
-    assert found["c"] == Attributes.of(d=1)
-    assert len(found) == 6
+    attributes = parsed("{ a = 2*S^2 + 1 ms, b = [[1, 3 ms]], c = { d = 1 }, e = @x, f = (1) ms, g = 3ms }")
+    assert isinstance(attributes["a"], Formula)
+    assert attributes["b"] == ((1, Quantity(3.0, "ms")),)
+    assert attributes["c"] == Attributes.of(d=1)
+    assert len(attributes) == 6
 
 
 def test_a_block_where_none_may_stand_is_shown_by_its_brace() -> None:

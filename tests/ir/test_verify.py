@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arachnec.ir import errors, kinds, tables
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
-from arachnec.ir.nodes import INSTRUCTIONS, Level, Module
+from arachnec.ir.nodes import STAGE_OPS, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module, verify
@@ -32,8 +32,8 @@ TABLES = {
 }
 
 
-def test_every_instruction_has_a_table() -> None:
-    assert set(tables.INSTRUCTION) == set(INSTRUCTIONS)
+def test_every_instruction_of_a_stage_has_a_table() -> None:
+    assert set(STAGE_OPS) <= set(tables.INSTRUCTION)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -58,12 +58,12 @@ def test_the_reference_holds_the_tables(request: pytest.FixtureRequest) -> None:
     """``--update-golden`` writes them."""
     reference = ROOT / "docs" / "ir.md"
     before, _, rest = reference.read_text(encoding="utf-8").partition(BEGIN)
-    found, _, after = rest.partition(END)
+    shown, _, after = rest.partition(END)
     wanted = "".join(f"\n### {name}\n\n{markdown(table)}\n" for name, table in TABLES.items() if table) + "\n"
     if request.config.getoption("--update-golden"):
         reference.write_text(before + BEGIN + wanted + END + after, encoding="utf-8")
-        found = wanted
-    assert found == wanted
+        shown = wanted
+    assert shown == wanted
 
 
 def test_every_rule_has_a_golden_error() -> None:

@@ -44,18 +44,18 @@ def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: 
     torch.manual_seed(len(kind) + hidden)
     groups, layer, stored = groups_of(kind), norm == "layer", DTYPES[dtype]
 
-    def made(letter: str, *shape: int) -> Tensor | None:
+    def drawn(letter: str, *shape: int) -> Tensor | None:
         return torch.randn(shape).to(stored) if letter in vectors else None
 
     x = torch.randn(groups.rows, hidden).to(stored)
     branch = torch.randn(groups.rows, hidden).to(stored) if gated else None
-    wide = [made(letter, groups.count, hidden) for letter in "st"]
-    gate = made("g", groups.count, hidden) if gated else None
-    given = Vectors(made("w", hidden), made("b", hidden), *wide, gate)
+    wide = [drawn(letter, groups.count, hidden) for letter in "st"]
+    gate = drawn("g", groups.count, hidden) if gated else None
+    given = Vectors(drawn("w", hidden), drawn("b", hidden), *wide, gate)
     launch = Launch(tile_of(hidden), 1, 1, 255, slots)
     h, y, mean, rstd = norm_launch.forward(x, branch, given, groups, layer, 1e-6, launch)
     dy, dh = torch.randn_like(y), torch.randn_like(h) if gated else None
-    found = norm_launch.backward(dy, dh, h, mean, rstd, branch, given, groups, layer, True, launch)
+    gradients = norm_launch.backward(dy, dh, h, mean, rstd, branch, given, groups, layer, True, launch)
 
     exact = [t if t is None else t.double().requires_grad_() for t in (x, branch, *given)]
     truth_h, truth_y = eager(exact[0], exact[1], Vectors(*exact[2:]), groups, layer)
@@ -64,9 +64,9 @@ def errors(kind: str, norm: str, vectors: str, gated: bool, hidden: int, dtype: 
     names = ("dx", "dbranch", "dweight", "dbias", "dscale", "dshift", "dgate")
     for name, tensor in zip(names, exact, strict=True):
         if tensor is None or (name == "dshift" and groups.per_row) or (name == "dbranch" and gate is None):
-            assert getattr(found, name).numel() == 0
+            assert getattr(gradients, name).numel() == 0
         else:
-            pairs[name] = (getattr(found, name), tensor.grad)
+            pairs[name] = (getattr(gradients, name), tensor.grad)
     return {name: float((got.double() - want).abs().max() / want.abs().max()) for name, (got, want) in pairs.items()}
 
 

@@ -22,8 +22,8 @@ def errors(
     torch.manual_seed(1)
     batch, tokens, heads, size = shape
     stored, rope = DTYPES[dtype], Rope(across, layer, interleaved)
-    made = [torch.randn(batch, heads, tokens, size) if heads_first else torch.randn(shape) for _ in range(2)]
-    x, dy = (t.transpose(1, 2).to(stored) if heads_first else t.to(stored) for t in made)
+    tensors = [torch.randn(batch, heads, tokens, size) if heads_first else torch.randn(shape) for _ in range(2)]
+    x, dy = (t.transpose(1, 2).to(stored) if heads_first else t.to(stored) for t in tensors)
     width = heads * size if across else size
     weight, bias = torch.randn(width).to(stored), torch.randn(width).to(stored) if layer else None
     rows = {"none": 0, "shared": tokens, "own": batch * tokens}[positions]

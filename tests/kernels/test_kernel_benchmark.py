@@ -26,9 +26,9 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.parametrize("layout", ["batch 1", "batch 4", "packed"])
 def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: ModuleType, layout: str) -> None:
-    found = list(benchmark.cases(64, 256, layout, torch.float32, torch.device("cpu")))
-    assert len(found) == 6
-    for case in found:
+    cases = list(benchmark.cases(64, 256, layout, torch.float32, torch.device("cpu")))
+    assert len(cases) == 6
+    for case in cases:
         assert max(benchmark.errors(case)) < LARGEST_ERROR, case.kernel
 
 
@@ -48,11 +48,11 @@ def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=hidden)
     assert done.returncode == 0, done.stderr
     assert "no CUDA device: nothing is timed" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["device"].startswith("none") and found["results"]
-    assert not any(key.endswith("_ms") for row in found["results"] for key in row)
-    assert all(0 < row["registers"] <= 255 and row["spilled"] <= 8 for row in found["results"])
-    assert len(found["estimates"]) == 12 and all(0 < row["estimated_of_copy"] < 1 for row in found["estimates"])
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["device"].startswith("none") and report["results"]
+    assert not any(key.endswith("_ms") for row in report["results"] for key in row)
+    assert all(0 < row["registers"] <= 255 and row["spilled"] <= 8 for row in report["results"])
+    assert len(report["estimates"]) == 12 and all(0 < row["estimated_of_copy"] < 1 for row in report["estimates"])
 
 
 def test_on_a_gpu_it_checks_times_and_keeps_every_kernel_beside_its_peers(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_on_a_gpu_it_checks_times_and_keeps_every_kernel_beside_its_peers(tmp_pa
     command += ["--tokens", "12", "--compile-at", "12", "--dtype", "fp32", "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
-    assert not found["wrong"] and max(found["worst_error"].values()) < LARGEST_ERROR
-    assert len(found["results"]) == len(found["worst_error"]) == 6
-    for row in found["results"]:
+    report = json.loads(output.read_text())
+    assert not report["wrong"] and max(report["worst_error"].values()) < LARGEST_ERROR
+    assert len(report["results"]) == len(report["worst_error"]) == 6
+    for row in report["results"]:
         assert all(row[form]["backward_ms"] == 0.5 for form in ("fused", "eager", "compiled")), row["left_out"]
         assert row["left_out"] == ({"liger": "not installed"} if row["kernel"] == "norm, modulate" else {})
 

@@ -51,13 +51,13 @@ def eager(
 def inputs(kind: str, affine: bool, gated: bool, dtype: torch.dtype) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     rows, vectors = shapes(kind)
-    made: dict[str, Tensor | None] = {"x": torch.randn(rows, dtype=dtype)}
-    made["branch"] = torch.randn(rows, dtype=dtype) if gated else None
+    tensors: dict[str, Tensor | None] = {"x": torch.randn(rows, dtype=dtype)}
+    tensors["branch"] = torch.randn(rows, dtype=dtype) if gated else None
     for name in ("gate", "scale", "shift"):
-        made[name] = None if vectors is None or (name == "gate" and not gated) else torch.randn(vectors, dtype=dtype)
+        tensors[name] = None if vectors is None or (name == "gate" and not gated) else torch.randn(vectors, dtype=dtype)
     for name in ("weight", "bias"):
-        made[name] = torch.randn(HIDDEN, dtype=dtype) if affine else None
-    return {name: t if t is None else t.requires_grad_() for name, t in made.items()}
+        tensors[name] = torch.randn(HIDDEN, dtype=dtype) if affine else None
+    return {name: t if t is None else t.requires_grad_() for name, t in tensors.items()}
 
 
 def fused(t: dict[str, Any], norm: str, lengths: Tensor | None) -> tuple[Tensor, ...]:
@@ -201,13 +201,13 @@ def test_gradients_of_very_uneven_segments_are_those_of_float64() -> None:
     vectors = [torch.randn(4, size, requires_grad=True) for _ in range(3)]
     given = (*rows, *vectors)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    found = gate_residual_norm_modulate(*given, cu_seqlens=ends)
+    result = gate_residual_norm_modulate(*given, cu_seqlens=ends)
     branch, residual, gate, scale, shift = exact = [t.detach().double().requires_grad_() for t in given]
     h = residual + gate[segment] * branch
     truth = h, torch.nn.functional.layer_norm(h, (size,), eps=1e-6) * (1 + scale[segment]) + shift[segment]
-    outer = [torch.randn_like(t) for t in found]
+    outer = [torch.randn_like(t) for t in result]
     true_grads = torch.autograd.grad(truth, exact, [t.double() for t in outer])
-    for got, want in zip(torch.autograd.grad(found, given, outer), true_grads, strict=True):
+    for got, want in zip(torch.autograd.grad(result, given, outer), true_grads, strict=True):
         for first, second in itertools.pairwise(ends) if got.shape[0] > 4 else [(0, 4)]:
             part = want[first:second]
             assert (got[first:second] - part).abs().max() <= 1e-5 * part.abs().max()

@@ -18,17 +18,17 @@ atexit.register(_POOL.close)
 
 def in_interpreter(module: str, *arguments: Any) -> dict[str, dict[str, float]]:
     """What ``main(*arguments)`` of a module of the tests returns where Triton's kernels are interpreted."""
-    (found,) = _POOL.run(_main, module, arguments, timeout=280)
-    assert isinstance(found, dict)
-    return found
+    (errors,) = _POOL.run(_main, module, arguments, timeout=280)
+    assert isinstance(errors, dict)
+    return errors
 
 
 def _main(module: str, arguments: tuple[Any, ...]) -> dict[str, dict[str, float]]:
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     let_one_element_be_an_index()
-    found: dict[str, dict[str, float]] = importlib.import_module(module).main(*arguments)
-    return found
+    errors: dict[str, dict[str, float]] = importlib.import_module(module).main(*arguments)
+    return errors
 
 
 @functools.cache

@@ -87,14 +87,14 @@ def test_a_header_that_names_a_file_outside_is_refused(folder: Path) -> None:
 
 
 def test_two_model_files_with_neighbours_of_one_name_each_have_their_own(tmp_path: Path) -> None:
-    found = []
+    neighbours = []
     for name, value in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "near_by.py").write_text(f"value = {value}\n")
         file = tmp_path / name / "model.py"
         file.write_text(MODEL + OWN_VALUE)
-        found.append(load_model_file(file))
-    assert [int(model_file.build().value) for model_file in found] == [1, 2]
+        neighbours.append(load_model_file(file))
+    assert [int(model_file.build().value) for model_file in neighbours] == [1, 2]
 
 
 def test_a_message_names_the_users_file_and_not_the_copy_as_long_as_they_are_the_same(tmp_path: Path) -> None:

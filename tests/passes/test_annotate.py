@@ -61,11 +61,11 @@ RUNS = [
 
 
 def test_device_specs_give_work_over_sustained_speed_and_a_backward_of_twice_that() -> None:
-    made = Annotate().run(module()).stages[0]
-    assert made.attrs["costs"] == "device specs"
+    stage = Annotate().run(module()).stages[0]
+    assert stage.attrs["costs"] == "device specs"
     work = FLOPS(B=1, S=1000, T=16)
-    assert formula(made, "forward")(B=1, S=1000) == pytest.approx(work / 316.48 * 1e3 + 10 * 0.15)
-    assert formula(made, "backward")(B=1, S=1000) == pytest.approx(2 * formula(made, "forward")(B=1, S=1000))
+    assert formula(stage, "forward")(B=1, S=1000) == pytest.approx(work / 316.48 * 1e3 + 10 * 0.15)
+    assert formula(stage, "backward")(B=1, S=1000) == pytest.approx(2 * formula(stage, "forward")(B=1, S=1000))
 
 
 def test_another_device_than_the_clusters_may_be_named() -> None:
@@ -74,12 +74,12 @@ def test_another_device_than_the_clusters_may_be_named() -> None:
 
 
 def test_a_fit_finds_the_formula_behind_exact_measurements() -> None:
-    found = fit(RUNS)
-    assert found.coefficients["B*S^2"] == pytest.approx(2e-6, rel=1e-3)
-    assert found.coefficients["B*S"] == pytest.approx(3e-3, rel=1e-2)
-    assert max(map(abs, found.residuals)) < 1e-6
-    assert found.held_out is not None and found.held_out < 1e-2
-    assert formula_of(found.coefficients)(B=1, S=777, T=10) == pytest.approx(measured(1, 777, 10).ms, rel=1e-3)
+    curve = fit(RUNS)
+    assert curve.coefficients["B*S^2"] == pytest.approx(2e-6, rel=1e-3)
+    assert curve.coefficients["B*S"] == pytest.approx(3e-3, rel=1e-2)
+    assert max(map(abs, curve.residuals)) < 1e-6
+    assert curve.held_out is not None and curve.held_out < 1e-2
+    assert formula_of(curve.coefficients)(B=1, S=777, T=10) == pytest.approx(measured(1, 777, 10).ms, rel=1e-3)
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=len(RUNS), max_size=len(RUNS)))
@@ -88,10 +88,10 @@ def test_a_fit_of_noisy_measurements_has_no_negative_term_and_says_how_far_it_is
         Measurement(run.batch, run.tokens, run.text, run.degree, run.ms * factor)
         for run, factor in zip(RUNS, noise, strict=True)
     ]
-    found = fit(runs)
-    assert all(value > 0 for value in found.coefficients.values())
-    for run, residual in zip(runs, found.residuals, strict=True):
-        assert predict(found.coefficients, run) == pytest.approx(run.ms * (1 + residual))
+    curve = fit(runs)
+    assert all(value > 0 for value in curve.coefficients.values())
+    for run, residual in zip(runs, curve.residuals, strict=True):
+        assert predict(curve.coefficients, run) == pytest.approx(run.ms * (1 + residual))
         assert abs(residual) < 0.25
 
 
@@ -118,25 +118,27 @@ def profile_at(path: Path) -> Path:
 
 def test_a_profile_stands_instead_of_device_specs_and_brings_its_links(tmp_path: Path) -> None:
     path = profile_at(tmp_path / "p.json")
-    made = Annotate(profile=str(path)).run(module())
-    assert made.cluster is not None
-    assert made.cluster.attrs.get("host_link") == (Quantity(6.0, "GB/s") if made.cluster.nodes == 1 else None)
-    assert made.stages[0].attrs["costs"] == "profile"
-    assert formula(made.stages[0], "forward")(B=1, S=5000, T=40) == pytest.approx(measured(1, 5000, 40).ms, rel=1e-3)
-    assert made.cluster is not None
-    assert quantity(made.cluster.attrs["latency"]) == 80.0
-    assert quantity(made.cluster.attrs["inter"]) == 50.0
+    annotated = Annotate(profile=str(path)).run(module())
+    assert annotated.cluster is not None
+    assert annotated.cluster.attrs.get("host_link") == (Quantity(6.0, "GB/s") if annotated.cluster.nodes == 1 else None)
+    assert annotated.stages[0].attrs["costs"] == "profile"
+    assert formula(annotated.stages[0], "forward")(B=1, S=5000, T=40) == pytest.approx(
+        measured(1, 5000, 40).ms, rel=1e-3
+    )
+    assert annotated.cluster is not None
+    assert quantity(annotated.cluster.attrs["latency"]) == 80.0
+    assert quantity(annotated.cluster.attrs["inter"]) == 50.0
 
 
 def encoders_profile(path: Path) -> Path:
-    def rows(*found: tuple[float, dict[str, int]]) -> list[Measurement]:
-        return [Measurement(1, 100, 20, 1, ms, sizes=sizes) for ms, sizes in found]
+    def rows(*pairs: tuple[float, dict[str, int]]) -> list[Measurement]:
+        return [Measurement(1, 100, 20, 1, ms, sizes=sizes) for ms, sizes in pairs]
 
     vae = rows((30.0, {"frames": 17, "height": 48, "width": 64}), (90.0, {"frames": 81, "height": 48, "width": 64}))
     text = rows((3.0, {"text": 20}), (5.0, {"text": 30}))
     dit = [("dit", phase, RUNS) for phase in ("forward", "backward")]
-    made = fit_profile([("vae", "forward", vae), ("text", "forward", text), *dit], machine="m", device="cpu")
-    write_profile(made, path)
+    fitted = fit_profile([("vae", "forward", vae), ("text", "forward", text), *dit], machine="m", device="cpu")
+    write_profile(fitted, path)
     return path
 
 
@@ -150,17 +152,17 @@ def encoded_module(*clips: Clip) -> Module:
     return Module("m", Level.PARTITIONED, four, clips, stages, cascades=cascades([clips], stages))
 
 
-def per_clip(made: Module) -> dict[str, float]:
-    return {c.stage: quantity(c.attrs["per_clip"]) for c in made.cascades if "per_clip" in c.attrs}
+def per_clip(annotated: Module) -> dict[str, float]:
+    return {c.stage: quantity(c.attrs["per_clip"]) for c in annotated.cascades if "per_clip" in c.attrs}
 
 
 def test_an_encoders_cascade_of_measured_clips_takes_what_was_measured(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
     clips = [Clip(number, 17, 48, 64, 20, 100) for number in range(3)]
-    made = Annotate(path).run(encoded_module(*clips))
-    assert per_clip(made) == {"vae": 60.0, "text": 6.0}  # two ranks share a core
-    vae = made.cascades[0]
-    times = [CostModel(made).time(vae, degree) for degree in (1, 2, 3)]
+    annotated = Annotate(path).run(encoded_module(*clips))
+    assert per_clip(annotated) == {"vae": 60.0, "text": 6.0}  # two ranks share a core
+    vae = annotated.cascades[0]
+    times = [CostModel(annotated).time(vae, degree) for degree in (1, 2, 3)]
     assert times[0] == pytest.approx(180.0)
     assert times[1] == pytest.approx(120.0, rel=0.05)  # and the ranks gather the output
     assert times[2] == pytest.approx(60.0, rel=0.05)
@@ -176,15 +178,17 @@ def test_each_encoder_is_looked_up_by_what_decides_its_time(tmp_path: Path) -> N
 
 def test_clips_that_were_not_measured_take_the_formulas_time(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
-    made = Annotate(path).run(encoded_module(Clip(0, 33, 48, 64, 25, 100)))
-    assert per_clip(made) == {}
-    assert CostModel(made).time(made.cascades[0], 1) == formula(made.stages[0], "forward")(B=1, S=100, T=25)
+    annotated = Annotate(path).run(encoded_module(Clip(0, 33, 48, 64, 25, 100)))
+    assert per_clip(annotated) == {}
+    assert CostModel(annotated).time(annotated.cascades[0], 1) == formula(annotated.stages[0], "forward")(
+        B=1, S=100, T=25
+    )
 
 
 def test_device_specs_know_no_measured_clips(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
-    made = Annotate(path).run(encoded_module(Clip(0, 17, 48, 64, 20, 100)))
-    assert per_clip(Annotate().run(replace(made, level=Level.PARTITIONED))) == {}
+    annotated = Annotate(path).run(encoded_module(Clip(0, 17, 48, 64, 20, 100)))
+    assert per_clip(Annotate().run(replace(annotated, level=Level.PARTITIONED))) == {}
 
 
 def test_partition_takes_its_exponent_from_a_profile(tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def test_a_plan_in_any_buckets_verifies_and_passes_check(module: Module, buckets
 
 @given(bucket_sizes(len(LAYERS)))
 def test_buckets_hold_every_layer_once_the_rest_once_and_all_bytes(buckets: tuple[int, ...]) -> None:
-    found = buckets_of(STAGE, buckets)
-    assert sorted(layer for bucket in found for layer in bucket.layers) == list(range(len(LAYERS)))
-    assert [bucket.rest for bucket in found] == [False] * (len(buckets) - 1) + [True]
-    assert sum(bucket.size for bucket in found) == gradient_bytes(STAGE)
+    read = buckets_of(STAGE, buckets)
+    assert sorted(layer for bucket in read for layer in bucket.layers) == list(range(len(LAYERS)))
+    assert [bucket.rest for bucket in read] == [False] * (len(buckets) - 1) + [True]
+    assert sum(bucket.size for bucket in read) == gradient_bytes(STAGE)
 
 
 @given(placed_modules(), st.one_of(st.none(), st.integers(0, 200)))
@@ -129,10 +129,10 @@ def test_a_plan_is_reversed_in_time_where_that_ends_with_longer_backwards() -> N
         timed("short", Phase.TRAIN, 1, 900, (), (300.0, 301.0), (0, 1)),
     ]
     module = with_layers(module_of(cluster(gpus=2), clips, cascades))
-    found, kept = Bucket().run(module), Bucket(reverse=False).run(module)
-    assert [cascade.start for cascade in found.cascades] == [1.0, 0.0]
+    bucketed, kept = Bucket().run(module), Bucket(reverse=False).run(module)
+    assert [cascade.start for cascade in bucketed.cascades] == [1.0, 0.0]
     assert [cascade.start for cascade in kept.cascades] == [0.0, 300.0]
-    assert simulate(lower(found)).iteration_ms < simulate(lower(kept)).iteration_ms
+    assert simulate(lower(bucketed)).iteration_ms < simulate(lower(kept)).iteration_ms
 
 
 def test_a_plan_in_which_a_cascade_reads_another_stays_as_it_is() -> None:
@@ -266,5 +266,5 @@ def test_one_rank_with_other_buckets_is_found(
     items = list(program.instructions)
     change(items, data.draw(st.sampled_from(places)))
     broken = tuple(replace(p, instructions=tuple(items)) if p.rank == program.rank else p for p in lowered.programs)
-    found = {type(problem) for problem in find_problems(replace(lowered, programs=broken))}
-    assert found & (expected | ({GroupIncomplete} if change is unknown_layer else set()))
+    problems = {type(problem) for problem in find_problems(replace(lowered, programs=broken))}
+    assert problems & (expected | ({GroupIncomplete} if change is unknown_layer else set()))

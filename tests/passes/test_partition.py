@@ -40,11 +40,11 @@ policies = st.one_of(
 
 @given(modules(), policies)
 def test_every_clip_is_trained_exactly_once_with_clips_of_its_shape(module: Module, policy: Partition) -> None:
-    made = policy.run(module)
+    partitioned = policy.run(module)
     clips = {clip.id: clip for clip in module.clips}
-    trained = [clip for cascade in made.cascades if cascade.phase is Phase.TRAIN for clip in cascade.clips]
+    trained = [clip for cascade in partitioned.cascades if cascade.phase is Phase.TRAIN for clip in cascade.clips]
     assert sorted(trained) == sorted(clips)
-    for cascade in made.cascades:
+    for cascade in partitioned.cascades:
         members = [clips[clip] for clip in cascade.clips]
         assert len({(c.frames, c.height, c.width, c.text) for c in members}) == 1
         assert (cascade.batch, cascade.tokens, cascade.text) == (len(members), members[0].tokens, members[0].text)
@@ -66,10 +66,10 @@ def test_dual_keeps_every_micro_batch_within_the_work_of_the_longest_clip(module
 
 @given(modules(), policies)
 def test_a_train_cascade_reads_one_encode_of_every_encoder_of_the_same_clips(module: Module, policy: Partition) -> None:
-    made = policy.run(module)
-    named = {cascade.name: cascade for cascade in made.cascades}
+    partitioned = policy.run(module)
+    named = {cascade.name: cascade for cascade in partitioned.cascades}
     encoders = [stage.name for stage in module.stages if not stage.trained]
-    for cascade in made.cascades:
+    for cascade in partitioned.cascades:
         inputs = [named[name] for name in cascade.inputs]
         if cascade.phase is Phase.TRAIN:
             assert [producer.stage for producer in inputs] == encoders

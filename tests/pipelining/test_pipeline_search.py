@@ -50,18 +50,18 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
 @given(instances())
 def test_a_plan_is_valid_and_no_rank_holds_more_than_its_memory(instance: PipelineInstance) -> None:
     try:
-        found = find_plan(instance, tries=8)
+        search = find_plan(instance, tries=8)
     except UserError as refused:
         assert isinstance(refused.diagnostics[0], errors.FitsNowhere)
         return
-    plan = found.plan
+    plan = search.plan
     require_valid(plan.schedule, len(plan.sizes), instance.micro_batches)
     assert plan.schedule.placement == plan.placement
     assert sum(plan.sizes) == len(instance.layers)
     assert min(plan.sizes) >= 1
-    assert all(most <= own * (1 + 1e-9) for most, own in zip(found.performance.memory, instance.memory, strict=True))
-    assert found.performance == performance(instance, plan)
-    assert find_plan(instance, tries=8) == found
+    assert all(most <= own * (1 + 1e-9) for most, own in zip(search.performance.memory, instance.memory, strict=True))
+    assert search.performance == performance(instance, plan)
+    assert find_plan(instance, tries=8) == search
 
 
 @given(instances(), st.integers(1, 2))
@@ -74,14 +74,14 @@ def test_the_model_takes_the_exact_times_apart(instance: PipelineInstance, v: in
     costs = performance(instance, plan)
     for busy, waits in zip(costs.compute, costs.bubble, strict=True):
         assert busy + waits == pytest.approx(costs.makespan)
-    work = sum(each.forward + each.activation_gradient + each.weight_gradient for each in instance.layers)
+    work = sum(layer.forward + layer.activation_gradient + layer.weight_gradient for layer in instance.layers)
     assert sum(b * s for b, s in zip(costs.compute, instance.speeds, strict=True)) == pytest.approx(
         work * instance.micro_batches
     )
     assert 0 <= costs.exposed <= costs.makespan
     if instance.bandwidth == INFINITE and not instance.latency:
         assert costs.exposed == sum(costs.communication) == 0
-    state = sum(each.state for each in instance.layers)
+    state = sum(layer.state for layer in instance.layers)
     activations = held(plan.schedule, order_problem(instance, sizes, plan.placement).saved)
     assert sum(costs.memory) == pytest.approx(state + sum(activations))
 
@@ -138,9 +138,9 @@ def test_a_heavy_head_is_planned_around_in_the_memory_of_interleaved_1f1b() -> N
     baseline = interleaved_1f1b(4, 8, 2)
     memory = max(held(baseline, problem.saved))
     instance = PipelineInstance(free.layers, 8, free.speeds, (memory,) * 4)
-    found = find_plan(instance, tries=10)
-    assert max(found.performance.memory) <= memory
-    assert found.performance.makespan * 1.3 <= evaluate(baseline, problem.times).makespan
+    search = find_plan(instance, tries=10)
+    assert max(search.performance.memory) <= memory
+    assert search.performance.makespan * 1.3 <= evaluate(baseline, problem.times).makespan
 
 
 def test_placements() -> None:

@@ -314,13 +314,13 @@ def test_times_are_the_longest_path_in_the_graph_of_what_waits_for_what(data: st
             if kind == "W" or not 0 <= target < stages:
                 continue
             sends = drawn.send_forward if kind == "F" else drawn.send_backward
-            made = end[stage, kind, micro_batch]
+            ready = end[stage, kind, micro_batch]
             if rank_of[target] != rank:
                 sent = links.setdefault((rank, rank_of[target]), [])
-                begin = max([made, *(e for _, e in sent)])
-                made = begin + sends[min(stage, target)][micro_batch]
-                sent.append((begin, made))
-            arrival["F" if kind == "F" else "B", target, micro_batch] = made
+                begin = max([ready, *(e for _, e in sent)])
+                ready = begin + sends[min(stage, target)][micro_batch]
+                sent.append((begin, ready))
+            arrival["F" if kind == "F" else "B", target, micro_batch] = ready
     for sent in links.values():
         assert all(a[1] <= b[0] for a, b in combinations(sent, 2))
     for order, starts, ends in zip(schedule.orders, evaluation.start, evaluation.end, strict=True):

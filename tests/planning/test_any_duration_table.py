@@ -54,7 +54,7 @@ def planned(tasks: list[Task], cluster: str, passes: str) -> Module:
 
 def wrongs(module: Module, tasks: list[Task]) -> list[str]:
     """What is wrong with a plan by the table alone; times are rounded up to a microsecond by the planner."""
-    found, ranks_held, cascades = [], [], iter(module.cascades)
+    problems, ranks_held, cascades = [], [], iter(module.cascades)
     # placements are also made from the end backwards, so times are as exact as the makespan is
     slack = 1e-6 + 1e-9 * max((cascade.end for cascade in module.cascades), default=0.0)
     for task in tasks:
@@ -63,26 +63,26 @@ def wrongs(module: Module, tasks: list[Task]) -> list[str]:
             cascade = next(cascades)
             needs = float(stage["ms"].get(str(cascade.degree), float("inf")))
             if cascade.end - cascade.start < needs - slack:
-                found.append(f"{cascade.name} runs too short")
+                problems.append(f"{cascade.name} runs too short")
             if cascade.start < ready - slack:
-                found.append(f"{cascade.name} starts too early")
+                problems.append(f"{cascade.name} starts too early")
             if len(set(cascade.ranks)) != cascade.degree or not 0 <= min(cascade.ranks) <= max(cascade.ranks) < (
                 module.cluster.world if module.cluster else 0
             ):
-                found.append(f"{cascade.name} has wrong ranks")
+                problems.append(f"{cascade.name} has wrong ranks")
             ready = cascade.end
             ranks_held += [(rank, cascade.start, cascade.end) for rank in cascade.ranks]
     for (a, _, end), (b, start, _) in itertools.pairwise(sorted(ranks_held)):
         if a == b and start < end - 1e-6 - 1e-9 * end:
-            found.append(f"rank {a} is in two cascades at {start}")
+            problems.append(f"rank {a} is in two cascades at {start}")
     last = max(cascade.end for cascade in module.cascades)
     if abs(last - makespan(module)) > 1e-6 + 1e-9 * last:
-        found.append(f"the makespan is said to be {makespan(module)}, the last ends at {last}")
+        problems.append(f"the makespan is said to be {makespan(module)}, the last ends at {last}")
     if quantity(module.attrs["bound"]) > makespan(module) * (1 + 1e-9) + 1e-6:
-        found.append("the bound is above the makespan")
+        problems.append("the bound is above the makespan")
     if module.attrs["proved"] is True and makespan(module) > quantity(module.attrs["bound"]) * (1 + 1e-9) + 1e-6:
-        found.append("proved, and above the bound")
-    return found
+        problems.append("proved, and above the bound")
+    return problems
 
 
 def makespan(module: Module) -> float:

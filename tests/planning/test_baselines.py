@@ -78,13 +78,13 @@ def priced(placed: Module) -> float:
     return quantity(placed.attrs["makespan"]) * markup(placed.cascades, CostModel(placed))
 
 
-def train(made: Module) -> list[Cascade]:
-    return [cascade for cascade in made.cascades if cascade.phase is Phase.TRAIN]
+def train(planned: Module) -> list[Cascade]:
+    return [cascade for cascade in planned.cascades if cascade.phase is Phase.TRAIN]
 
 
 def test_nemo_never_runs_two_buckets_at_once() -> None:
-    made = ScheduleSameBucket(degree=1).run(module("4:h100", [900, 100, 900, 900, 100, 100, 2000]))
-    runs = sorted((c.start, c.end, c.tokens) for c in train(made))
+    planned = ScheduleSameBucket(degree=1).run(module("4:h100", [900, 100, 900, 900, 100, 100, 2000]))
+    runs = sorted((c.start, c.end, c.tokens) for c in train(planned))
     for start, _, tokens in runs:
         assert all(end <= start + 1e-6 or other == tokens for begin, end, other in runs if begin < start)
 
@@ -136,12 +136,12 @@ def every_partition(problem: Problem) -> int:
         def go(rest: list[int], loads: list[int], sizes: tuple[int, ...] = sizes) -> int:
             if not rest:
                 return max(loads)
-            found = 1 << 60
+            best = 1 << 60
             for g, size in enumerate(sizes):
                 needed = ticks[rest[0]][size]
                 if needed is not None:
-                    found = min(found, go(rest[1:], [load + needed * (g == k) for k, load in enumerate(loads)]))
-            return found
+                    best = min(best, go(rest[1:], [load + needed * (g == k) for k, load in enumerate(loads)]))
+            return best
 
         best = min(best, go(sinks, loads))
     return best
@@ -180,8 +180,8 @@ def test_flexsp_without_time_keeps_the_best_single_degree() -> None:
 
 
 def test_knapformers_bags_keep_their_sizes() -> None:
-    made = ScheduleKnapformer(bags=(4, 2, 2)).run(module("8:h100-80g", [3000, 500, 400, 2500, 900]))
-    assert {cascade.degree for cascade in train(made)} <= {2, 4}
+    planned = ScheduleKnapformer(bags=(4, 2, 2)).run(module("8:h100-80g", [3000, 500, 400, 2500, 900]))
+    assert {cascade.degree for cascade in train(planned)} <= {2, 4}
     assert (1,) * 8 in cuts(8) and (4, 4) in cuts(8) and (4, 2, 2) in cuts(8)
     assert all(sum(sizes) <= 6 for sizes in cuts(6))
 
@@ -234,5 +234,5 @@ def test_the_measure_of_a_schedule_is_what_place_gives() -> None:
     groups = least_loaded(ticks, (4, 2, 2))
     assert groups is not None
     placed = Place().run(ScheduleKnapformer(bags=(4, 2, 2)).run(costed))
-    found = Measure(costed, cost, problem).of(in_rounds(problem, [groups]))
-    assert found == pytest.approx(priced(placed))
+    measured = Measure(costed, cost, problem).of(in_rounds(problem, [groups]))
+    assert measured == pytest.approx(priced(placed))

@@ -13,9 +13,9 @@ from arachnec.planning.cell_batches import cell_batches, counts
 
 @given(st.integers(1, 300), st.sampled_from((1, 2, 3, 4, 6, 8, 16, 64)), st.floats(0.1, 100))
 def test_numbers_of_clips_divide_the_cell_or_fill_it_several_times(clips: int, cell: int, limit: float) -> None:
-    found = list(counts(clips, cell, limit))
-    assert sum(found) == clips
-    for count in found:
+    counted = list(counts(clips, cell, limit))
+    assert sum(counted) == clips
+    for count in counted:
         assert cell % count == 0 or count % cell == 0
         assert count <= max(1, math.floor(limit + 1e-9))
 

@@ -51,10 +51,10 @@ def test_what_is_left_behind_is_all_but_the_layers_that_are_through() -> None:
     cost = CostModel(with_layers(one_step([(100.0,), (100.0,)])))
     ranks = (0, 1)
     whole = cost.reduce_time(STAGE, ranks)
-    sums = sync_of(STAGE, ranks, cost)
-    assert sums.latency + sums.behind[0] == pytest.approx(whole)
-    assert sums.behind[0] - sums.behind[1] == pytest.approx(sums.behind[0] / 9)
-    assert sums.latency + sums.behind[-1] == pytest.approx(
+    sync = sync_of(STAGE, ranks, cost)
+    assert sync.latency + sync.behind[0] == pytest.approx(whole)
+    assert sync.behind[0] - sync.behind[1] == pytest.approx(sync.behind[0] / 9)
+    assert sync.latency + sync.behind[-1] == pytest.approx(
         cost.reduce_time(STAGE, ranks, gradient_bytes(STAGE) * 2 / 9)
     )
 

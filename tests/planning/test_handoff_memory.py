@@ -86,16 +86,16 @@ def serial_plans(costed: Module, reader: Cascade) -> Iterator[Module]:
     for turn in permutations([named[name] for name in reader.inputs]):
         chain = (*turn, reader)
         for degrees in product(*(cost.legal_degrees(cascade) for cascade in chain)):
-            recompute = [cost.recompute_at(each, degree) for each, degree in zip(chain, degrees, strict=True)]
+            recompute = [cost.recompute_at(link, degree) for link, degree in zip(chain, degrees, strict=True)]
             if None in recompute or max(degrees) > degrees[-1]:
                 continue
-            begin, made = 0.0, []
-            for each, degree, again in zip(chain, degrees, recompute, strict=True):
-                scheduled = decided(each, cost, degree, again is True, begin, begin + 100.0)
-                made.append(scheduled.with_attrs(ranks=tuple(range(degree))))
+            begin, placed = 0.0, []
+            for link, degree, again in zip(chain, degrees, recompute, strict=True):
+                scheduled = decided(link, cost, degree, again is True, begin, begin + 100.0)
+                placed.append(scheduled.with_attrs(ranks=tuple(range(degree))))
                 begin += 100.0
             clips = tuple(clip for clip in costed.clips if clip.id in reader.clips)
-            yield replace(costed, level=Level.PLACED, clips=clips, cascades=tuple(made))
+            yield replace(costed, level=Level.PLACED, clips=clips, cascades=tuple(placed))
 
 
 def holds_memory(placed: Module) -> bool:
@@ -136,7 +136,7 @@ def test_encoders_run_ahead_as_far_as_the_memory_allows() -> None:
         placed = Place().run(ScheduleZ3(budget=Duration(0.0)).run(costed))
         assert holds_memory(placed)
         named = {cascade.name: cascade for cascade in placed.cascades}
-        ahead.append(sum(each.start > named[name].end + 1.0 for each in placed.cascades for name in each.inputs))
+        ahead.append(sum(reader.start > named[name].end + 1.0 for reader in placed.cascades for name in reader.inputs))
     assert ahead[0] > ahead[1] > ahead[2] == 0
 
 
@@ -157,5 +157,5 @@ def test_a_shared_encoder_leaves_nothing_on_ranks_that_neither_read_nor_send() -
         decided(reader, cost, 1, False, 20.0, 30.0).with_attrs(ranks=(3,)),
     )
     lowered = lower(replace(costed, level=Level.PLACED, cascades=cascades))
-    freed = [program.rank for program in lowered.programs for each in program.instructions if each.op == "free"]
+    freed = [program.rank for program in lowered.programs for step in program.instructions if step.op == "free"]
     assert sorted(freed) == [0, 1, 2, 3]

@@ -117,9 +117,9 @@ def test_slow_links_show_and_fast_ones_hide_behind_compute() -> None:
     assert simulate(slow).iteration_ms > moved / 0.5e9 * 1e3
 
 
-def ends_of_rank_0(made: Module) -> list[float]:
-    assert made.cluster is not None
-    engine = Engine(Values(made), made.cluster)
+def ends_of_rank_0(lowered: Module) -> list[float]:
+    assert lowered.cluster is not None
+    engine = Engine(Values(lowered), lowered.cluster)
     engine.run()
     return [i.end for i in engine.intervals if i.rank == 0 and i.op in ("forward", "backward")]
 
@@ -137,12 +137,12 @@ def test_the_simulator_knows_when_other_devices_of_a_node_copy() -> None:
 
 
 def test_a_plan_with_host_memory_reads_back_and_holds() -> None:
-    made = planned(2)
-    again = parse_module(print_module(made), "again")
+    lowered = planned(2)
+    again = parse_module(print_module(lowered), "again")
     assert not find_problems(again)
-    sentences = host_sentences(made, CostModel(made))
+    sentences = host_sentences(lowered, CostModel(lowered))
     assert "In host memory lie optimizer and parameters and inputs of @dit" in sentences[0]
-    assert quantity(made.programs[0].attrs["host_state"]) > 0
+    assert quantity(lowered.programs[0].attrs["host_state"]) > 0
 
 
 @pytest.mark.parametrize("name", ["one_24g", "one_h100_512g"])

@@ -20,12 +20,12 @@ OUTPUT = Formula((Term(1e-6, (("B", 1), ("S", 1))),), "GiB")
 
 def on_links(speed: float) -> Module:
     """Four stages that hand on something, over links of so many GB/s."""
-    made = module_of(4, 4, [3] * 8)
-    assert made.cluster is not None
-    cluster = replace(made.cluster, attrs=made.cluster.attrs.updated(intra=Quantity(speed, "GB/s")))
-    stage = made.stages[0]
+    module = module_of(4, 4, [3] * 8)
+    assert module.cluster is not None
+    cluster = replace(module.cluster, attrs=module.cluster.attrs.updated(intra=Quantity(speed, "GB/s")))
+    stage = module.stages[0]
     stages = (replace(stage, attrs=stage.attrs.updated(cuts=((3, OUTPUT),))),)
-    return Pipeline.parse(pipeline_of("p=4", "schedule=1f1b")).run(replace(made, cluster=cluster, stages=stages))
+    return Pipeline.parse(pipeline_of("p=4", "schedule=1f1b")).run(replace(module, cluster=cluster, stages=stages))
 
 
 def test_the_model_of_a_plan_has_its_makespan_and_takes_it_apart() -> None:

@@ -22,16 +22,16 @@ FREE = Formula((), "GiB")
 
 def module_of(world: int, layers: int, frames: list[int]) -> Module:
     """Equal layers, nothing outside of them, free transfers: a forward is as long as each half of a backward."""
-    made = traced(world, [[clip(number, count) for number, count in enumerate(frames)]])
+    traced_module = traced(world, [[clip(number, count) for number, count in enumerate(frames)]])
     attrs = figures({"Block": [f"blocks.{i}" for i in range(layers)]}, FREE)
     attrs = attrs.updated(params=1000 * layers + 108)
     attrs = attrs.updated(block_flops=(LINEAR,), end_flops=(NOTHING, NOTHING), block_attentions=(0,))
     fast = {name: Quantity(0.0, "us") for name in ("latency", "inter_latency")}
     machine = cluster(world)
     return replace(
-        made,
+        traced_module,
         cluster=replace(machine, attrs=machine.attrs.updated(intra=Quantity(1e9, "GB/s"), **fast)),
-        stages=(Stage("dit", True, made.stages[0].attrs.updated(**attrs, state=Quantity(0.0, "GiB"))),),
+        stages=(Stage("dit", True, traced_module.stages[0].attrs.updated(**attrs, state=Quantity(0.0, "GiB"))),),
     )
 
 
@@ -73,10 +73,10 @@ def test_every_micro_batch_goes_through_all_stages_of_one_replica() -> None:
 
 
 def test_state_lies_on_the_ranks_of_its_stage() -> None:
-    made = module_of(4, 4, [3] * 4)
-    stage = made.stages[0].attrs.updated(state=Quantity(1.0, "GiB"), optimizer=Quantity(0.5, "GiB"))
+    traced_module = module_of(4, 4, [3] * 4)
+    stage = traced_module.stages[0].attrs.updated(state=Quantity(1.0, "GiB"), optimizer=Quantity(0.5, "GiB"))
     module = Pipeline.parse(pipeline_of("p=4", "schedule=1f1b")).run(
-        replace(made, stages=(replace(made.stages[0], attrs=stage),))
+        replace(traced_module, stages=(replace(traced_module.stages[0], attrs=stage),))
     )
     states = [program.attrs["state"].value for program in module.programs]  # type: ignore[union-attr]
     assert sum(states) == pytest.approx(1.0)
@@ -85,14 +85,18 @@ def test_state_lies_on_the_ranks_of_its_stage() -> None:
 
 def test_stages_recompute_as_few_blocks_as_their_micro_batches_need_to_fit() -> None:
     """Less memory, more blocks and a longer step: from none of a stage's four to all."""
-    made = module_of(2, 8, [3] * 4)
+    traced_module = module_of(2, 8, [3] * 4)
     whole, kept = (Formula((Term(size, (("B", 1), ("S", 1))),), "GiB") for size in (2e-2, 1e-3))
-    attrs = made.stages[0].attrs.updated(block_saved=(whole,), block_inputs=(kept,), saved=whole, saved_recompute=kept)
-    assert made.cluster is not None
+    attrs = traced_module.stages[0].attrs.updated(
+        block_saved=(whole,), block_inputs=(kept,), saved=whole, saved_recompute=kept
+    )
+    assert traced_module.cluster is not None
     plans = []
     for memory in (2.5, 2.0, 1.4, 1.0, 0.7):
-        machine = replace(made.cluster, attrs=made.cluster.attrs.updated(memory=Quantity(memory, "GiB")))
-        small = replace(made, cluster=machine, stages=(replace(made.stages[0], attrs=attrs),))
+        machine = replace(
+            traced_module.cluster, attrs=traced_module.cluster.attrs.updated(memory=Quantity(memory, "GiB"))
+        )
+        small = replace(traced_module, cluster=machine, stages=(replace(traced_module.stages[0], attrs=attrs),))
         module = Pipeline.parse(pipeline_of("p=2", "schedule=1f1b")).run(small)
         blocks = {CostModel(module).recomputed(cascade) for cascade in module.cascades}
         plans.append((*blocks, quantity(module.attrs["makespan"])))
@@ -128,9 +132,9 @@ def test_a_rank_has_one_stage_at_least() -> None:
 
 def test_a_pipeline_runs_at_degrees_that_its_stage_lists() -> None:
     """Two ranks of each stage could run one micro-batch. `explain` asks what narrower cascades would cost."""
-    made = module_of(4, 4, [3] * 4)
-    listing = replace(made.stages[0], attrs=made.stages[0].attrs.updated(degrees=(1,)))
-    narrow = replace(made, stages=(listing,))
+    traced_module = module_of(4, 4, [3] * 4)
+    listing = replace(traced_module.stages[0], attrs=traced_module.stages[0].attrs.updated(degrees=(1,)))
+    narrow = replace(traced_module, stages=(listing,))
     module = Pipeline.parse(pipeline_of("p=2", "schedule=1f1b")).run(narrow)
     assert {cascade.degree for cascade in module.cascades} == {1}
     for option in ("degree=2", "degrees=[2,2]"):
@@ -139,7 +143,7 @@ def test_a_pipeline_runs_at_degrees_that_its_stage_lists() -> None:
 
 
 def test_a_stage_without_figures_is_refused() -> None:
-    made = module_of(2, 4, [3])
-    bare = Stage("dit", True, Attributes.of(params=1, layers=made.stages[0].attrs["layers"]))
+    traced_module = module_of(2, 4, [3])
+    bare = Stage("dit", True, Attributes.of(params=1, layers=traced_module.stages[0].attrs["layers"]))
     with pytest.raises(UserError, match="cannot be cut"):
-        Pipeline.parse("stages{p=2}").run(replace(made, stages=(bare,)))
+        Pipeline.parse("stages{p=2}").run(replace(traced_module, stages=(bare,)))

@@ -48,8 +48,8 @@ def longest_first() -> type[Pass]:
 
     sys.modules["longest_first"] = loaded  # dataclasses look their module up
     spec.loader.exec_module(loaded)
-    found: type[Pass] = loaded.LongestFirst
-    return found
+    longest_first: type[Pass] = loaded.LongestFirst
+    return longest_first
 
 
 SCHEDULERS = [
@@ -84,8 +84,8 @@ def test_every_scheduler_gives_a_valid_plan_and_place_keeps_it_valid(
 
 
 def test_recomputation_is_chosen_where_the_memory_asks_for_it_and_only_there() -> None:
-    made = ScheduleStatic(policy="data-parallel").run(module("2:cpu", [100, 4000], saved=3e-3))
-    short, long = (cascade for cascade in made.cascades if cascade.phase is Phase.TRAIN)
+    planned = ScheduleStatic(policy="data-parallel").run(module("2:cpu", [100, 4000], saved=3e-3))
+    short, long = (cascade for cascade in planned.cascades if cascade.phase is Phase.TRAIN)
     assert not short.recomputes
     assert long.recomputes
 
@@ -223,14 +223,14 @@ def test_without_topology_a_cascade_is_spread_over_the_ranks_that_are_free(tmp_p
 
 
 def test_groups_that_come_after_narrow_ones_still_stay_in_a_node() -> None:
-    made = module("2x2:h100-80g", [400, 6000, 400, 6000, 20000, 20000], encoders=0)
-    cost = CostModel(made)
-    names = [cascade.name for cascade in made.cascades]
+    costed = module("2x2:h100-80g", [400, 6000, 400, 6000, 20000, 20000], encoders=0)
+    cost = CostModel(costed)
+    names = [cascade.name for cascade in costed.cascades]
     degrees = dict(zip(names, (1, 1, 1, 1, 2, 2), strict=True))
-    takes = [cost.time(cascade, degrees[cascade.name]) for cascade in made.cascades]
+    takes = [cost.time(cascade, degrees[cascade.name]) for cascade in costed.cascades]
     starts = (0.0, 0.0, 0.0, 0.0, takes[0], takes[1])
     times = {name: (start, start + ms) for name, start, ms in zip(names, starts, takes, strict=True)}
-    scheduled = with_times(made, degrees, times)
+    scheduled = with_times(costed, degrees, times)
     torn = placements(scheduled.cascades, CostModel(scheduled))
     assert [cascade.ranks for cascade in torn[4:]] == [(0, 2), (1, 3)]
     placed = Place().run(scheduled)

@@ -16,9 +16,9 @@ from tests.solver.test_malleable import chains, demand_schedule
 def test_every_policy_gives_a_schedule_and_none_is_below_the_bound(of: list[Chain], cluster: tuple[int, int]) -> None:
     gpus, node = cluster
     bound = least_makespan(of, gpus)
-    beside = side_by_side(of, gpus, node, bound)
+    parallel = side_by_side(of, gpus, node, bound)
     ways = [*wrap_arounds(of, gpus, node, bound), *in_order_of_length(of, gpus, node)]
-    for pieces in (*ways, beside, replica(of, gpus), one_degree(of, gpus)):
+    for pieces in (*ways, parallel, replica(of, gpus), one_degree(of, gpus)):
         if pieces is not None:
             demand_schedule(of, pieces, gpus)
             assert length(pieces) >= bound

@@ -50,5 +50,5 @@ def test_the_scheduler_counts_what_the_simulator_reports(cluster: str) -> None:
 )
 def test_no_layout_of_the_same_micro_batches_is_shorter_than_the_default(cluster: str, baseline: Pass) -> None:
     costed = module(cluster, LENGTHS)
-    ours, theirs = (iteration(Place().run(each.run(costed))) for each in (ScheduleZ3(steps=300), baseline))
+    ours, theirs = (iteration(Place().run(policy.run(costed))) for policy in (ScheduleZ3(steps=300), baseline))
     assert ours <= theirs * (1 + 1e-6)

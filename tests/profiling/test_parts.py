@@ -44,12 +44,12 @@ def test_every_part_has_its_products_in_every_phase() -> None:
     layers = Layers((("blocks.0", "One"), ("blocks.1", "Two"), ("blocks.2", "One")))
     with Products() as products:
         times = timed_parts(model, layers, lambda: model(torch.ones(3, 4)).sum(), lambda: products.count / 1e3)
-    found = {phase: round(count) for phase, count in zip(layers.phases, times, strict=True)}
+    counts = {phase: round(count) for phase, count in zip(layers.phases, times, strict=True)}
     for part, forward, backward, activation, weight in (
         ("One", 1, 2, 1, 1),  # of a block
         ("Two", 2, 4, 2, 2),
         ("first", 1, 1, 0, 1),  # nobody waits for a gradient of the input
         ("last", 1, 2, 1, 1),
     ):
-        counted = tuple(found[f"{part}:{phase}"] for phase in ("forward", "backward", "activation", "weight"))
+        counted = tuple(counts[f"{part}:{phase}"] for phase in ("forward", "backward", "activation", "weight"))
         assert counted == (forward, backward, activation, weight), part

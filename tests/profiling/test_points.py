@@ -50,19 +50,19 @@ def test_an_encoders_time_is_decided_by_the_sizes_that_change_what_it_is_given(
 
 def test_further_points_have_every_deciding_size_that_is_not_measured_yet_once() -> None:
     clips = [clip(10 * frames + text, frames, text=text) for frames in range(1, 20) for text in (20, 30)]
-    tokens = [each.frames for each in clips]
+    tokens = [item.frames for item in clips]
     chosen = choose_points(clips, tokens)
     for deciding in (("frames",), ("text",), ()):
         points = more_points(clips, tokens, deciding, chosen)
-        found = [tuple(sizes_of(point.clips[0], deciding).values()) for point in [*chosen[:7], *points]]
-        assert len(set(found[7:])) == len(found[7:])
-        assert set(found) == {tuple(sizes_of(each, deciding).values()) for each in clips}
-        assert not set(found[:7]) & set(found[7:])
+        sizes = [tuple(sizes_of(point.clips[0], deciding).values()) for point in [*chosen[:7], *points]]
+        assert len(set(sizes[7:])) == len(sizes[7:])
+        assert set(sizes) == {tuple(sizes_of(item, deciding).values()) for item in clips}
+        assert not set(sizes[:7]) & set(sizes[7:])
 
 
 def test_of_too_many_sizes_some_are_measured_from_the_least_to_the_greatest() -> None:
     clips = [clip(frames, frames) for frames in range(1, 300)]
-    tokens = [each.frames for each in clips]
+    tokens = [item.frames for item in clips]
     chosen = choose_points(clips, tokens)
     points = more_points(clips, tokens, ("frames",), chosen)
     assert len({point.clips[0].frames for point in [*chosen, *points]}) == ENCODED_SHAPES

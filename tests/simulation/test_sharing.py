@@ -154,7 +154,7 @@ def test_a_gradient_all_reduce_takes_the_cores_of_the_cpu_ranks_whose_backward_i
         cascades = [timed(f"c{n}", Phase.TRAIN, n, TOKENS, (), (0.0, 90.0), (n,)) for n in range(2)]
         module = lower(module_of(pod, clips, cascades))
         return simulate(
-            replace(module, programs=tuple(ending(program, early) for program in module.programs))
+            replace(module, programs=tuple(with_early(program, early) for program in module.programs))
         ).iteration_ms
 
     assert iteration("h100-80g") == pytest.approx(110)
@@ -163,7 +163,7 @@ def test_a_gradient_all_reduce_takes_the_cores_of_the_cpu_ranks_whose_backward_i
     assert iteration("cpu", early=Quantity(30.0, "ms")) == pytest.approx(110)
 
 
-def ending(program: Program, early: dict[str, Quantity]) -> Program:
+def with_early(program: Program, early: dict[str, Quantity]) -> Program:
     """With an all-reduce of 20 ms, at the end or inside the backward, and a step that takes nothing."""
     steps = [
         replace(step, attrs=step.attrs.updated(time=Quantity(20.0 if step.op == "reduce" else 0.0, "ms")))
@@ -228,9 +228,9 @@ def test_what_another_link_holds_back_leaves_its_part_to_the_others(
         if not together:
             network.settle(0.0)
     network.settle(0.0)
-    assert [100.0 / each.takes for each in activities] == pytest.approx(fair_rates(capacities, flows), rel=0.01)
-    for each in activities[1:]:
-        network.finish(each)
+    assert [100.0 / activity.takes for activity in activities] == pytest.approx(fair_rates(capacities, flows), rel=0.01)
+    for activity in activities[1:]:
+        network.finish(activity)
     network.settle(0.0)
     assert activities[0].takes == pytest.approx(activities[0].work.alone)
 

@@ -36,9 +36,9 @@ def annealed(problem: Problem, seed: int) -> tuple[Schedule, Schedule]:
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 9))
 def test_an_annealed_schedule_is_valid_and_no_longer_than_its_start(problem: Problem, seed: int) -> None:
-    start, found = annealed(problem, seed)
-    assert violations(problem, found) == []
-    assert lower_bound(problem) <= found.makespan(problem) <= start.makespan(problem)
+    start, schedule = annealed(problem, seed)
+    assert violations(problem, schedule) == []
+    assert lower_bound(problem) <= schedule.makespan(problem) <= start.makespan(problem)
 
 
 @given(problems())
@@ -51,9 +51,9 @@ def test_annealing_goes_through_longer_schedules() -> None:
     job = Job((Choice(2, 60), Choice(4, 35)))
     problem = Problem((job, job, Job((Choice(2, 40), Choice(4, 20)))), 4)
     start = Schedule((1, 1, 1), (0, 35, 70))
-    found = anneal(problem, start, random.Random(0), lambda tries: tries / 400)
+    schedule = anneal(problem, start, random.Random(0), lambda tries: tries / 400)
     assert start.makespan(problem) == 90
-    assert found.makespan(problem) == 80
+    assert schedule.makespan(problem) == 80
 
 
 def test_no_jobs_and_no_effort_leave_what_is_there() -> None:

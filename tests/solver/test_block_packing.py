@@ -71,10 +71,10 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
     search = LargeNeighbourhood(problem, options, first, bound, rng=random.Random(seed))
     clock = Clock(0.0, 0.0, steps=5)
     while search.run(clock):
-        found = search.packing()
-        assert sorted(placed.job for placed in found.placed) == list(range(len(problem.jobs)))
-        assert max(found.load) < max(first.load)
-        schedule = realize(problem, found)
+        packing = search.packing()
+        assert sorted(placed.job for placed in packing.placed) == list(range(len(problem.jobs)))
+        assert max(packing.load) < max(first.load)
+        schedule = realize(problem, packing)
         assert violations(problem, schedule) == []
 
 
@@ -134,18 +134,18 @@ def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> Non
     effort = Effort(wall_ms=20_000)
     answer, _ = find_packing(range(5), options, problem.heads, [0] * 4, 10, 4, seed=0, effort=effort)
     assert answer is Answer.IMPOSSIBLE
-    found = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert (found.schedule.makespan(problem), found.proved) == (10, True)
+    solution = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert (solution.schedule.makespan(problem), solution.proved) == (10, True)
 
 
 @pytest.mark.parametrize(("clips", "seed"), [(16, 0), (12, 1)])
 def test_two_clips_for_each_of_eight_gpus_are_proved_optimal(clips: int, seed: int) -> None:
     problem = video_mix(clips, 8, seed)
-    found = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert found.proved and found.bound == found.schedule.makespan(problem)
-    assert schedule_by_sets(problem, found.bound - 1, seed=3, effort=Effort(wall_ms=300_000))[0] is Answer.IMPOSSIBLE
+    solution = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert solution.proved and solution.bound == solution.schedule.makespan(problem)
+    assert schedule_by_sets(problem, solution.bound - 1, seed=3, effort=Effort(wall_ms=300_000))[0] is Answer.IMPOSSIBLE
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_without_a_budget_a_video_mix_is_planned_close_to_the_bound(
     clips: int, gpus: int, widest: int, gap: float
 ) -> None:
     problem = video_mix(clips, gpus, 0, widest)
-    found = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert found.schedule.makespan(problem) <= (1 + gap) * found.area_bound
+    solution = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert solution.schedule.makespan(problem) <= (1 + gap) * solution.area_bound
 
 
 def test_z3_packs_what_best_fit_does_not() -> None:
@@ -169,7 +169,7 @@ def test_z3_packs_what_best_fit_does_not() -> None:
     answer, placed = find_packing(range(8), options, problem.heads, [0, 0], 16, 2, seed=0, effort=Effort(wall_ms=9000))
     assert answer is Answer.POSSIBLE and placed is not None
     for gpu in (0, 1):
-        assert sum(each.option.ticks for each in placed if each.first == gpu) == 16
+        assert sum(block.option.ticks for block in placed if block.first == gpu) == 16
     answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(wall_ms=9000))
     assert answer is Answer.IMPOSSIBLE
 
@@ -177,9 +177,9 @@ def test_z3_packs_what_best_fit_does_not() -> None:
 @pytest.mark.parametrize("unit", [1, 10**12 + 7])
 def test_times_of_any_size_are_proved_alike(unit: int) -> None:
     problem = Problem(tuple(Job((Choice(1, 7 * unit), Choice(2, 4 * unit))) for _ in range(9)), 4)
-    found = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert (found.schedule.makespan(problem), found.proved) == (18 * unit, True)
+    solution = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert (solution.schedule.makespan(problem), solution.proved) == (18 * unit, True)
 
 
 def test_a_question_that_was_stopped_has_no_answer() -> None:

@@ -32,9 +32,9 @@ def scheduled(draw: st.DrawFn) -> tuple[Problem, Schedule]:
 @given(scheduled())
 def test_no_job_starts_later_than_in_the_schedule_its_order_is_taken_from(given: tuple[Problem, Schedule]) -> None:
     problem, schedule = given
-    found = Decoder(problem, schedule.picks, start_order(schedule)).schedule()
-    assert violations(problem, found) == []
-    assert all(new <= old for new, old in zip(found.starts, schedule.starts, strict=True))
+    decoded = Decoder(problem, schedule.picks, start_order(schedule)).schedule()
+    assert violations(problem, decoded) == []
+    assert all(new <= old for new, old in zip(decoded.starts, schedule.starts, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
@@ -54,16 +54,16 @@ def test_decoding_from_a_change_on_is_decoding_anew_unless_too_much_lies_above_t
         first = min(first, to)
     anew = Decoder(problem, decoder.picks, decoder.order)
     anew.aim(decoder.horizon)
-    found = decoder.decode(first, math.inf)
-    assert found is not None and (found.above, found.last, found.ends) == (
+    decoded = decoder.decode(first, math.inf)
+    assert decoded is not None and (decoded.above, decoded.last, decoded.ends) == (
         anew.now.above,
         anew.now.last,
         anew.now.ends,
     )
-    runs = zip(found.ends, decoder.ticks, decoder.degrees, strict=True)
-    assert found.above == sum(d * max(0, end - max(end - t, decoder.horizon)) for end, t, d in runs)
-    for limit in range(max(0, found.above - 1), found.above + 2):
-        assert (decoder.decode(first, limit) is None) == (found.above > limit)
+    runs = zip(decoded.ends, decoder.ticks, decoder.degrees, strict=True)
+    assert decoded.above == sum(d * max(0, end - max(end - t, decoder.horizon)) for end, t, d in runs)
+    for limit in range(max(0, decoded.above - 1), decoded.above + 2):
+        assert (decoder.decode(first, limit) is None) == (decoded.above > limit)
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,9 +81,9 @@ def test_a_schedule_reversed_is_one_of_the_reversed_problem_and_comes_back(given
 @given(scheduled())
 def test_a_justified_schedule_is_valid_and_no_longer(given: tuple[Problem, Schedule]) -> None:
     problem, schedule = given
-    found = justified(problem, schedule)
-    assert violations(problem, found) == []
-    assert found.makespan(problem) <= schedule.makespan(problem)
+    shorter = justified(problem, schedule)
+    assert violations(problem, shorter) == []
+    assert shorter.makespan(problem) <= schedule.makespan(problem)
 
 
 def test_justifying_closes_gaps() -> None:

@@ -37,11 +37,11 @@ def four_tasks(gpus: int) -> Problem:
 @pytest.mark.parametrize(("gpus", "optimum", "area"), [(8, 9107, 8906), (16, 4996, 4453)])
 def test_the_four_tasks_are_solved_and_proved(gpus: int, optimum: int, area: int) -> None:
     problem = four_tasks(gpus)
-    found = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert found.schedule.makespan(problem) == optimum
-    assert found.proved and found.bound == optimum
-    assert area <= found.area_bound <= optimum
+    solution = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert solution.schedule.makespan(problem) == optimum
+    assert solution.proved and solution.bound == optimum
+    assert area <= solution.area_bound <= optimum
 
 
 @pytest.mark.parametrize(("gpus", "optimum"), [(8, 9107), (16, 4996)])
@@ -92,10 +92,10 @@ def violations_slowly(problem: Problem, schedule: Schedule) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_what_is_proved_optimal_is_what_brute_force_finds(problem: Problem) -> None:
-    found = solve(problem, Clock(time.perf_counter(), 10_000.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert found.proved
-    assert found.schedule.makespan(problem) == brute_force(problem)
+    solution = solve(problem, Clock(time.perf_counter(), 10_000.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert solution.proved
+    assert solution.schedule.makespan(problem) == brute_force(problem)
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,20 +127,20 @@ def test_the_checker_agrees_with_one_that_counts_tick_by_tick(problem: Problem, 
 
 def many(jobs: int, gpus: int) -> Problem:
     """Encoder and transformer pairs of many lengths."""
-    made: list[Job] = []
+    pairs: list[Job] = []
     for index in range(jobs):
         length = 1000 + (index * 7919) % 5000
-        made.append(Job((Choice(1, length // 10),)))
+        pairs.append(Job((Choice(1, length // 10),)))
         degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= gpus]
-        made.append(Job(tuple(Choice(d, length * (20 + d) // (20 * d)) for d in degrees), (2 * index,)))
-    return Problem(tuple(made), gpus)
+        pairs.append(Job(tuple(Choice(d, length * (20 + d) // (20 * d)) for d in degrees), (2 * index,)))
+    return Problem(tuple(pairs), gpus)
 
 
 def test_a_budget_of_zero_gives_a_valid_schedule() -> None:
     problem = many(40, 16)
-    found = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
-    assert violations(problem, found.schedule) == []
-    assert found.schedule.makespan(problem) < 1.3 * found.bound
+    solution = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
+    assert violations(problem, solution.schedule) == []
+    assert solution.schedule.makespan(problem) < 1.3 * solution.bound
 
 
 def test_a_question_stopped_while_its_model_is_read_has_no_answer() -> None:

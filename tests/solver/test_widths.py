@@ -15,20 +15,20 @@ from arachnec.solver.widths import chains, nested
 
 @pytest.mark.parametrize(("node", "gpus"), [(8, 8), (8, 256), (4, 64), (6, 60), (5, 40), (1, 12)])
 def test_each_width_divides_the_next_and_keeps_nodes_whole(node: int, gpus: int) -> None:
-    found = list(chains(node, gpus))
-    assert len(found) == len(set(found))
-    for widths in found:
+    chain_list = list(chains(node, gpus))
+    assert len(chain_list) == len(set(chain_list))
+    for widths in chain_list:
         assert widths[0] == 1 and node in widths and widths[-1] <= gpus
         assert all(wide % narrow == 0 for narrow, wide in pairwise(widths))
         assert all(node % width == 0 or width % node == 0 for width in widths)
     if node == 8:
-        assert found[0] == tuple(1 << exponent for exponent in range(gpus.bit_length()))
+        assert chain_list[0] == tuple(1 << exponent for exponent in range(gpus.bit_length()))
 
 
 def problem_with(heads: int, gpus: int, jobs: int, seed: int) -> Problem:
     """Jobs whose work grows by a fifth at degrees that do not divide the heads."""
     rng = random.Random(seed)
-    made = []
+    drawn = []
     for _ in range(jobs):
         work = int(2 ** rng.uniform(10, 20))
         choices: list[Choice] = []
@@ -36,8 +36,8 @@ def problem_with(heads: int, gpus: int, jobs: int, seed: int) -> Problem:
             ticks = max(1, int(work / degree * (1.0 if heads % degree == 0 else 1.2)))
             if ticks * degree < 1.5 * work and (not choices or ticks < choices[-1].ticks):
                 choices.append(Choice(degree, ticks))
-        made.append(Job(tuple(choices)))
-    return Problem(tuple(made), gpus)
+        drawn.append(Job(tuple(choices)))
+    return Problem(tuple(drawn), gpus)
 
 
 @pytest.mark.parametrize("seed", range(4))

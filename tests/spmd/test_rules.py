@@ -45,8 +45,8 @@ class OneBlock(nn.Module):
 
 def inputs(batch: int, tokens: int, text: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(tokens)
-    made = {"x": (batch, tokens, C), "text": (batch, text, C), "table": (tokens, C)}
-    return {name: torch.randn(shape, generator=g) for name, shape in made.items()}
+    shapes = {"x": (batch, tokens, C), "text": (batch, text, C), "table": (tokens, C)}
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
 
 
 def examples() -> list[ExampleCall]:
@@ -137,6 +137,7 @@ LOCAL: dict[str, Function] = {
     "tokens merged with clips": rows_of_all_clips,
     "tokens merged with features": lambda x, text, table: x.flatten(1).exp().unflatten(1, (-1, C)),
     "norm and softmax": lambda x, text, table: F.rms_norm(x, [C]).softmax(-1).cumsum(-1),
+    "running extremum": lambda x, text, table: x.cummax(-1)[0] + F.pad(x.diff(dim=-1), (0, 1)),
     "permutations": lambda x, text, table: x.permute(2, 1, 0).transpose(0, 2).unsqueeze(0).squeeze(0),
     "stack and select": lambda x, text, table: torch.stack([x, table.expand_as(x)], 0)[1] * x,
     "expand and repeat": lambda x, text, table: x[:, :, None].expand(-1, -1, 4, -1).repeat(1, 1, 2, 1).sum(2),

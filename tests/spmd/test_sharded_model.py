@@ -45,10 +45,10 @@ def test_one_rank_runs_the_model_as_it_was(sequence: SequenceModel) -> None:
     shard = SequenceShard((0,), 0, (LONG_SKIP.tokens(Size()),), 1, 1)
     for recompute in (False, True):
         with sequence.use(shard, recompute=recompute):
-            found = gradients(sequence)
-        assert found.keys() == truth.keys()
+            actual = gradients(sequence)
+        assert actual.keys() == truth.keys()
         for name, gradient in truth.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+            torch.testing.assert_close(actual[name], gradient, rtol=0, atol=0)
 
 
 def test_recomputation_keeps_only_the_inputs_of_blocks(sequence: SequenceModel) -> None:

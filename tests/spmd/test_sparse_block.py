@@ -46,13 +46,13 @@ def step(
 def test_self_and_joint_attention_are_found_and_the_rest_says_why_not(
     joint: tuple[SequenceModel, dict[Layer, LayerState]],
 ) -> None:
-    found = {}
+    outputs = {}
     plain = capture_blocks(MODELS["plain"].build(), MODELS["plain"].examples(), verify=False)
     for name, captured in {"joint": joint[0].captured, "plain": plain}.items():
         sparse = [sparsify_block(shard_block(block)) for block in captured.blocks]
-        found[name] = [([site.captions for site in b.sites], [why.reason for why in b.dense]) for b in sparse]
-    assert found["joint"] == [(["first"], [])]
-    assert found["plain"] == [([None], ["its keys are not the tokens of the clip"])]
+        outputs[name] = [([site.captions for site in b.sites], [why.reason for why in b.dense]) for b in sparse]
+    assert outputs["joint"] == [(["first"], [])]
+    assert outputs["plain"] == [([None], ["its keys are not the tokens of the clip"])]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

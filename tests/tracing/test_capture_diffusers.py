@@ -162,12 +162,12 @@ def test_graph_equals_eager_in_fp32_at_shapes_it_never_saw(captured, size):
     clip, batch, text = size
     for path, inputs, args, kwargs in block_calls(model, result, make(clip, batch, text if text_moves else 19)):
         captured_block, module = result.block_of(path), model.get_submodule(path)
-        found = call_lifted(captured_block, module, inputs)
+        outputs = call_lifted(captured_block, module, inputs)
         again = tensors(module(*args, **kwargs))
-        for a, b in zip(found, again, strict=True):
+        for a, b in zip(outputs, again, strict=True):
             assert (a - b).abs().max() <= 4e-7 * b.abs().max()  # kernels add in an order that follows memory alignment
-        seeds = [torch.randn_like(x) for x in found]
-        assert_same_gradients(module, inputs, found, again, seeds)
+        seeds = [torch.randn_like(x) for x in outputs]
+        assert_same_gradients(module, inputs, outputs, again, seeds)
 
 
 def block_calls(model, result, arguments):
@@ -192,9 +192,9 @@ def block_calls(model, result, arguments):
     return calls
 
 
-def assert_same_gradients(module, inputs, found, expected, seeds):
+def assert_same_gradients(module, inputs, actual, expected, seeds):
     sources = [x for x in inputs if x.requires_grad] + list(module.parameters())
-    a, b = (torch.autograd.grad(out, sources, seeds, allow_unused=True) for out in (found, expected))
+    a, b = (torch.autograd.grad(out, sources, seeds, allow_unused=True) for out in (actual, expected))
     for x, y in zip(a, b, strict=True):
         assert (x is None) == (y is None)
         assert x is None or (x - y).abs().max() <= 1e-6 * max(y.abs().max(), 1e-3)

@@ -81,7 +81,7 @@ def repeat_everywhere(op: str) -> Callable[[Lists, st.DataObject], None]:
     def mutate(lists: Lists, data: st.DataObject) -> None:
         _, _, chosen = pick(data, places(lists, op))
         for items in lists.values():
-            items[:] = [i for each in items for i in ([each] * (2 if each == chosen else 1))]
+            items[:] = [i for instruction in items for i in ([instruction] * (2 if instruction == chosen else 1))]
 
     return mutate
 
@@ -216,8 +216,8 @@ def test_a_broken_program_is_found_by_its_rule(
     module = lower(data.draw(placed_modules()))
     lists = lists_of(module)
     mutate(lists, data)
-    found = kinds(with_lists(module, lists))
-    assert found & expected if expected else not found
+    problems = kinds(with_lists(module, lists))
+    assert problems & expected if expected else not problems
 
 
 @given(placed_modules())
@@ -309,10 +309,10 @@ def test_collectives_in_another_order_on_one_rank_deadlock_and_the_cycle_is_name
     module = two_cascades_on((1, 2))
     lists = lists_of(module)
     lists[2] = [*lists[2][2:4], *lists[2][:2], *lists[2][4:]]
-    found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
-    assert found.ranks == "[1, 2]"
-    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in found.cycle
-    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in found.cycle
+    problem = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
+    assert problem.ranks == "[1, 2]"
+    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in problem.cycle
+    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in problem.cycle
 
 
 def test_a_cycle_over_three_ranks_is_found() -> None:
@@ -323,8 +323,8 @@ def test_a_cycle_over_three_ranks_is_found() -> None:
     module = lower(module_of(cluster(), clips, cascades))
     lists = lists_of(module)
     lists[0] = [*lists[0][2:4], *lists[0][:2], *lists[0][4:]]  # rank 0 now waits for t2 before it comes to t0
-    found = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
-    assert found.ranks == "[0..2]"
+    problem = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
+    assert problem.ranks == "[0..2]"
 
 
 def test_ranks_that_send_to_each_other_first_deadlock() -> None:
@@ -357,8 +357,8 @@ def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> 
     lists[1] = [i for i in lists[1] if i.op != "backward"]
     with pytest.raises(UserError) as caught:
         Check().run(with_lists(module, lists))
-    found = [type(problem) for problem in caught.value.diagnostics]
-    assert len(found) == len(set(found))
+    kinds_of = [type(problem) for problem in caught.value.diagnostics]
+    assert len(kinds_of) == len(set(kinds_of))
 
 
 def test_a_program_with_unknown_names_is_refused_before_the_rules_are_asked() -> None:

@@ -136,9 +136,9 @@ def test_communicators_are_the_groups_of_cascades_and_of_all_reduces_and_one_per
     )
     program = Program(0, steps)
     groups = {("cascade", frozenset(ranks)) for ranks in ((0, 1, 2, 3), (0, 1), (0, 2))}
-    sums = {("all-reduce", frozenset((0, 1, 2, 3)))}
-    assert communicators(program, HOST_HANDOFFS) == groups | sums
-    assert communicators(program, DEVICE_HANDOFFS) == groups | sums | {("handoff", 0, 1), ("handoff", 1, 0)}
+    reduced = {("all-reduce", frozenset((0, 1, 2, 3)))}
+    assert communicators(program, HOST_HANDOFFS) == groups | reduced
+    assert communicators(program, DEVICE_HANDOFFS) == groups | reduced | {("handoff", 0, 1), ("handoff", 1, 0)}
     devices = cluster(1, 4)
     cpus = replace(devices, attrs=devices.attrs.updated(device="cpu"))
 
@@ -146,11 +146,11 @@ def test_communicators_are_the_groups_of_cascades_and_of_all_reduces_and_one_per
         values = Values(Module("m", Level.LOWERED, pod, stages=(DIT,)))
         return communicator_gib(values, program, HOST_HANDOFFS) * 1024 / COMMUNICATOR_MIB
 
-    made = {("cascade", frozenset(group)) for group in family(devices, ()) if 0 in group}
-    assert made - groups  # made at the start, and not used
-    assert count(devices, program) == 2 + len(groups | made)  # with that of all ranks, and the all-reduce's
-    assert count(devices, Program(0, steps[:-1])) == 2 + len(groups | made)  # the all-reduce will come
-    assert most_resident_gib(devices, (DIT,)) * 1024 / COMMUNICATOR_MIB == 2 + len(made)
+    own = {("cascade", frozenset(group)) for group in family(devices, ()) if 0 in group}
+    assert own - groups  # made at the start, and not used
+    assert count(devices, program) == 2 + len(groups | own)  # with that of all ranks, and the all-reduce's
+    assert count(devices, Program(0, steps[:-1])) == 2 + len(groups | own)  # the all-reduce will come
+    assert most_resident_gib(devices, (DIT,)) * 1024 / COMMUNICATOR_MIB == 2 + len(own)
     assert most_resident_gib(cpus, (DIT,)) == 0
     assert count(cpus, program) == 0
     assert count(cluster(1, 1), Program(0, ())) == 0

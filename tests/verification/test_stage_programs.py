@@ -33,7 +33,7 @@ def program(name: str) -> Module:
     return planned(4, CLIPS, pipeline_of(stages, schedule, cell=2))
 
 
-def found(module: Module) -> set[type[Diagnostic]]:
+def problem_kinds(module: Module) -> set[type[Diagnostic]]:
     problems = find_problems(module)
     assert all(map(render, problems))
     return {type(problem) for problem in problems}
@@ -82,7 +82,7 @@ def reordered(name: str, data: st.DataObject) -> Callable[[Instruction], Instruc
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_lower_makes_is_right(name: str) -> None:
-    assert not found(program(name))
+    assert not problem_kinds(program(name))
 
 
 @settings(max_examples=12)
@@ -96,7 +96,7 @@ def test_a_layer_left_out_of_a_list_is_found(name: str, data: st.DataObject) -> 
     }
     word = data.draw(st.sampled_from(sorted(expected)))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
-    assert expected[word] in found(changed(module, place, without_one(word, data)))
+    assert expected[word] in problem_kinds(changed(module, place, without_one(word, data)))
 
 
 @settings(max_examples=12)
@@ -105,7 +105,7 @@ def test_members_of_a_cell_in_two_orders_are_found(name: str, data: st.DataObjec
     module = program(name)
     word = data.draw(st.sampled_from(["gather", "scatter"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
-    assert gathers.UnequalGathers in found(changed(module, place, reordered(word, data)))
+    assert gathers.UnequalGathers in problem_kinds(changed(module, place, reordered(word, data)))
 
 
 @settings(max_examples=12)
@@ -127,7 +127,7 @@ def test_a_release_that_moved_to_the_cascade_before_is_found(name: str, data: st
         module = changed(module, (member, index), kept)
     later = [s for s in module.programs[rank].instructions[at + 1 :] if "gather" in s.attrs]
     assume(any(_stage(module, s) == _stage(module, step) for s in later))
-    assert gathers.GatheredTwice in found(module)
+    assert gathers.GatheredTwice in problem_kinds(module)
 
 
 def _stage(module: Module, step: Instruction) -> str:
@@ -143,7 +143,7 @@ def test_two_cascades_swapped_on_one_rank_are_found(name: str, data: st.DataObje
     compute = [at for at, step in enumerate(steps) if step.op in ("forward", "backward", "weight")]
     first, second = sorted(data.draw(st.lists(st.sampled_from(compute), min_size=2, max_size=2, unique=True)))
     steps[first], steps[second] = steps[second], steps[first]
-    assert found(_with_steps(module, rank, steps))
+    assert problem_kinds(_with_steps(module, rank, steps))
 
 
 @settings(max_examples=12)
@@ -157,7 +157,7 @@ def test_a_part_of_a_gradient_from_another_rank_is_found(name: str, data: st.Dat
     for own in module.programs:
         steps = tuple(_swapped(other, step.target) for other in own.instructions)
         programs.append(replace(own, instructions=steps))
-    assert handoffs.WrongSource in found(replace(module, programs=tuple(programs)))
+    assert handoffs.WrongSource in problem_kinds(replace(module, programs=tuple(programs)))
 
 
 def _swapped(step: Instruction, value: str) -> Instruction:
@@ -170,4 +170,4 @@ def _swapped(step: Instruction, value: str) -> Instruction:
 def test_an_optimizer_dealt_out_over_other_ranks_than_the_sums_is_found() -> None:
     module = planned(4, CLIPS, pipeline_of("p=2", "schedule=1f1b"))
     stages = tuple(replace(s, attrs=s.attrs.updated(sharded=4)) if s.trained else s for s in module.stages)
-    assert gradient_sync.WrongShare in found(replace(module, stages=stages))
+    assert gradient_sync.WrongShare in problem_kinds(replace(module, stages=stages))

@@ -46,10 +46,10 @@ def emulate(module: Module, seed: int) -> Standstill | None:
 
 def reads_in_time(module: Module) -> bool:
     """Every rank gathers all layers once, before its first forward."""
-    for each in module.programs:
-        ops = [step.op for step in each.instructions]
+    for own in module.programs:
+        ops = [step.op for step in own.instructions]
         forward = ops.index("forward") if "forward" in ops else len(ops)
-        layers = [n for step in each.instructions[:forward] if step.op == "gather" for n in step.attrs["layers"]]  # type: ignore[union-attr]
+        layers = [n for step in own.instructions[:forward] if step.op == "gather" for n in step.attrs["layers"]]  # type: ignore[union-attr]
         if sorted(layers) != [0, 1, 2] or ops.count("gather") > 1:
             return False
     return True
@@ -89,8 +89,8 @@ def test_a_rank_that_gathers_other_layers_than_the_rest_is_refused(rank: int, la
 @given(layer_lists)
 def test_what_all_ranks_gather_is_every_layer_that_trains_once(layers: tuple[int, ...]) -> None:
     module = program()
-    for rank, each in enumerate(module.programs):
-        first, *rest = each.instructions
+    for rank, own in enumerate(module.programs):
+        first, *rest = own.instructions
         module = with_list(module, rank, [replace(first, attrs=first.attrs.updated(layers=layers)), *rest])
     assert bool(find_problems(module)) == (sorted(layers) != [0, 1, 2])
 

@@ -123,8 +123,8 @@ def test_each_cause_of_a_bound_is_told_from_the_others() -> None:
 def test_every_answer_is_what_planning_anew_comes_to() -> None:
     module = plan()
     begin = begin_of(module)
-    found = {answer.title: answer.iteration_ms for answer in what_if(begin, begin, PASSES, module, 0.0)}
-    assert found["as it is, planned again"] == planned(PASSES.run(begin)).end
+    answers = {answer.title: answer.iteration_ms for answer in what_if(begin, begin, PASSES, module, 0.0)}
+    assert answers["as it is, planned again"] == planned(PASSES.run(begin)).end
     by_hand = {
         "One more node (12 in all instead of 8)": replace(begin, cluster=grown(begin, nodes=3)),
         "Twice the memory on each (158 GiB)": replace(begin, cluster=grown(begin, memory=Quantity(158.0, "GiB"))),
@@ -135,7 +135,7 @@ def test_every_answer_is_what_planning_anew_comes_to() -> None:
         ),
     }
     for title, changed in by_hand.items():
-        assert found[title] == planned(PASSES.run(changed)).end, title
+        assert answers[title] == planned(PASSES.run(changed)).end, title
 
 
 def test_what_was_decided_for_the_model_is_decided_again_for_other_machines_only() -> None:

@@ -29,11 +29,11 @@ ESCAPE, ENTER, LEFT, RIGHT = "\ue00c", "\ue007", "\ue012", "\ue014"
 def chromium() -> Iterator[Browser]:
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(browser())
+            opened = stack.enter_context(browser())
         except RuntimeError as error:
             pytest.skip(f"Chromium does not start here: {error}")
-        found.size(1200, 1000)
-        yield found
+        opened.size(1200, 1000)
+        yield opened
 
 
 @pytest.fixture
@@ -53,17 +53,17 @@ def show(chromium: Browser, folder: Path, text: str) -> Browser:
 def window(page: Browser) -> tuple[float, float, float]:
     """Start and end of what is seen, and the end of all, in ms."""
     page.run(DRAWN)
-    found = WINDOW.match(page.text("#window"))
-    assert found is not None, page.text("#window")
-    return tuple(float(found[i]) * (1e3 if found[i + 1] == "s" else 1) for i in (1, 3, 5))  # type: ignore[return-value]
+    match = WINDOW.match(page.text("#window"))
+    assert match is not None, page.text("#window")
+    return tuple(float(match[i]) * (1e3 if match[i + 1] == "s" else 1) for i in (1, 3, 5))  # type: ignore[return-value]
 
 
 def ranks(page: Browser) -> tuple[int, int, int]:
     """First and last rank seen, and how many there are."""
     page.run(DRAWN)
-    found = WINDOW.match(page.text("#window"))
-    assert found is not None
-    return int(found[7]), int(found[8]), int(found[9])
+    match = WINDOW.match(page.text("#window"))
+    assert match is not None
+    return int(match[7]), int(match[8]), int(match[9])
 
 
 def spot(page: Browser, ms: float, rank: float) -> tuple[float, float]:
@@ -192,7 +192,7 @@ def test_the_critical_path_is_named_marked_and_leads_there(opened: Browser) -> N
 def test_the_filter_takes_words_and_comparisons_and_fades_the_rest(opened: Browser) -> None:
     names = "#cascades tbody td:first-child"
     before = pixels(opened, PLANNED)
-    for text, found in (
+    for text, shown in (
         ("vae", ["%e0"]),
         ("degree>=2", ["%t0", "%t2"]),
         ("degree>=2 tokens>1000", ["%t2"]),
@@ -204,8 +204,8 @@ def test_the_filter_takes_words_and_comparisons_and_fades_the_rest(opened: Brows
     ):
         opened.run("document.getElementById('filter').value = ''")
         opened.keys("#filter", text)
-        assert opened.texts(names) == found, text
-        assert opened.text("#count").startswith(f"{len(found)} of 4")
+        assert opened.texts(names) == shown, text
+        assert opened.text("#count").startswith(f"{len(shown)} of 4")
     assert pixels(opened, PLANNED) != before
     opened.run("const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input'))")
     assert len(opened.texts(names)) == 4
@@ -285,7 +285,7 @@ def test_dark_pages_are_dark_and_text_stands_out_in_both(opened: Browser) -> Non
         grounds.append(ground)
         for behind in (ground, panel):
             assert contrast(text, behind) >= 7
-            assert min(contrast(each, behind) for each in (quiet, accent, limit)) >= 4.5
+            assert min(contrast(ink, behind) for ink in (quiet, accent, limit)) >= 4.5
     opened.dark(False)
     assert grounds[0] > 0.9
     assert grounds[1] < 0.05

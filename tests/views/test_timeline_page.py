@@ -54,8 +54,8 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.scripts[0])
-        return found
+        data: dict[str, Any] = json.loads(self.scripts[0])
+        return data
 
 
 def test_the_page_loads_nothing_from_anywhere() -> None:

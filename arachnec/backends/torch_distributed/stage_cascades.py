@@ -114,7 +114,7 @@ class StageCascades:
         self._saved[cascade.name] = _Saved(run, objective, number, cut)
         if objective is not None:
             return objective, None
-        return None, pack(run.made, forms_between(cut, number))
+        return None, pack(run.outputs, forms_between(cut, number))
 
     def backward(self, cascade: Cascade, message: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | None:
         """Run a stage's backward on the ranks of ``group``. Returns its message to the stage before; the first has

@@ -43,7 +43,7 @@ class Stage:
     launchers: tuple[Launcher, ...]
     sums: tuple[tuple[ColumnSum, int], ...]  # each after so many launchers
     tail: fx.GraphModule
-    made: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
 
     def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
         numbers = self.sizes.of(values)
@@ -62,7 +62,7 @@ class Stage:
             while waiting and waiting[0][1] == count:
                 total, _ = waiting.pop(0)
                 known[total.node] = total(parts[total.node], numbers)
-        return tuple(self.tail(*values, *(known[node] for node in self.made)))
+        return tuple(self.tail(*values, *(known[node] for node in self.outputs)))
 
 
 def _empty(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -250,7 +250,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
 
 
 def _tail(
-    graph: fx.Graph, results: Sequence[fx.Node | None], made: Sequence[fx.Node], own: Sequence[fx.Node]
+    graph: fx.Graph, results: Sequence[fx.Node | None], computed: Sequence[fx.Node], own: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Inputs and what the kernels made, to the outputs."""
     tail = fx.Graph()
@@ -258,7 +258,7 @@ def _tail(
     for node in graph.nodes:
         if node.op == "placeholder":
             known[node] = tail.placeholder(node.name)
-    for number, node in enumerate(made):
+    for number, node in enumerate(computed):
         known[node] = tail.placeholder(f"made_{number}")
     for node in graph.nodes:
         if node in own:

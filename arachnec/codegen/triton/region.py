@@ -85,7 +85,7 @@ class Generated:
         learned = [node.meta.get("learned", True) for node in placeholders]
         floating = [isinstance(fake, Tensor) and fake.is_floating_point() for fake in fakes]
         self._region = region
-        self._places = tuple(i for i, found in enumerate(zip(floating, learned, strict=True)) if all(found))
+        self._places = tuple(i for i, pair in enumerate(zip(floating, learned, strict=True)) if all(pair))
         results = region.graph.output_node().args[0]
         self._single = not isinstance(results, tuple | list)
         forward, backward = _traced(region, fakes, self._places)

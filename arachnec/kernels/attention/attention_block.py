@@ -90,15 +90,7 @@ def attend(
     outs, lses = [], []
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else accumulator(query.dtype), query.device)
-        part = query[:, :, rows]
-        out, lse = (
-            fused_forward(kernel, part, key, value, bias, False, scale)
-            if fused
-            else plain_forward(part, key, value, bias, scale)
-        )
-        if bias is not None:
-            dead = (bias == -math.inf).all(-1)
-            out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
+        out, lse = biased_forward(kernel, query[:, :, rows], key, value, bias, scale)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -130,7 +122,7 @@ def attend_backward(
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else dtype, query.device)
         part = (grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows])
-        dq, dk, dv = fused_backward(kernel, *part, bias, False, scale) if fused else plain_backward(*part, bias, scale)
+        dq, dk, dv = biased_backward(kernel, *part, bias, scale)
         grad_query.append(dq)
         grad_key += dk
         grad_value += dv
@@ -155,6 +147,43 @@ def _tiles(query: Tensor, key: Tensor, block: Block, fused: bool) -> Iterator[sl
         step = rows
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
+
+
+def biased_forward(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``attend`` by this kernel family: every query to every key, with a boolean or additive ``bias`` to the scores."""
+    bias = None if bias is None else additive(bias, _dtype_of_bias(kernel, query))
+    if kernel == MATH:
+        out, lse = plain_forward(query, key, value, bias, scale)
+    else:
+        out, lse = fused_forward(kernel, query, key, value, bias, False, scale)
+    if bias is not None:
+        dead = (bias == -math.inf).all(-1)
+        out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
+    return out, lse
+
+
+def biased_backward(
+    kernel: str,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_backward`` of ``biased_forward``."""
+    bias = None if bias is None else additive(bias, _dtype_of_bias(kernel, query))
+    if kernel == MATH:
+        return plain_backward(grad, query, key, value, out, lse, bias, scale)
+    return fused_backward(kernel, grad, query, key, value, out, lse, bias, False, scale)
+
+
+def _dtype_of_bias(kernel: str, query: Tensor) -> torch.dtype:
+    return accumulator(query.dtype) if kernel == MATH else query.dtype
 
 
 def plain_forward(

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arachnec.kernels.attention.attention_backend import MATH
-from arachnec.kernels.attention.attention_block import additive, plain_backward, plain_forward
+from arachnec.kernels.attention.attention_block import biased_backward, biased_forward
 from arachnec.kernels.attention.collectives import accumulator
-from arachnec.kernels.attention.fused_attention import backend_for, fused_backward, fused_forward
+from arachnec.kernels.attention.fused_attention import backend_for
 from arachnec.kernels.attention.ring_attention import merge
 
 PIECE = 1 << 14
@@ -150,17 +149,8 @@ def _bias(mask: Tensor | None, group: Group, keys: Tensor | None) -> Tensor | No
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    kernel = backend_for(query[None, None], value[None, None], masked=bias is not None)
     heads = (query[None, None], key[None, None], value[None, None])
-    if kernel == MATH:
-        bias = None if bias is None else additive(bias, accumulator(query.dtype))
-        out, lse = plain_forward(*heads, bias, scale)
-    else:
-        bias = None if bias is None else additive(bias, query.dtype)
-        out, lse = fused_forward(kernel, *heads, bias, False, scale)
-    if bias is not None:
-        dead = (bias == -math.inf).all(-1)
-        out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
+    out, lse = biased_forward(_kernel(query, value, bias), *heads, bias, scale)
     return out[0, 0], lse[0, 0]
 
 
@@ -174,12 +164,10 @@ def _backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = backend_for(query[None, None], value[None, None], masked=bias is not None)
     heads = (grad[None, None], query[None, None], key[None, None], value[None, None], out[None, None], lse[None, None])
-    if kernel == MATH:
-        bias = None if bias is None else additive(bias, accumulator(query.dtype))
-        dq, dk, dv = plain_backward(*heads, bias, scale)
-    else:
-        bias = None if bias is None else additive(bias, query.dtype)
-        dq, dk, dv = fused_backward(kernel, *heads, bias, False, scale)
+    dq, dk, dv = biased_backward(_kernel(query, value, bias), *heads, bias, scale)
     return dq[0, 0], dk[0, 0], dv[0, 0]
+
+
+def _kernel(query: Tensor, value: Tensor, bias: Tensor | None) -> str:
+    return backend_for(query[None, None], value[None, None], masked=bias is not None)

@@ -1,6 +1,6 @@
 """Which passes there are: a value that is passed along, never a global that is written to.
 
-Built-in passes are found by this table without importing them, so that listing names is free of torch and z3.
+Built-in passes are found by the names of their files, without importing them: listing names is free of torch and z3.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,34 +19,7 @@ from typing import ClassVar, cast
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.passes.infra.base import Pass
 
-BUILTIN = {
-    "choose-layout": "arachnec.passes.choose_layout:ChooseLayout",
-    "sparsify": "arachnec.passes.sparsify:Sparsify",
-    "partition": "arachnec.passes.partition:Partition",
-    "shard-parameters": "arachnec.passes.shard_parameters:ShardParameters",
-    "shard-optimizer": "arachnec.passes.shard_optimizer:ShardOptimizer",
-    "offload": "arachnec.passes.offload:Offload",
-    "stages": "arachnec.passes.stages:Stages",
-    "stages-dapple": "arachnec.passes.stages_dapple:StagesDapple",
-    "stages-adaptis": "arachnec.passes.stages_adaptis:StagesAdaptis",
-    "segment": "arachnec.passes.segment:Segment",
-    "annotate": "arachnec.passes.annotate:Annotate",
-    "schedule-static": "arachnec.passes.schedule_static:ScheduleStatic",
-    "schedule-same-bucket": "arachnec.passes.schedule_same_bucket:ScheduleSameBucket",
-    "schedule-dynamic-cp": "arachnec.passes.schedule_dynamic_cp:ScheduleDynamicCp",
-    "schedule-flexsp": "arachnec.passes.schedule_flexsp:ScheduleFlexsp",
-    "schedule-knapformer": "arachnec.passes.schedule_knapformer:ScheduleKnapformer",
-    "schedule-genetic": "arachnec.passes.schedule_genetic:ScheduleGenetic",
-    "schedule-pipeline": "arachnec.passes.schedule_pipeline:SchedulePipeline",
-    "schedule-z3": "arachnec.passes.schedule_z3:ScheduleZ3",
-    "schedule-sampling": "arachnec.passes.schedule_sampling:ScheduleSampling",
-    "place": "arachnec.passes.place:Place",
-    "bucket": "arachnec.passes.bucket:Bucket",
-    "fuse": "arachnec.passes.fuse:Fuse",
-    "lower": "arachnec.passes.lower:Lower",
-    "recost": "arachnec.passes.recost:Recost",
-    "check": "arachnec.passes.check:Check",
-}
+NO_PASS = ("trace",)  # makes the module that the first pass takes
 ENTRY_POINTS = "arachnec.passes"
 
 
@@ -98,7 +72,15 @@ class Registry:
 
 
 def builtin() -> Registry:
-    return Registry(tuple(BUILTIN.items()))
+    """A pass for every file of ``arachnec/passes``: ``schedule_z3.py`` holds class ``ScheduleZ3``, ``schedule-z3``."""
+    folder = Path(__file__).parents[1]
+    files = [file.name for file in pkgutil.iter_modules([str(folder)]) if not file.ispkg]
+    return Registry(tuple(_entry(file) for file in files if file not in NO_PASS))
+
+
+def _entry(file: str) -> tuple[str, str]:
+    words = file.split("_")
+    return "-".join(words), f"arachnec.passes.{file}:{''.join(word.capitalize() for word in words)}"
 
 
 def installed() -> Registry:

@@ -113,7 +113,7 @@ def request_chains(module: Module, rates: Rates) -> list[RequestChain] | Cascade
         own.setdefault(cascade.clips, []).append(cascade)
     chains = []
     for requests, cascades in own.items():
-        each = []
+        chain_runs = []
         for cascade in cascades:
             key = *rates.cost.table.shape(cascade), divisible_steps(cascade)
             if key not in runs:
@@ -121,9 +121,9 @@ def request_chains(module: Module, rates: Rates) -> list[RequestChain] | Cascade
             run = runs[key]
             if run is None:
                 return cascade
-            each.append(run)
+            chain_runs.append(run)
         release = max(arrival_of(clips[number]) for number in requests)
-        chains.append(RequestChain(tuple(cascades), Chain(tuple(each), math.ceil(release * TICKS))))
+        chains.append(RequestChain(tuple(cascades), Chain(tuple(chain_runs), math.ceil(release * TICKS))))
     return chains
 
 

@@ -224,9 +224,9 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
         return
     if not any(chain.release for chain in chains):
         yield from wrap_arounds(chains, gpus, node, bound)
-        beside = side_by_side(chains, gpus, node, bound)
-        if beside is not None:
-            yield beside
+        parallel = side_by_side(chains, gpus, node, bound)
+        if parallel is not None:
+            yield parallel
     yield from in_order_of_length(chains, gpus, node)
 
 

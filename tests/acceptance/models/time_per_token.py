@@ -15,9 +15,9 @@ class PerToken(Block):
 class Model(VideoModel):
     def run(self, x, text, time, grid):
         frames = time[:, None] + self.blocks[0].norm2(x.unflatten(1, (grid[0], -1)).mean(2))
-        each = time[:, None] * x.cos()
+        waves = time[:, None] * x.cos()
         for block in self.blocks:
-            x = block(x, text, each, frames)
+            x = block(x, text, waves, frames)
         return x
 
 

@@ -13,12 +13,12 @@ def build():
 
 def sample(clip, generator):
     x, t, target = noised(clip, generator, latent_shape(clip))
-    each = (1000 * t).repeat(x.shape[2] * x.shape[3] * x.shape[4] // 4)
+    timesteps = (1000 * t).repeat(x.shape[2] * x.shape[3] * x.shape[4] // 4)
     if x.shape[2] > 1:
-        each[: x.shape[3] * x.shape[4] // 4] = 0
+        timesteps[: x.shape[3] * x.shape[4] // 4] = 0
     return {
         "hidden_states": x,
-        "timestep": each[None],
+        "timestep": timesteps[None],
         "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
         "return_dict": False,
     }, target

@@ -120,13 +120,13 @@ def test_pieces_come_together_and_sums_come_apart(
 
 
 def test_each_gather_is_one_collective_where_the_back_end_has_it() -> None:
-    even, uneven, turned = (
+    even, uneven, rotated = (
         run_ranks(3, gathered, ranks, sizes, 0, (0, 4), 1 << 26, True)[0]
         for ranks, sizes in (((0, 1, 2), (3, 3, 3)), ((2, 0, 1), (3, 1, 2)), ((2, 0, 1), (3, 3, 3)))
     )
     assert even in (["all_gather_single"], ["all_gather_into_tensor"])
     assert uneven == ["all_gather"]
-    assert turned == ["batch_isend_irecv"], "a list of even pieces would be gathered into a copy"
+    assert rotated == ["batch_isend_irecv"], "a list of even pieces would be gathered into a copy"
 
 
 def exchanged(nccl: bool) -> tuple[bool, list[str]]:

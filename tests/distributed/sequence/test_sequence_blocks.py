@@ -30,6 +30,6 @@ def steps(case: ModelCase) -> tuple[Step, ...]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_equal_those_of_one_process(name: str) -> None:
-    found = compare(name, steps(MODELS[name]))
-    assert len(found) == sum(len(step.ranks) for step in steps(MODELS[name]))
-    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
+    errors = compare(name, steps(MODELS[name]))
+    assert len(errors) == sum(len(step.ranks) for step in steps(MODELS[name]))
+    assert [d for d in errors if d.loss > 1e-6 or d.gradient > 1e-5] == []

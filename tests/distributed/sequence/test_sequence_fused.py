@@ -21,6 +21,6 @@ def test_loss_and_every_gradient_equal_those_of_one_process_without_fusion(name:
         Step((1, 2), 1, 2, CLIP, recompute=True),
         Step((0, 1, 2), 3, 1, CLIP, (total - 1, 1, 0)),
     )
-    found = compare(name, steps, fused=True)
-    assert len(found) == 8
-    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
+    errors = compare(name, steps, fused=True)
+    assert len(errors) == 8
+    assert [d for d in errors if d.loss > 1e-6 or d.gradient > 1e-5] == []

@@ -8,6 +8,6 @@ CLIP, GRID = Size(8, 16, 16, batch=1), (8, 8, 8)
 
 def test_loss_and_every_gradient_equal_those_of_one_process_under_the_same_lists() -> None:
     steps = (Step((0, 1, 2, 3), 4, 1, CLIP, recompute=True, grid=GRID),)  # of 3 heads: one rank has none
-    found = compare("cogvideox-rotary", steps)
-    assert len(found) == 4
-    assert [d for d in found if d.loss > 1e-6 or d.gradient > 1e-5] == []
+    errors = compare("cogvideox-rotary", steps)
+    assert len(errors) == 4
+    assert [d for d in errors if d.loss > 1e-6 or d.gradient > 1e-5] == []

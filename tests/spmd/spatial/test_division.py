@@ -27,15 +27,15 @@ def test_work_is_divided_memory_falls_and_exchanges_are_those_of_a_run() -> None
     assert part.flops == part.flops_alone / 4
     assert part.undivided == 0
     assert part.peak < 0.4 * part.peak_alone
-    made: list[ThreadPeers] = []
+    peers_of_threads: list[ThreadPeers] = []
 
     def run(peers: ThreadPeers) -> Tensor:
-        made.append(peers)
+        peers_of_threads.append(peers)
         loaded = torch.zeros(1, 3, 9, 64, 96, dtype=torch.uint8)
         return encode_divided(copy.deepcopy(encoder), loaded, peers, 4)
 
     on_threads(4, run)
-    assert {peers.calls for peers in made} == {part.exchanges}
+    assert {peers.calls for peers in peers_of_threads} == {part.exchanges}
 
 
 class Sorted(nn.Module):

@@ -1,0 +1,113 @@
+"""The values of one row of a manifest or of a file of requests, and what is wrong with them.
+
+``what`` is the word for what a row stands for: a clip, a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.data.clip import caption_tokens
+from arachnec.data.rows import Row
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "steps": 1, "seed": 0}
+# larger numbers are typing mistakes
+MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
+
+
+@dataclass(frozen=True)
+class MissingKey(Diagnostic):
+    title: ClassVar[str] = "the {what} has no `{key}`"
+    label: ClassVar[str] = "missing here"
+    help: ClassVar[str] = "{remedy}"
+    what: str
+    key: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class BadValue(Diagnostic):
+    title: ClassVar[str] = "`{key}` is {found}, expected {expected}"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "{remedy}"
+    key: str
+    found: str
+    expected: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class SameId(Diagnostic):
+    title: ClassVar[str] = "two {what}s have the id `{id}`"
+    label: ClassVar[str] = "the other is in row {row}, counted from 1"
+    help: ClassVar[str] = "{reason}; leave `id` out to use the row's number"
+    what: str
+    id: str | int
+    row: int
+    reason: str
+
+
+def integer(row: Row, key: str) -> int | None:
+    """The row's whole number; None where it has none. Raises ``UserError`` out of its bounds."""
+    value = row.values.get(key)
+    if value is None:
+        return None
+    least = LEAST[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(bad_value(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
+    if value < least:
+        remedy = "an image is a clip of 1 frame" if key == "frames" else f"the smallest `{key}` is {least}"
+        raise UserError(bad_value(row, key, f"at least {least}", remedy))
+    if value > MOST[key]:
+        raise UserError(bad_value(row, key, f"at most {MOST[key]}", f"correct `{key}`"))
+    return value
+
+
+def bad_value(row: Row, key: str, expected: str, remedy: str) -> BadValue:
+    """The diagnostic at the key of the row, under whichever name it is written there."""
+    shown = repr(row.values[key])
+    return BadValue(
+        row.span(row.written.get(key, key)), key, shown if len(shown) <= 80 else f"{shown[:77]}...", expected, remedy
+    )
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no half of a surrogate pair, as JSON's escapes can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def text(row: Row, key: str) -> str | None:
+    """The row's text; None where it has none. Raises ``UserError`` for what is none or cannot be written."""
+    value = row.values.get(key)
+    if not isinstance(value, str | None):
+        raise UserError(bad_value(row, key, "a string", f"put the {key.replace('_', ' ')} in quotes"))
+    if value is not None and not _is_text(value):
+        raise UserError(bad_value(row, key, "text that UTF-8 can hold", "write the characters themselves, unescaped"))
+    return value
+
+
+def identifier(row: Row) -> str | int:
+    """The row's ``id``, else its number. Raises ``UserError``."""
+    value = row.values.get("id", row.number)
+    if not isinstance(value, int | str) or isinstance(value, bool) or value == "":
+        raise UserError(bad_value(row, "id", "a string or a number", "leave `id` out to use the row's number"))
+    if isinstance(value, str) and not _is_text(value):
+        raise UserError(bad_value(row, "id", "text that UTF-8 can hold", "write the characters themselves, unescaped"))
+    return value
+
+
+def tokens_of_text(row: Row, what: str, caption: str | None) -> int:
+    """The row's ``text_tokens``, else as many as its caption has. Raises ``UserError`` where there is neither."""
+    tokens = integer(row, "text_tokens")
+    if tokens is not None:
+        return tokens
+    if caption is None:
+        remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
+        raise UserError(MissingKey(row.span(), what, "text_tokens", remedy))
+    return caption_tokens(caption)

@@ -1,0 +1,217 @@
+"""A loop of one's own: the steps of an engine are those of a plain PyTorch loop, on any number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError, render
+from arachnec.models.batch import clip_generator
+from arachnec.models.file import load_model_file
+from arachnec.models.given_module import with_own_optimizer
+from tests.distributed.executor_cases import MODEL, QUICK, assert_same_gradients, captured_once, plain_loop
+from tests.distributed.harness import run_ranks
+
+ROOT = Path(__file__).parents[4]
+SIZES = {"a": 3, "b": 5, "c": 3, "d": 5, "e": 1, "f": 4}
+BATCHES = (("a", "b"), ("c", "d"), ("e", "f"), ("b", "a"))
+
+
+def own_loop() -> Any:
+    """The example, imported as a script that runs beside its model."""
+    if str(ROOT / "examples") not in sys.path:
+        sys.path.append(str(ROOT / "examples"))
+    spec = importlib.util.spec_from_file_location("own_loop", ROOT / "examples" / "own_loop.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_is_short() -> None:
+    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) < 60
+
+
+def test_the_examples_losses_are_those_of_a_plain_loop_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    rows = run_ranks(2, _example, tmp_path)
+    plain = _plain_example()
+    for losses, resumed, reused in rows:
+        assert losses == pytest.approx(plain[:3], rel=1e-5)
+        assert resumed == pytest.approx(plain[3:], rel=1e-5)
+        assert reused == 2  # all four batches have the same shapes; the first is the one that was compiled
+
+
+def _example(folder: Path) -> tuple[list[float], list[float], int]:
+    example = own_loop()
+    with captured_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.arachnec, "Engine", partial(example.arachnec.Engine, passes=QUICK))
+        first = example.train(folder / "checkpoints", steps=3)
+        second = example.train(folder / "checkpoints", steps=3)
+    return [s.loss for s in first.steps], [s.loss for s in second.steps], first.plans_reused
+
+
+def _plain_example() -> list[float]:
+    """The example's six steps in PyTorch alone: one clip at a time, the mean of their losses."""
+    example = own_loop()
+    torch.manual_seed(0)
+    model = example.VideoDiT(width=48, heads=4, layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    data, losses = example.Latents(), []
+    for step in range(6):
+        items = [data[(3 * step + k) % 6] for k in range(3)]
+        optimizer.zero_grad()
+        total = 0.0
+        for item in items:
+            sizes = item["frames"], item["height"], item["width"]
+            clip = VideoClip(item["id"], *sizes, 6, item["caption"], values={"latents": item["latents"]})
+            kwargs, target = example.sample(clip, clip_generator(0, step, clip.id))
+            loss = example.loss(model(**kwargs), target) / len(items)
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return losses
+
+
+@dataclass
+class Counted:
+    """An iterable dataset that can say where it stands."""
+
+    place: int = 0
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while self.place < len(BATCHES):
+            self.place += 1
+            yield [_item(name) for name in BATCHES[self.place - 1]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def _item(name: str) -> dict[str, Any]:
+    return {"id": name, "frames": SIZES[name], "height": 16, "width": 16, "text_tokens": 0}
+
+
+def test_an_iterator_ends_the_run_and_is_replayed_or_says_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    ranks = run_ranks(2, _iterators, tmp_path)
+    for whole, replayed, stated, other in ranks:
+        assert whole == pytest.approx(ranks[0][0])
+        assert len(whole) == len(BATCHES)
+        assert replayed == pytest.approx(whole[2:])
+        assert stated == pytest.approx(whole[2:])
+        assert "other clips" in other
+
+
+def _iterators(folder: Path) -> tuple[Any, ...]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def losses(batches: Any, **options: Any) -> list[float]:
+        engine = Engine(folder / "model.py", batches, passes=QUICK, seed=3, **options)
+        return [step.loss for step in engine]
+
+    def drawn(names: Any = BATCHES) -> Any:
+        return ([_item(name) for name in batch] for batch in names)
+
+    with captured_once():
+        whole = losses(drawn())
+        replayed, stated = folder / "replayed", folder / "stated"
+        losses(drawn(), steps=2, checkpoint=replayed)
+        losses(Counted(), steps=2, checkpoint=stated)
+        try:
+            losses(drawn(BATCHES[::-1]), checkpoint=folder / "replayed", resume=True)
+            told = ""
+        except UserError as error:
+            told = render(error.diagnostics[0])
+        rest = losses(drawn(), checkpoint=replayed, resume=True)
+        said = losses(Counted(), checkpoint=stated, resume=True)
+    return whole, rest, said, told
+
+
+def test_the_gradients_of_a_step_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    saved = tmp_path / "g.safetensors"
+    run_ranks(2, _gradients, tmp_path / "model.py", saved)
+    clips = [VideoClip(name, SIZES[name], 16, 16, 0) for name in BATCHES[1]]
+    loss, gradients = plain_loop(tmp_path, clips, seed=3, step=1)
+    assert loss > 0
+    assert_same_gradients(saved, gradients)
+
+
+def _gradients(file: Path, saved: Path) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def still(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    batches = ([_item(name) for name in batch] for batch in BATCHES)
+    with captured_once():
+        for _ in Engine(file, batches, optimizer=still, seed=3, steps=2, save_gradients=saved):
+            pass
+
+
+def test_what_a_dataset_does_wrong_is_one_message_and_what_was_trained_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for rank, (message, steps) in enumerate(run_ranks(2, _breaks, tmp_path)):
+        assert "the dataset raised OSError: the disk is gone after 4 clips" in message, rank
+        assert steps == 2
+
+
+def _breaks(folder: Path) -> tuple[str, int]:
+    from arachnec.backends.torch_distributed import checkpoint
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def batches() -> Iterator[list[dict[str, Any]]]:
+        for batch in BATCHES[:2]:
+            yield [_item(name) for name in batch]
+        raise OSError("the disk is gone")
+
+    with captured_once(), pytest.raises(UserError) as told:
+        for _ in Engine(folder / "model.py", batches(), passes=QUICK, checkpoint=folder / "checkpoints"):
+            pass
+    whole = checkpoint.newest(folder / "checkpoints")
+    assert whole is not None
+    return render(told.value.diagnostics[0]), whole.position.steps
+
+
+def test_several_batches_of_an_update_are_drawn_and_a_resumed_run_goes_on_behind_them(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for whole, resumed, clips in run_ranks(2, _accumulates, tmp_path):
+        assert len(whole) == 2
+        assert resumed == pytest.approx(whole[1:])
+        assert clips == [*"abcd"]
+
+
+def _accumulates(folder: Path) -> tuple[list[float], list[float], list[Any]]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def steps(**options: Any) -> list[Any]:
+        batches = ([_item(name) for name in batch] for batch in BATCHES)
+        return list(Engine(folder / "model.py", batches, passes=QUICK, settings=["accumulate=2"], **options))
+
+    with captured_once():
+        whole = steps()
+        steps(steps=1, checkpoint=folder / "checkpoints")
+        resumed = steps(checkpoint=folder / "checkpoints", resume=True)
+    return [s.loss for s in whole], [s.loss for s in resumed], [clip.id for clip in whole[0].clips]
+
+
+def test_an_optimizer_that_is_made_already_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(UserError, match="`optimizer` is a SGD, not a function of the parameters"):
+        with_own_optimizer(load_model_file(tmp_path / "model.py"), optimizer)

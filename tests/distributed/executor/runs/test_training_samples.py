@@ -1,0 +1,114 @@
+"""Latents that are sampled beside training are those of the trained model, and training goes on as without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arachnec.executable.folder import HEADER
+from arachnec.executable.train_file import training_of
+from arachnec.executable.training_options import SampledRequests, Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.sampling.during_training import TrainingSamples
+from tests.distributed.executor.runs.test_validation import CLIPS, TWO, trained_for_a_step, whole
+from tests.distributed.executor_cases import train_on
+
+SAMPLER = """
+import torch
+
+
+class Halves:  # x moves by the prediction over the number of steps
+    def set_timesteps(self, steps):
+        self.timesteps = torch.linspace(1, 0, steps)
+
+    def step(self, prediction, timestep, latents):
+        return latents - prediction / len(self.timesteps)
+
+
+def models():
+    return {"tiny": lambda: torch.nn.Linear(1, 1)}  # the trained model stands for it
+
+
+def scheduler():
+    return Halves()
+
+
+def start(request, generator):
+    return torch.randn(1, request.frames * 4, 4, generator=generator)
+
+
+def arguments(name, latents, timestep, request, conditional):
+    return {"x": latents, "time": timestep[None]}
+"""
+REQUESTS = [
+    {"id": name, "frames": 2, "height": 16, "width": 16, "text_tokens": 0, "steps": 3, "seed": 7} for name in "abc"
+]
+
+
+def options(folder: Path, every: int = 1) -> SampledRequests:
+    sampler, requests = folder / "sampler.py", folder / "requests.jsonl"
+    sampler.write_text(SAMPLER)
+    requests.write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    return SampledRequests(str(sampler), str(requests), every)
+
+
+def test_they_are_of_the_trained_model_and_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    folder = whole(tmp_path / "x", 2, TWO)
+    alone = train_on(2, folder, steps=2)["steps"]
+    header = json.loads((folder / HEADER).read_text())
+    asked = options(tmp_path)
+    header["training"]["sampling"] = {"file": asked.file, "requests": asked.requests, "every": 1}
+    (folder / HEADER).write_text(json.dumps(header))
+    validated_steps = train_on(2, folder, steps=2)["steps"]
+    assert [step["loss"] for step in validated_steps] == [step["loss"] for step in alone]
+    assert [step["gradient_norm"] for step in validated_steps] == [step["gradient_norm"] for step in alone]
+    model = trained_for_a_step(folder, CLIPS)
+    expected = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        for time in torch.linspace(1, 0, 3):
+            expected = expected - model(expected, time[None]) / 3
+    for name in "abc":
+        first = load_file(folder / "samples" / "step-1" / f"{name}.safetensors")["latents"]
+        torch.testing.assert_close(first, expected)
+        later = load_file(folder / "samples" / "step-2" / f"{name}.safetensors")["latents"]
+        assert not torch.equal(first, later)
+
+
+def test_a_model_whose_weights_change_precision_is_given_its_own(tmp_path: Path) -> None:
+    samples = TrainingSamples.of(options(tmp_path), torch.device("cpu"), 0, 1, whole=True)
+    assert samples is not None
+    model = _Halving().bfloat16().train()
+    assert samples.write(model, tmp_path / "out", torch.device("cpu")) == []
+    assert model.training and model.seen == {(torch.bfloat16, False)}
+    model.weight.data.fill_(torch.nan)
+    assert samples.write(model, tmp_path / "none", torch.device("cpu")) == ["a", "b", "c"]
+    assert not list((tmp_path / "none").iterdir())
+
+
+class _Halving(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.seen: set[tuple[torch.dtype, bool]] = set()
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        self.seen.add((x.dtype, self.training))
+        return x * self.weight
+
+
+def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    with pytest.raises(UserError, match=r"`sampling.file` is .*ranks hold parts of the model"):
+        TrainingSamples.of(options(tmp_path), device, 0, 2, whole=False)
+    (tmp_path / "sampler.py").write_text(SAMPLER.replace('{"tiny":', '{"other": torch.nn.Linear(1, 1), "tiny":'))
+    two = SampledRequests(str(tmp_path / "sampler.py"), str(tmp_path / "requests.jsonl"))
+    with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
+        TrainingSamples.of(two, device, 0, 1, whole=True)
+    with pytest.raises(UserError, match=r"`sampling.requests` is None: one needs the other"):
+        training_of(Training(), settings=["sampling.file=x.py"])
+    with pytest.raises(UserError, match=r"sampling.every = 0"):
+        training_of(Training(), settings=["sampling.every=0"])
