@@ -20,7 +20,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import synced
 from arachnec.data.requests import Request
 from arachnec.data.video_file import write_video
-from arachnec.generation.settings import Settings
+from arachnec.executable.sampling_folder import Settings
 
 LATENTS = "latents"
 ABOUT = "request"
