@@ -32,7 +32,9 @@ class Volumes:
     hops: float = 0.0  # times that it hands something on
     gathered: float = 0.0  # bytes of whole tensors gathered from all ranks
     gathers: float = 0.0
-    dealt: float = 0.0  # bytes in all-to-alls of all ranks, heads of sparse layers; of the rank that gets most
+    dealt: float = (
+        0.0  # bytes in all-to-alls of all ranks (heads of sparse layers, frames and places); of the rank that gets most
+    )
     deals: float = 0.0
 
     @property
@@ -62,17 +64,20 @@ def volumes(
     backward: float,
     output: float | None = None,
     sparse: SparseLoad = NO_LOAD,
+    exchanged: float = 0.0,
+    exchanges: int = 0,
 ) -> Volumes:
     """Of ``forward`` forwards and ``backward`` backwards.
 
     ``traffic`` are the GiB of q, k, v and the output over all ``attentions`` of one forward, ``output`` the bytes of
     what the last block gives; where that is not known, those of one attention's output are taken. The ``sparse`` layers
     take no part in all-to-alls of heads by number and in the ring: queries, keys and values go to who computes them.
+    ``exchanged`` are the GiB of tokens that factorised attention deals out anew, in so many ``exchanges``.
     """
     degree = ulysses * ring
-    if degree == 1 or not attentions:
+    if degree == 1 or not (attentions or exchanges):
         return Volumes(ulysses, ring)
-    total, per_attention = traffic * GIB, traffic * GIB / attentions
+    per_attention = traffic * GIB / max(1, attentions)
     dense, passes = attentions - sparse.layers, forward + backward
     share = per_attention * dense / degree
     around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
@@ -85,10 +90,10 @@ def volumes(
         passed=around * share / 2,
         hops=around * dense,
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
-        gathered=passes * (total / (4 * attentions) if output is None else output),
+        gathered=passes * (per_attention / 4 if output is None else output),
         gathers=passes,
-        dealt=passes * per_attention * sparse.received,
-        deals=passes * 2 * sparse.layers,
+        dealt=passes * (per_attention * sparse.received + exchanged * GIB / degree),
+        deals=passes * (2 * sparse.layers + exchanges),
     )
 
 
@@ -189,6 +194,8 @@ class Communication:
             backward=backward,
             output=token_bytes(stage, cascade.batch * cascade.tokens),
             sparse=self.sparse.of(cascade, attention.ulysses * attention.ring),
+            exchanged=evaluated(stage, "halo", cascade),
+            exchanges=count_in(stage, "exchanges"),
         )
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:

@@ -115,7 +115,7 @@ STAGE = table("""
     divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
     undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take
     held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
-    halo            | GiB formula    | traced | optional | what each of a clip's ranks exchanges with others
+    halo            | GiB formula    | traced | optional | what each of a clip's ranks sends; trained: tokens dealt anew
     exchanges       | int            | traced | optional | how often, at most
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train

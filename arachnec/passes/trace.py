@@ -19,6 +19,7 @@ from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
 from arachnec.models.batch import prediction_of
+from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
@@ -47,7 +48,7 @@ class Trace:
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
 
     def tokens(self, clip: VideoClip) -> int:
-        """S of one clip: the token dimension that the first block is given. Raises ``UserError`` if it is refused."""
+        """S of one clip: the tokens that the first block is given. Raises ``UserError`` if it is refused."""
         return self.counter(clip)
 
     @property
@@ -110,7 +111,7 @@ class TokenCounter:
 
         def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, _ = flatten_call(module, args, kwargs)
-            counted.append(place.read(leaves))
+            counted.append(place.count(leaves, 1))
             if counted[0] < 1 or not whole:
                 raise _Reached
 
@@ -164,12 +165,13 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) ->
     special = specialise(model, source, clips, encoders)
     captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
-    if special.step.graphs is Graphs.ONE:
+    if special.step.graphs is Graphs.ONE and not captured.folded:
         trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     else:
         calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
-    trained = replace(trained, attrs=trained.attrs.updated(**special.step.attributes))
+    attributes = exchange_attributes(captured, special.shared) | special.step.attributes
+    trained = replace(trained, attrs=trained.attrs.updated(**attributes))
     beforehand = encoded_beforehand(clips)
     running = {name: encoder for name, encoder in encoders.items() if name not in beforehand}
     frozen, whole = _encoder_stages(running, clips, counter)

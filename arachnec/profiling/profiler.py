@@ -369,6 +369,7 @@ class Profiler:
             return Measurement(batch, tokens, text, job.degree, ms)
         attrs = self._stages[job.stage].attrs
         heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
+        dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
         sent = volumes(
             ulysses=job.degree,
             ring=1,
@@ -378,6 +379,8 @@ class Profiler:
             forward=float(phase == "forward"),
             backward=float(phase == "backward"),
             output=token_bytes(self._stages[job.stage], batch * tokens),
+            exchanged=dealt(B=batch, S=tokens, T=text) if isinstance(dealt, Formula) else 0.0,
+            exchanges=exchanges if isinstance(exchanges, int) else 0,
         )
         return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
 

@@ -86,6 +86,7 @@ def _attention_of_each(
 def _distributed_attention(
     context: Context, node: fx.Node, query: Value, key: Value, value: Value, mask: Value | None
 ) -> Result:
+    query, key, value = (_as_one_sequence(context, x) for x in (query, key, value))
     layout = key.layouts[-2] or value.layouts[-2]
     assert layout is not None
     key, value = (x if x.layouts[-2] else context.sharded(x, len(x.sizes) - 2, layout) for x in (key, value))
@@ -97,10 +98,12 @@ def _distributed_attention(
         raise MixesTokens("attends over tokens in a form that distributed attention does not take")
     if any(x.sizes[:-2] != query.sizes[:-2] and not _grouped(context, node, x, query) for x in (key, value)):
         raise MixesTokens("broadcasts keys over queries in an attention over tokens")
+    if queries is not None and context.shard_of(queries) is not context.shard_of(layout):
+        raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
     whole_mask = None if mask is None else context.whole(mask).node
     causal, scale, gqa = _options(context, node)
     arguments = (
-        *(query.node, key.node, value.node, whole_mask, context.shard),
+        *(query.node, key.node, value.node, whole_mask, context.shard_of(layout)),
         *(context.parts(of_query), context.parts(layout), causal, scale, gqa),
     )
     layouts = (None,) * (len(query.sizes) - 2) + (queries, None)
@@ -108,6 +111,15 @@ def _distributed_attention(
     moved = sum((x.bytes for x in (query, key, value, result)), sympy.S.Zero)
     context.record("attention", "self-attention over the tokens", moved)
     return result
+
+
+def _as_one_sequence(context: Context, x: Value) -> Value:
+    """Tokens that were merged from several dimensions (frames, rows, columns), in consecutive ranges."""
+    layout, dim = x.layouts[-2], len(x.sizes) - 2
+    if layout is None or not (layout.alone and layout.merged):
+        return x
+    after = Layout((Part(layout.size, sharded=True),))
+    return context.redistributed(x, dim, after, "attends over tokens of several dimensions")
 
 
 def _one_layout(key: Value, value: Value) -> bool:

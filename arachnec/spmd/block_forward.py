@@ -222,8 +222,8 @@ def _checkpoint(
 def _arriving(x: Tensor, dim: int | None, shard: SequenceShard) -> Tensor:
     """An input as the block's graph takes it: the rank's own tokens, or all of them."""
     if isinstance(x, ShardedTokens):
-        if dim == x.token_dim and x.shard == shard:
-            return x.local
+        if dim is not None:
+            return x.local if dim == x.token_dim and x.shard == shard else x.dealt(dim, shard)
         x = x.gathered()
     return x if dim is None else shard_tokens(x, dim, shard)
 

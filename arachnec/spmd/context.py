@@ -1,7 +1,7 @@
 """The graph under construction: what the rules of the sequence-parallel rewrite read, and how they write.
 
 Every integer in the new graph is a size over all ranks, so ``x / S`` and ``arange(S)`` keep their meaning. A rule that
-needs a size on this rank asks for ``Layout.local(LOCAL)``; only shapes are local.
+needs a size on this rank asks for ``Layout.local(context.share)``; only shapes are local.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from arachnec.spmd import runtime as runtime
-from arachnec.spmd.layouts import Layout, Size, Value, alike, same
+from arachnec.spmd.layouts import Layout, Part, Size, Value, alike, same
 
 LOCAL = sympy.Symbol("local_tokens", positive=True, integer=True)
 """Tokens on this rank."""
@@ -40,7 +40,7 @@ class Refused(Exception):
 class Event:
     """Something that was done for the op ``node`` of the traced graph; ``bytes`` over all ranks, symbolic."""
 
-    kind: str  # "attention", "gathered"
+    kind: str  # "attention", "gathered", "exchanged"
     node: fx.Node
     reason: str
     bytes: Size
@@ -48,7 +48,10 @@ class Event:
 
 @dataclass
 class Context:
-    """Builds ``graph`` from a traced one; ``environment`` maps each traced node to its counterpart."""
+    """Builds ``graph`` from a traced one; ``environment`` maps each traced node to its counterpart.
+
+    Where a rule has several ways, ``choices`` says which it takes; ``options`` counts what there was to choose.
+    """
 
     tokens: Size
     substitution: dict[sympy.Symbol, Size]
@@ -56,7 +59,11 @@ class Context:
     environment: dict[fx.Node, Any] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     _sizes: dict[Size, fx.Node] = field(default_factory=dict)
+    choices: dict[object, int] = field(default_factory=dict)
+    options: dict[object, int] = field(default_factory=dict)
     _moved: dict[tuple[fx.Node, int], Value] = field(default_factory=dict)
+    _dealt: dict[tuple[fx.Node, int], list[Value]] = field(default_factory=dict)
+    _shards: dict[Size, fx.Node] = field(default_factory=dict)
     _here: fx.Node | None = None
     _device: tuple[torch.device, fx.Node] | None = None
     _shard: fx.Node | None = None
@@ -65,6 +72,32 @@ class Context:
     def shard(self) -> fx.Node:
         assert self._shard is not None
         return self._shard
+
+    def shard_of(self, layout: Layout) -> fx.Node:
+        """How the tokens of a layout lie over the ranks: as the cascade's, or in even shares of another length."""
+        lengths = [part.length for part in layout.parts if part.sharded]
+        if any(not same(length, lengths[0]) for length in lengths):
+            raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
+        if same(lengths[0], self.tokens):
+            return self.shard
+        if lengths[0] not in self._shards:
+            self._shards[lengths[0]] = self.call(runtime.shard_of_length, self.shard, self.size(lengths[0]))
+        return self._shards[lengths[0]]
+
+    def share(self, length: Size) -> Size:
+        """How many of ``length`` sharded positions are this rank's."""
+        if same(length, self.tokens):
+            return LOCAL
+        symbol = sympy.Symbol(f"local_{length}", positive=True, integer=True)
+        if symbol not in self._sizes:
+            node = self.shard_of(Layout((Part(length, sharded=True),)))
+            self._sizes[symbol] = self.call(runtime.local_tokens, node)
+        return symbol
+
+    def chosen(self, key: object, options: int) -> int:
+        """Which of several ways to take; the same for equal keys."""
+        self.options[key] = options
+        return self.choices.get(key, 0)
 
     # What the traced graph says
 
@@ -200,7 +233,7 @@ class Context:
     def local_sizes(self, sizes: Sequence[Size], layouts: Sequence[Layout | None]) -> list[fx.Node | int]:
         """A shape on this rank."""
         return [
-            self.size(size if layout is None else layout.local(LOCAL))
+            self.size(size if layout is None else layout.local(self.share))
             for size, layout in zip(sizes, layouts, strict=True)
         ]
 
@@ -269,39 +302,66 @@ class Context:
             if layout_before is None or (after is not None and alike(layout_before, after)):
                 return earlier
         merged = (self.size(layout.outer), self.size(layout.inner)) if layout.merged else ()
-        node = self.call(function, value.node, dim, self.shard, self.parts(layout), *merged)
+        node = self.call(function, value.node, dim, self.shard_of(layout), self.parts(layout), *merged)
         layouts = (*value.layouts[:dim], after, *value.layouts[dim + 1 :])
         moved = Value(node, value.sizes, layouts, value.itemsize)
         self._moved[value.node, dim] = moved
         self._moved[node, dim] = value
         return moved
 
+    def redistributed(self, value: Value, dim: int, after: Layout, reason: str) -> Value:
+        """``value`` with its tokens along ``dim`` dealt out as ``after`` says, by one all-to-all."""
+        before = value.layouts[dim]
+        if before is None or alike(before, after):
+            return value
+        if not (before.alone and after.alone and same(before.size, after.size)):
+            raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
+        earlier = self._dealt.setdefault((value.node, dim), [value])
+        for known in earlier:
+            if alike(known.layouts[dim], after):  # type: ignore[arg-type]
+                return known
+        sizes = [(self.size(x.outer), self.size(x.parts[0].length), self.size(x.inner)) for x in (before, after)]
+        node = self.call(runtime.redistribute, value.node, dim, self.shard, *sizes)
+        layouts = (*value.layouts[:dim], after, *value.layouts[dim + 1 :])
+        dealt = Value(node, value.sizes, layouts, value.itemsize)
+        earlier.append(dealt)
+        self._dealt[node, dim] = earlier
+        self.record("exchanged", reason, value.bytes)
+        return dealt
+
     # What most rules need
 
     def align(self, values: Sequence[Value], rank: int, sizes: Sequence[Size]) -> tuple[Layout | None, ...]:
         """The layouts of a broadcast result of ``rank`` dimensions.
 
-        Raises MixesTokens where two operands lie differently over the ranks.
+        Tokens that are dealt out in two ways meet in the cascade's own, else in the first. Raises MixesTokens where two
+        operands lie differently over the ranks and cannot be exchanged.
         """
         layouts: list[Layout | None] = [None] * rank
         for value in values:
             for dim, layout in enumerate(value.layouts, start=rank - len(value.layouts)):
                 if layout is None:
                     continue
-                if layouts[dim] is not None and not alike(layouts[dim], layout):  # type: ignore[arg-type]
-                    raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
-                layouts[dim] = layouts[dim] or layout
+                other = layouts[dim]
+                layouts[dim] = layout if other is None or alike(other, layout) else self._common(other, layout)
         return tuple(layouts)
 
+    def _common(self, a: Layout, b: Layout) -> Layout:
+        if not (a.alone and b.alone and same(a.size, b.size)):
+            raise MixesTokens("joins tensors whose tokens lie differently over the ranks")
+        return b if same(b.parts[0].length, self.tokens) else a
+
     def aligned(self, value: Value, layouts: Sequence[Layout | None], skip: int | None = None) -> Value:
-        """An operand of a broadcast op, sliced where it is whole and the result is not."""
+        """An operand of a broadcast op, sliced where it is whole and the result is not, and dealt out as the result."""
         shift = len(layouts) - len(value.sizes)
         for dim in range(len(value.sizes)):
             layout = layouts[dim + shift]
-            if layout is None or value.layouts[dim] is not None or same(value.sizes[dim], sympy.S.One):
+            if layout is None or dim + shift == skip or same(value.sizes[dim], sympy.S.One):
                 continue
-            if dim + shift != skip:
+            if value.layouts[dim] is None:
                 value = self.sharded(value, dim, layout)
+            else:
+                value = self.redistributed(value, dim, layout, "joins tokens that are dealt out in two ways")
         return value
 
     def copy(self, node: fx.Node, replaced: dict[fx.Node, fx.Node] | None = None) -> Result:

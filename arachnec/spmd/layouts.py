@@ -1,14 +1,15 @@
 """Layouts: how a tensor's dimensions are distributed over the ranks of one sequence.
 
 A dimension without a layout is the same on every rank. A layout is a concatenation of parts, at least one of them
-sharded: a rank holds its own tokens of a sharded part and all of a replicated one. Lengths are symbolic and compared as
-polynomials, never as numbers: a caption may be as long as a shard.
+sharded: a rank holds its own tokens of a sharded part and all of a replicated one. Which tokens are its own follows
+from the part's length: those of the cascade where it is the clip's sequence, else an even share (frames, or places).
+Lengths are symbolic and compared as polynomials, never as numbers: a caption may be as long as a shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -56,9 +57,14 @@ class Layout:
     def merged(self) -> bool:
         return not (same(self.outer, sympy.S.One) and same(self.inner, sympy.S.One))
 
-    def local(self, tokens: Size) -> Size:
-        """Size of the dimension on a rank with ``tokens`` of each sharded part."""
-        length = total(tokens if part.sharded else part.length for part in self.parts)
+    @property
+    def alone(self) -> bool:
+        """One sharded part, merged with neighbours or not: its positions can be dealt out in another way."""
+        return len(self.parts) == 1
+
+    def local(self, share: Callable[[Size], Size]) -> Size:
+        """Size of the dimension on a rank with ``share(length)`` of each sharded part of that length."""
+        length = total(share(part.length) if part.sharded else part.length for part in self.parts)
         return sympy.expand(self.outer * length * self.inner)
 
     def bounds(self) -> list[Size]:

@@ -21,7 +21,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.spmd.context import Context, MixesTokens, Refused, Result
 from arachnec.spmd.inputs import add_placeholders, context_of, original_symbols, sharded_inputs
-from arachnec.spmd.layouts import Layout, Size, Value, same
+from arachnec.spmd.layouts import Layout, Part, Size, Value, same
 from arachnec.spmd.rules import RULES, Rule, rule_for
 from arachnec.spmd.shape_rules import operands
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
@@ -73,17 +73,39 @@ class ShardedBlock:
     local: int
     attentions: tuple[Note, ...]
     gathers: tuple[Note, ...]
+    exchanges: tuple[Note, ...]
     counterparts: Mapping[fx.Node, fx.Node]
 
 
 def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> ShardedBlock:
     """Rewrite one captured block. ``rules`` may extend or replace the table.
 
-    Raises ``UserError`` for a block that cannot run on a part of its tokens.
+    Where tokens are split into frames and places, either can be dealt out: what moves fewest bytes is taken, one choice
+    improved after the other. Raises ``UserError`` for a block that cannot run on a part of its tokens.
     """
+    best, choices, options = _rewritten(captured, rules, {})
+    for key in [key for key, count in options.items() if count > 1]:
+        for option in range(1, options[key]):
+            other, tried, _ = _rewritten(captured, rules, {**choices, key: option})
+            if moved(other) < moved(best):
+                best, choices = other, tried
+    return best
+
+
+def moved(block: ShardedBlock) -> float:
+    """The bytes of all tensors that move between ranks, at the sizes of the first recording."""
+    notes = (*block.attentions, *block.gathers, *block.exchanges)
+    return sum(float(note.bytes.subs(block.captured.examples[0])) for note in notes)
+
+
+def _rewritten(
+    captured: CapturedBlock, rules: Mapping[Any, Rule], choices: Mapping[object, int]
+) -> tuple[ShardedBlock, dict[object, int], dict[object, int]]:
+    """The rewrite with these choices, the choices, and how many options there were for each."""
     inputs = sharded_inputs(captured)
     tokens = next(dims[dim] for dims, dim in zip(captured.input_dims, inputs, strict=True) if dim is not None)
     context = context_of(captured, tokens)
+    context.choices.update(choices)
     add_placeholders(context, captured, inputs)
     local = 0
     for node in captured.exported.graph.nodes:
@@ -102,14 +124,16 @@ def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> S
             for e in context.events
             if e.kind == kind
         )
-        for kind in ("attention", "gathered")
+        for kind in ("attention", "gathered", "exchanged")
     }
     counterparts = {node: value.node for node, value in context.environment.items() if isinstance(value, Value)}
     parts = {node: _source(value) for node, value in context.environment.items() if isinstance(value, list)}
     counterparts |= {node: source for node, source in parts.items() if source is not None}
-    return ShardedBlock(
-        captured, module, inputs, outputs, tokens, local, notes["attention"], notes["gathered"], counterparts
+    block = ShardedBlock(
+        *(captured, module, inputs, outputs, tokens, local),
+        *(notes["attention"], notes["gathered"], notes["exchanged"], counterparts),
     )
+    return block, dict(choices), context.options
 
 
 def _source(parts: Sequence[Any]) -> fx.Node | None:
@@ -222,6 +246,7 @@ def _outputs(context: Context, captured: CapturedBlock) -> tuple[int | None, ...
     for result in operands(output)[0]:
         value = context.value(result)
         sharded = [dim for dim, layout in enumerate(value.layouts) if layout is not None]
+        value = _in_sequence(context, result, value)
         if sharded and not (len(sharded) == 1 and value.layouts[sharded[0]].pure):  # type: ignore[union-attr]
             context.enter(result)
             context.record("gathered", "is returned with its tokens joined to something else", value.bytes)
@@ -230,6 +255,15 @@ def _outputs(context: Context, captured: CapturedBlock) -> tuple[int | None, ...
         dims.append(sharded[0] if sharded else None)
     context.graph.output(tuple(nodes))
     return tuple(dims)
+
+
+def _in_sequence(context: Context, node: fx.Node, value: Value) -> Value:
+    """Tokens dealt out over frames or places, as the cascade deals them out, where they are all there is."""
+    for dim, layout in enumerate(value.layouts):
+        if layout is not None and layout.alone and same(layout.size, context.tokens):
+            context.enter(node)
+            value = context.redistributed(value, dim, Layout((Part(layout.size, sharded=True),)), "is returned")
+    return value
 
 
 def random_op(node: fx.Node) -> bool:

@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
 from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
-from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.attention.redistribution import Dealt
+from arachnec.kernels.attention.redistribution import redistribute as dealt_anew
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 
 Parts = tuple[int | None, ...]
+Factors = tuple[int, int, int]  # outer, the length that is dealt out, inner
 
 
 def local_tokens(shard: SequenceShard) -> int:
@@ -22,6 +27,19 @@ def local_tokens(shard: SequenceShard) -> int:
 
 def total_tokens(shard: SequenceShard) -> int:
     return shard.total
+
+
+def shard_of_length(shard: SequenceShard, length: int) -> SequenceShard:
+    """Other positions than the clip's tokens over the same ranks: frames, or places."""
+    return shard if length == shard.total else replace(shard, tokens=even_split(length, shard.degree))
+
+
+def redistribute(x: Tensor, dim: int, shard: SequenceShard, before: Factors, after: Factors) -> Tensor:
+    """This rank's positions of ``after`` from those of ``before``; see ``kernels.attention.redistribution``."""
+    first, then = (
+        Dealt(outer, shard_of_length(shard, length).tokens, inner) for outer, length, inner in (before, after)
+    )
+    return dealt_anew(x, dim, first, then, shard)
 
 
 def written(target: Tensor, source: Tensor) -> Tensor:

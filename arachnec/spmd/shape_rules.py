@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from arachnec.spmd.context import LOCAL, Context, MixesTokens, Result
+from arachnec.spmd.context import Context, MixesTokens, Result
 from arachnec.spmd.layouts import (
     Layout,
     Part,
@@ -44,11 +44,16 @@ def reshape(context: Context, node: fx.Node) -> Result:
     if len(sharded) != 1:
         raise MixesTokens("reshapes a tensor with two token dimensions")
     layouts = _reshaped(value, sharded[0], sizes)
+    if layouts is None:
+        value = _dealt_for(context, value, sharded[0], sizes)
+        layouts = _reshaped(value, sharded[0], sizes)
+        assert layouts is not None
     shape = context.local_sizes(sizes, layouts)
     return context.emit(aten.reshape.default, (value.node, shape), {}, node.meta["val"], layouts)
 
 
-def _reshaped(value: Value, dim: int, sizes: Sequence[Size]) -> Layouts:
+def _reshaped(value: Value, dim: int, sizes: Sequence[Size]) -> Layouts | None:
+    """The layouts after a reshape; None where the tokens do not stay one dimension."""
     layout = value.layouts[dim]
     assert layout is not None
     outer = product((*value.sizes[:dim], layout.outer))
@@ -59,7 +64,26 @@ def _reshaped(value: Value, dim: int, sizes: Sequence[Size]) -> Layouts:
             continue
         reshaped = Layout(layout.parts, before, after)
         return tuple(reshaped if i == place else None for i in range(len(sizes)))
-    raise MixesTokens(f"splits the token dimension: {list(value.sizes)} becomes {list(sizes)}")
+    return None
+
+
+def _dealt_for(context: Context, value: Value, dim: int, sizes: Sequence[Size]) -> Value:
+    """The tokens dealt out over one of the factors that the reshape splits them into: frames, or places."""
+    layout = value.layouts[dim]
+    assert layout is not None
+    outer, inner = product((*value.sizes[:dim], layout.outer)), product((layout.inner, *value.sizes[dim + 1 :]))
+    factors = []
+    for place, size in enumerate(sizes):
+        before, after = product(sizes[:place]), product(sizes[place + 1 :])
+        inside = quotient(before, outer) is not None and quotient(after, inner) is not None
+        outside = quotient(before, product(value.sizes[:dim])), quotient(after, product(value.sizes[dim + 1 :]))
+        if inside and not same(size, sympy.S.One) and outside[0] is not None and outside[1] is not None:
+            factor = Layout((Part(size, sharded=True),), *outside)
+            factors += [factor] if same(factor.size, layout.size) else []  # what is rounded down may leave a rest
+    if not layout.alone or not factors:
+        raise MixesTokens(f"splits the token dimension: {list(value.sizes)} becomes {list(sizes)}")
+    chosen = context.chosen((value.sizes, tuple(sizes)), len(factors))
+    return context.redistributed(value, dim, factors[chosen], "splits the token dimension")
 
 
 def permute(context: Context, node: fx.Node) -> Result:
@@ -190,8 +214,8 @@ def _cut(context: Context, value: Value, dim: int, start: Size, end: Size, like:
     if parts is None:
         raise MixesTokens(f"cuts the tokens at {start} and {end}, which are not bounds between video and text")
     first = next(i for i, bound in enumerate(layout.bounds()) if same(bound, start))
-    begin = Layout(layout.parts[:first]).local(LOCAL)
-    stop = sympy.expand(begin + Layout(parts).local(LOCAL))
+    begin = Layout(layout.parts[:first]).local(context.share)
+    stop = sympy.expand(begin + Layout(parts).local(context.share))
     layouts = (*value.layouts[:dim], layout_of(parts), *value.layouts[dim + 1 :])
     arguments = (value.node, dim, context.size(begin), context.size(stop))
     return context.emit(aten.slice.Tensor, arguments, {}, like, layouts)
@@ -265,8 +289,8 @@ def slice_scatter(context: Context, node: fx.Node) -> Result:
     ):
         raise MixesTokens("writes tokens that lie differently over the ranks")
     first = next(i for i, bound in enumerate(layout.bounds()) if same(bound, start))
-    begin = total([Layout(layout.parts[:first]).local(LOCAL)])
-    stop = sympy.expand(begin + Layout(parts).local(LOCAL))
+    begin = total([Layout(layout.parts[:first]).local(context.share)])
+    stop = sympy.expand(begin + Layout(parts).local(context.share))
     layouts = (*along[:dim], layout, *along[dim + 1 :])
     arguments = (value.node, source.node, dim, context.size(begin), context.size(stop))
     return context.emit(node.target, arguments, {}, node.meta["val"], layouts)

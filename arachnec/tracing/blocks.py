@@ -7,7 +7,7 @@ buffers and scalar settings are equal. They share one graph, which runs with eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -312,20 +312,36 @@ def _dims(
 def _with_tokens(
     recordings: Sequence[Recording], examples: Sequence[ExampleCall]
 ) -> tuple[tuple[Sizes, ...], TokenPlace]:
-    """S of each recording, and where it is: the first dimension of a block's input that follows the clip and not the
-    batch."""
+    """S of each recording, and where it is: in the first input of a block with a dimension that follows the clip and
+    not the batch, the largest such dimension."""
     sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
     for index in range(len(recordings[0].calls)):
         versions = [recording.calls[index] for recording in recordings]
         for leaf in _tensor_leaves(versions[0].leaves):
-            for d in range(versions[0].leaves[leaf].ndim):
-                series = [int(version.leaves[leaf].shape[d]) for version in versions]
-                if moves_with_clip(series, sizes) and not moves_with_batch(series, sizes):
-                    known = (Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
-                    return tuple(known), TokenPlace(versions[0].path, leaf, d)
+            place = _tokens_of(versions, leaf, sizes)
+            if place is not None:
+                series = [place.read(version.leaves) for version in versions]
+                known = (Sizes(s.clip, s.batch, s.text, value) for s, value in zip(sizes, series, strict=True))
+                return tuple(known), place
     call = recordings[0].calls[0]
     inputs = ", ".join(f"{call.names[i]} {list(call.leaves[i].shape)}" for i in _tensor_leaves(call.leaves))
     raise UserError(NoTokenDimension(None, call.path, inputs))
+
+
+def _tokens_of(versions: Sequence[BlockCall], leaf: int, sizes: Sequence[Sizes]) -> TokenPlace | None:
+    """Where one leaf has tokens. What ends in a dimension that moves is a mask or the like: its first one counts."""
+    shapes = [version.leaves[leaf].shape for version in versions]
+    series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
+    moving = [d for d, values in enumerate(series) if moves_with_clip(values, sizes)]
+    batched = [d for d, values in enumerate(series) if moves_with_batch(values, sizes)]
+    alone = [d for d in moving if d not in batched]
+    if not alone:
+        return None
+    path = versions[0].path
+    if len(series) - 1 in moving:
+        return TokenPlace(path, leaf, alone[0])
+    largest = max(alone, key=lambda d: series[d][0])
+    return TokenPlace(path, leaf, largest, tuple(sorted({*moving, *batched})), bool(batched))
 
 
 def _has_tokens(recordings: Sequence[Recording], index: int, sizes: Sequence[Sizes]) -> bool:
@@ -403,8 +419,14 @@ def _model(
         )
         for i in order
     )
-    escapes = frozenset(_as_tensor_output(recording, e, order) for e in recording.escapes if e[0] in order)
-    return CapturedModel(blocks, calls, escapes, recorded.sizes, recorded.tokens_at)
+
+    def outputs(of: Iterable[tuple[int, int]]) -> frozenset[Origin]:
+        return frozenset(_as_tensor_output(recording, e, order) for e in of if e[0] in order)
+
+    place, escapes, handed = recorded.tokens_at, outputs(recording.escapes), outputs(recording.handed)
+    leaves = next(call.leaves for call in recording.calls if call.path == place.path)
+    tokens = place.count(leaves, recorded.sizes[0].batch)
+    return CapturedModel(blocks, calls, escapes, recorded.sizes, place, handed, tokens)
 
 
 def _as_tensor_output(recording: Recording, output: tuple[int, int], order: dict[int, int]) -> Origin:

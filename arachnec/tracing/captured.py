@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,14 +103,26 @@ class CapturedBlock:
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Where a clip's tokens are counted: a dimension of one leaf of the first call that has them."""
+    """Where S is read: a dimension of one leaf of the first call that has tokens.
+
+    Blocks over frames and blocks over places have the tokens in several dimensions, of which one is S in their graphs;
+    ``all`` are those that move with the clip or with the batch.
+    """
 
     path: str
     leaf: int
     dim: int
+    all: tuple[int, ...] = ()
+    batched: bool = False  # the number of clips is a factor of what lies in ``all``
 
     def read(self, leaves: Sequence[Any]) -> int:
         return int(leaves[self.leaf].shape[self.dim])
+
+    def count(self, leaves: Sequence[Any], batch: int) -> int:
+        """The tokens of one clip, whatever the block's rank."""
+        shape = leaves[self.leaf].shape
+        together = math.prod(int(shape[dim]) for dim in self.all or (self.dim,))
+        return together // batch if self.batched else together
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,8 @@ class CapturedModel:
     """``calls`` in the order of the forward; ``blocks`` are the structures they are calls of.
 
     An ``Origin`` is only there when nothing outside the blocks reads that tensor, so both ends may keep it as a shard.
-    ``escapes`` are the outputs that are read outside. Without ``blocks`` nothing is known of the calls but their order.
+    ``escapes`` are the outputs that are read outside, ``handed`` those of which another block takes a view. ``tokens``
+    are all those of a clip at the first recording. Without ``blocks`` nothing is known of the calls but their order.
     """
 
     blocks: tuple[CapturedBlock, ...]
@@ -142,6 +156,13 @@ class CapturedModel:
     escapes: frozenset[Origin]
     sizes: tuple[Sizes, ...]
     tokens_at: TokenPlace
+    handed: frozenset[Origin] = frozenset()
+    tokens: int = 0
+
+    @property
+    def folded(self) -> bool:
+        """Whether S is not all tokens of a clip, which lie in several dimensions."""
+        return self.tokens != self.sizes[0].tokens
 
     def block_of(self, path: str) -> CapturedBlock:
         return next(block for block in self.blocks if path in block.instances)

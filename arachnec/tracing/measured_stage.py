@@ -122,7 +122,7 @@ class _Counter:
 
         def seen(path: str, leaves: list[Any]) -> None:
             if path == place.path and len(self.tokens) == before:
-                self.tokens.append(place.read(leaves))
+                self.tokens.append(place.count(leaves, call.batch))
                 hidden[0] = int(leaves[place.leaf].shape[-1])
 
         before = len(self.tokens)

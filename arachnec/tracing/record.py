@@ -16,12 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from arachnec.tracing.find import Unread, structure
+from arachnec.tracing.token_views import TOKEN_VIEWS
 
 # Reading these of a shard gives what the whole tensor would: they do not count as a use.
 HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
-) | {torch.Tensor.is_floating_point, torch.Tensor.dim, torch.Tensor.is_complex}
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
+) | {torch.Tensor.is_floating_point, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_complex}
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Recording:
-    """All block calls of one forward, in order; ``escapes`` are the outputs that something outside the blocks reads."""
+    """All block calls of one forward, in order; ``escapes`` are the outputs that something outside the blocks reads,
+    ``handed`` those of which another block takes a view."""
 
     calls: tuple[BlockCall, ...]
     escapes: frozenset[tuple[int, int]]
+    handed: frozenset[tuple[int, int]] = frozenset()
 
 
 def flatten_call(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -97,8 +100,8 @@ def record(
             stack.enter_context(torch.device("meta"))
         stack.enter_context(tape)
         output = model(**call.arguments)
-    tape.escapes |= {tape.owner[id(x)] for x in pytree.tree_leaves(output) if id(x) in tape.owner}
-    return Recording(tuple(tape.calls), frozenset(tape.escapes))
+    tape.escapes |= tape.made_by_blocks(pytree.tree_leaves(output))
+    return Recording(tuple(tape.calls), frozenset(tape.escapes), frozenset(tape.handed))
 
 
 class Repeats:
@@ -194,11 +197,14 @@ class _Frame:
 
 @dataclass
 class _Tape(TorchFunctionMode):
-    """What the hooks write. ``owner`` maps a tensor's id to the output it is; tensors are kept, so ids stay unique."""
+    """What the hooks write. ``owner`` maps a tensor's id to the output it is, ``views`` a view's; tensors are kept, so
+    ids stay unique."""
 
     calls: list[BlockCall] = field(default_factory=list)
     escapes: set[tuple[int, int]] = field(default_factory=set)
+    handed: set[tuple[int, int]] = field(default_factory=set)
     owner: dict[int, tuple[int, int]] = field(default_factory=dict)
+    views: dict[int, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
     open: list[_Frame] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -210,6 +216,7 @@ class _Tape(TorchFunctionMode):
                 leaves, spec = flatten_call(block, args, kwargs)
                 names = leaf_names(block, args, kwargs)
             origins = tuple(self.owner.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves)
+            self.handed |= {self.views[id(leaf)][1] for leaf in leaves if id(leaf) in self.views}
             self.open.append(_Frame(path, leaves, names, spec, origins))
 
         return hook
@@ -223,9 +230,20 @@ class _Tape(TorchFunctionMode):
             BlockCall(frame.path, tuple(frame.leaves), frame.names, frame.spec, tuple(outputs), spec, frame.origins)
         )
 
+    def made_by_blocks(self, values: Sequence[Any]) -> set[tuple[int, int]]:
+        """The outputs that these are, or are views of."""
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        viewed = {self.views[id(x)][1] for x in tensors if id(x) in self.views}
+        return viewed | {self.owner[id(x)] for x in tensors if id(x) in self.owner}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.open and func not in HARMLESS:
-            tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            self.escapes |= {self.owner[id(x)] for x in tensors if id(x) in self.owner}
-        return func(*args, **kwargs)
+        if self.open or func in HARMLESS:
+            return func(*args, **kwargs)
+        read = self.made_by_blocks(pytree.tree_leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        if func in TOKEN_VIEWS and len(read) == 1:
+            self.views[id(result)] = result, *read
+        else:
+            self.escapes |= read
+        return result

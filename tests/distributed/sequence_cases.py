@@ -126,7 +126,7 @@ def _model(name: str) -> tuple[nn.Module, CapturedModel]:
     model = MODELS[name].build()
     for parameter in model.parameters():  # gates that start at zero would hide what is wrong behind them
         nn.init.normal_(parameter, std=0.3)
-    return model, capture_blocks(model, MODELS[name].examples(), verify=False)
+    return model, capture_blocks(model, MODELS[name].examples(), at=MODELS[name].at, verify=False)
 
 
 def _forked(name: str, steps: tuple[Step, ...], models: tuple[SequenceModel, nn.Module], timeout: float) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,22 @@ class Size:
 
 @dataclass(frozen=True)
 class ModelCase:
-    """``text`` says whether the caption's length may vary; ``tokens`` are those of one clip."""
+    """``text`` says whether the caption's length may vary; ``tokens`` are those of one clip. ``only`` is the one clip
+    shape that the graphs are for, where they are not for all."""
 
     build: Callable[[], nn.Module]
     arguments: Callable[[Size], dict[str, Any]]
     tokens: Callable[[Size], int]
     text: bool = True
+    only: Size | None = None
+
+    @property
+    def at(self) -> list[ExampleCall]:
+        if self.only is None:
+            return []
+        s = self.only
+        clip = s.frames, s.height, s.width
+        return [ExampleCall(self.arguments(replace(s, batch=b)), clip, b, s.text) for b in (2, 3)]
 
     def examples(self) -> list[ExampleCall]:
         sizes = [Size(), Size(3, 4, 10), Size(text=9), Size(batch=3), Size(3, 6, 10, 11, 5)]
@@ -300,6 +310,70 @@ class LongSkipModel(nn.Module):
         return layer(x, skip)
 
 
+class PlainBlock(FusedBlock):
+    """Attends along the last dimension but one, whatever lies before it."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-3, -2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.out(self.attend(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class FoldingBlock(PlainBlock):
+    """Over the places of a frame, then over the frames of a place, by a number of frames that it is given."""
+
+    def forward(self, x: Tensor, frames: int) -> Tensor:  # type: ignore[override]
+        b, s, c = x.shape
+        x = x.reshape(b * frames, s // frames, c)
+        x = super().forward(x).reshape(b, frames, s // frames, c).transpose(1, 2).flatten(0, 1)
+        x = x + self.out(self.attend(self.norm1(x)))
+        return x.unflatten(0, (b, s // frames)).transpose(1, 2).reshape(b, s, c)
+
+
+class GridBlock(PlainBlock):
+    """[B, F, H, W, C] all the way; attention over all of it."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x.flatten(1, 3)).unflatten(1, x.shape[1:4])
+
+
+class FactorisedModel(nn.Module):
+    """Frames and places as two dimensions: folded by the blocks, by the shell around them (Latte, arXiv 2401.03048),
+    or not at all."""
+
+    def __init__(self, fold: str) -> None:
+        super().__init__()
+        self.fold = fold
+        self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.time = nn.Linear(1, WIDTH)
+        block = {"blocks": FoldingBlock, "shell": PlainBlock, "grid": GridBlock}[fold]
+        self.layers = nn.ModuleList(block() for _ in range(4 if fold == "shell" else 2))
+
+    def forward(self, video: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        x = self.embed(video.movedim(1, -1)) + self.time(time[:, None])[:, None, None, None]
+        b, f, h, w, c = x.shape
+        if self.fold == "grid":
+            for layer in self.layers:
+                x = layer(x)
+        elif self.fold == "blocks":
+            x = x.flatten(1, 3)
+            for layer in self.layers:
+                x = layer(x, f)
+        else:
+            for over_places, over_frames in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = over_places(x.reshape(b * f, h * w, c)).reshape(b, f, h * w, c).permute(0, 2, 1, 3)
+                x = over_frames(x.reshape(b * h * w, f, c)).reshape(b, h * w, f, c).permute(0, 2, 1, 3)
+        return self.head(x.reshape(b, f, h, w, c)).movedim(-1, 1)
+
+
+def factorised(fold: str) -> ModelCase:
+    case = user_written(lambda: FactorisedModel(fold), text=False)
+    return replace(case, only=Size(3, 4, 6)) if fold == "blocks" else case
+
+
 def user_written(build: Callable[[], nn.Module], text: bool = True) -> ModelCase:
     def arguments(s: Size) -> dict[str, Any]:
         g = seeded(s)
@@ -324,6 +398,9 @@ MODELS = {
     "multihead": user_written(lambda: PlainModel(SelfMultiheadBlock)),
     "convolved": user_written(lambda: PlainModel(ConvolvedBlock)),
     "joined": user_written(lambda: PlainModel(JoinedBlock, joined=True)),
+    "factorised-by-blocks": factorised("blocks"),
+    "factorised-by-shell": factorised("shell"),
+    "grid": factorised("grid"),
     "long-skip": user_written(lambda: LongSkipModel(outside=False), text=False),
     "long-skip-outside": user_written(lambda: LongSkipModel(outside=True), text=False),
 }

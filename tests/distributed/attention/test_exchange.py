@@ -12,6 +12,7 @@ from torch import Tensor
 from arachnec.kernels.attention.distributed_attention import distributed_attention
 from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.redistribution import Dealt, redistribute
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.attention.subgroups import subgroups
 from tests.distributed.attention_cases import process_groups
@@ -149,3 +150,27 @@ def test_tokens_that_are_not_there_are_not_sliced_or_gathered() -> None:
         shard_tokens(torch.zeros(2, 5), 1, ALONE)
     with pytest.raises(ValueError, match="does not hold this rank's 6 tokens"):
         gather_tokens(torch.zeros(2, 5), 1, ALONE)
+
+
+def dealt_anew(before: Dealt, after: Dealt) -> tuple[Tensor, Tensor]:
+    shard = shard_of(before.shares)
+    whole = torch.arange(2 * before.size, dtype=torch.float64).view(2, -1)
+    x = whole[:, before.held(shard.index)].clone().requires_grad_()
+    moved = redistribute(x, 1, before, after, shard)
+    assert torch.equal(moved, whole[:, after.held(shard.index)])
+    (grad,) = torch.autograd.grad((moved * whole[:, after.held(shard.index)]).sum(), x)
+    return x.detach(), grad
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Dealt(1, (7, 5), 1), Dealt(4, (2, 1), 1)),  # a sequence, then the places of four frames
+        (Dealt(1, (2, 2, 0), 3), Dealt(4, (1, 1, 1), 1)),  # frames, then places
+        (Dealt(2, (3, 1, 0, 2), 2), Dealt(1, (6, 6, 6, 6), 1)),  # rows of two clips, then all in one sequence
+        (Dealt(3, (0, 0), 2), Dealt(1, (0, 0), 5)),  # nothing
+    ],
+)
+def test_tokens_dealt_out_anew_are_all_there_and_their_gradients_go_back(before: Dealt, after: Dealt) -> None:
+    for x, grad in run_ranks(len(before.shares), dealt_anew, before, after):
+        assert torch.equal(grad, x)
