@@ -50,7 +50,7 @@ def write_lists(folder: Path, step: int, rank: int, cascades: Iterable[tuple[Seq
             rows = [(share.head, share.first, end) for share, end in zip(cascade.shares[layer], ends, strict=True)]
             shares = torch.tensor(rows, dtype=torch.int32)
             sizes = lists.counts.flatten(1).sum(1).tolist()
-            for clip, indices, counts in zip(clips, lists.indices.split_with_sizes(sizes), lists.counts, strict=True):
+            for clip, indices, counts in zip(clips, torch.split(lists.indices, sizes), lists.counts, strict=True):
                 parts = (indices.cpu(), counts.cpu(), shares)
                 tensors |= {f"{clip}|{layer_key(layer)}|{n}": x.contiguous() for n, x in zip(PARTS, parts, strict=True)}
     place = folder / f"step-{step}"
@@ -76,7 +76,7 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
             if shares.dim() != 2 or counts.shape[:1] != shares.shape[:1] or int(counts.sum()) != len(indices):
                 raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name} has no lists for {clip}"))
             own = pieces.setdefault((clip, layer), {})
-            of_heads = indices.split_with_sizes(counts.long().sum(1).tolist())
+            of_heads = indices.split(counts.long().sum(1).tolist())
             for (head, first, end), row, listed in zip(shares.tolist(), counts, of_heads, strict=True):
                 if (head, first) in own:
                     told = f"two ranks have groups from {first} on of head {head} of {clip}"

@@ -272,7 +272,7 @@ class _Walk:
     @cached_property
     def staged(self) -> StageCascades:
         assert self.context.pipeline is not None
-        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips)
+        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips, self.context.sequence)
 
     def _weight(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]

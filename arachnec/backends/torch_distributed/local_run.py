@@ -53,6 +53,9 @@ def run_here(
     world = ranks or cluster.world
     cluster_for(cluster, world)
     console = terminal()
+    for name in executable.changed_since():
+        told = f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
+        console.print(told, highlight=False, soft_wrap=True)
     if before is not None and world == cluster.world:
         console.print(before(executable.program), highlight=False, soft_wrap=True)
     crashed = None

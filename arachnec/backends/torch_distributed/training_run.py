@@ -19,6 +19,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
+from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import run_iteration
@@ -42,10 +43,8 @@ from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
-from arachnec.executable.mixed_batches import MixedBatches
-from arachnec.executable.shuffled_batches import ShuffledBatches
-from arachnec.executable.training_options import Training, bad_value
-from arachnec.ir.diagnostic import UserError, counted
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
@@ -105,15 +104,16 @@ class Trainer:
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
         self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
-        if training.shuffle and batches is not None:
-            raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
-        mixed = bool(training.mix.manifests)
-        if mixed and batches is not None:
-            raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
-        drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
-        drawn = MixedBatches(executable, training) if mixed else drawn
-        self._plans = Plans(executable, rank, world, drawn, more_state=more_state, replans=mixed)
-        resumed = newest_checkpoint(options) if batches is None else resumed
+        if batches is None:
+            resumed = newest_checkpoint(options)
+            batches = drawn_batches(executable, training, None if resumed is None else resumed.position)
+            epoch = executable.header.iterations
+        else:
+            demand_no_order(training)
+            epoch = STEPS_OF_A_FILE
+        self._plans = Plans(
+            executable, rank, world, batches, more_state=more_state, replans=bool(training.mix.manifests)
+        )
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
@@ -156,7 +156,6 @@ class Trainer:
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self._resume(resumed)
-        epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
         self._account = StepAccount(options.max_skipped, audit, self._each)
@@ -363,7 +362,7 @@ class Trainer:
         specs = self._specs.received(module, program, clips)
         pipeline = self._context.pipeline
         if pipeline is not None:
-            staged = StageCascades(pipeline, module, clips)
+            staged = StageCascades(pipeline, module, clips, self._context.sequence)
             names = {step.target for step in program.instructions if step.op == "receive"}
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
